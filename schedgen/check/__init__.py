@@ -1,0 +1,41 @@
+"""The total checker: proves a projected program right without running it.
+
+It trusts nothing but the header and shares no code with the passes. `check`
+raises `RefusedFile` with file, line, rank, instruction, reason and rule at
+the first thing that is not so, and returns the exact peak memory otherwise.
+Time grows with the length of the program, and with its logarithm where it
+sorts.
+
+subject.py    the program under proof, and how a refusal is worded
+jobs.py       rule 1
+lives.py      rules 2, 7 and 8: what each instruction does to which buffer
+messages.py   rules 3 and 6
+deadlock.py   rule 4
+gradients.py  rule 5
+"""
+
+from __future__ import annotations
+
+from schedgen.check.deadlock import rule_4, waits
+from schedgen.check.gradients import rule_5
+from schedgen.check.jobs import rule_1
+from schedgen.check.lives import Memory, lives, rule_2, rule_7, rule_8
+from schedgen.check.messages import rule_3, rule_6
+from schedgen.check.subject import RULES, Subject
+from schedgen.program import Program
+
+__all__ = ["RULES", "Memory", "check"]
+
+
+def check(program: Program, name: str = "program") -> Memory:
+    """Prove the eight rules for a projected program; `name` stands in errors."""
+    subject = Subject(program, name)
+    rule_1(subject)
+    events = lives(subject)
+    rule_2(subject, events)
+    pairs = rule_3(subject)
+    rule_6(subject)
+    rule_7(subject, events)
+    rule_5(subject)
+    rule_4(subject, waits(subject, events, pairs))
+    return rule_8(subject, events)

@@ -1,0 +1,80 @@
+"""Rule 5: every gradient reaches every owner exactly once, every owner steps once.
+
+dw.s on a rank takes in that rank's backwards and the partials it adds. Then
+it either is sent on, once and complete, or (on an owner) ends in STEP. Sums
+move forward in time only, so each ends at an owner, and every gradient is in
+exactly one sum; owners, where there are several, sum up once among themselves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedgen.check.subject import BACKWARD, Numbers, Subject
+from schedgen.program import Kind, Op
+
+
+def rule_5(subject: Subject) -> None:
+    header, owner = subject.header, subject.owner
+    several = np.array([len(ranks) > 1 for ranks in header.owners])
+    groups = {ranks: group for group, ranks in enumerate(header.groups)}
+    group_of = np.array([groups.get(ranks, -1) for ranks in header.owners])
+
+    parts = subject.having(Op.BWD, Op.BWD_W, Op.ADD)
+    sends = subject.having(Op.SEND)
+    sends = sends[subject.kind[sends] == Kind.DW]
+    sums, steps = subject.having(Op.ALLREDUCE), subject.having(Op.STEP)
+    last_part, last_send, last_sum, last_step = (_last(subject, rows) for rows in (parts, sends, sums, steps))
+
+    def at(rows: Numbers) -> tuple[object, object]:
+        return subject.rank[rows], subject.stage[rows]
+
+    for rows, wrong, words in (
+        (sends, owner[at(sends)], "an owner keeps its sum and does not send it"),
+        (sends, sends < last_send[at(sends)], "this sum is sent twice"),
+        (sends, sends < last_part[at(sends)], "this sum is not complete here"),
+        (sums, ~several[subject.stage[sums]], "this stage has one owner"),
+        (sums, subject.peer[sums] != group_of[subject.stage[sums]], "this is not the group of the stage's owners"),
+        (sums, sums < last_sum[at(sums)], "this sum is reduced twice"),
+        (sums, sums < last_part[at(sums)], "this sum is not complete here"),
+        (steps, ~owner[at(steps)], "this rank does not own the stage"),
+        (steps, steps < last_step[at(steps)], "this stage steps twice"),
+        (steps, steps < np.maximum(last_part, last_sum)[at(steps)], "this sum is not complete here"),
+    ):
+        for row in rows[wrong][:1]:
+            subject.refuse(5, int(row), words)
+    for missing, words in (
+        (owner & (last_step < 0), "STEP of stage {} is missing"),
+        (owner & several & (last_sum < 0), "ALLREDUCE of dw.{} is missing"),
+        (~owner & (last_part >= 0) & (last_send < 0), "dw.{} never leaves for an owner"),
+    ):
+        for rank, stage in np.argwhere(missing)[:1]:
+            subject.refuse_rank(5, int(rank), words.format(stage))
+    _norm(subject, np.maximum(last_part, last_sum), last_step)
+    uses = np.flatnonzero(np.isin(subject.op, (Op.FWD, Op.RECOMPUTE, *BACKWARD)) | (subject.kind == Kind.W))
+    stepped = last_step[at(uses)]
+    for row in uses[(stepped >= 0) & (stepped < uses)][:1]:
+        subject.refuse(5, int(row), "this stage has stepped: its weights are the next step's")
+
+
+def _last(subject: Subject, rows: Numbers) -> Numbers:
+    """The last of `rows` for every (rank, stage); -1 where there is none."""
+    last = np.full((subject.header.workers, subject.header.stages), -1, np.int64)
+    np.maximum.at(last, (subject.rank[rows], subject.stage[rows]), rows)
+    return last
+
+
+def _norm(subject: Subject, last_sum: Numbers, last_step: Numbers) -> None:
+    """NORM once on every rank, of all ranks, behind every sum and before every STEP."""
+    everyone = tuple(range(subject.header.workers))
+    norm = np.full(len(everyone), -1, np.int64)
+    for row in subject.having(Op.NORM).tolist():
+        if norm[subject.rank[row]] >= 0 or subject.header.groups[subject.peer[row]] != everyone:
+            subject.refuse(5, row, "every rank enters one NORM, of all ranks")
+        norm[subject.rank[row]] = row
+    for rank in np.flatnonzero(norm < 0)[:1]:
+        subject.refuse_rank(5, int(rank), "NORM is missing")
+    for rank, stage in np.argwhere(last_sum > norm[:, None])[:1]:
+        subject.refuse(5, int(last_sum[rank, stage]), f"this adds to dw.{stage} behind NORM")
+    for rank, stage in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:
+        subject.refuse(5, int(last_step[rank, stage]), "this STEP stands before NORM")

@@ -1,0 +1,57 @@
+"""The program under proof: its columns, its owners, and how a refusal is worded."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.errors import RefusedFile
+from schedgen.file import line_of
+from schedgen.program import Op, Program
+
+RULES = {
+    1: "every job exactly once, on the worker w names",
+    2: "every operand is defined before it is used",
+    3: "every SEND has its RECV or FETCH_W, in order",
+    4: "no deadlock, even if every SEND blocks until it is matched",
+    5: "every gradient reaches every owner exactly once, every owner steps once",
+    6: "collectives are entered in one order by all members",
+    7: "everything defined is freed once, nothing is used after that",
+    8: "exact peak memory",
+}
+
+Numbers = NDArray[np.int64]
+BACKWARD = (Op.BWD, Op.BWD_I, Op.BWD_W)
+
+
+class Subject:
+    def __init__(self, program: Program, name: str) -> None:
+        self.program, self.header, self.name = program, program.header, name
+        self.rank, self.op, self.kind, self.stage, self.mb, self.via, self.peer = program.rows
+
+    def having(self, *ops: Op) -> Numbers:
+        """The rows with one of these opcodes, ascending."""
+        return np.flatnonzero(np.isin(self.op, ops))
+
+    @cached_property
+    def owner(self) -> NDArray[np.bool_]:
+        """Whether a rank owns a stage, shape (workers, stages)."""
+        owner = np.zeros((self.header.workers, self.header.stages), bool)
+        for stage, ranks in enumerate(self.header.owners):
+            owner[list(ranks), stage] = True
+        return owner
+
+    def where(self, row: int) -> str:
+        return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"
+
+    def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
+        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})")
+
+    def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
+        """Something is missing from a rank: the line is that of its list's end."""
+        end = int(self.program.bounds[rank + 1])
+        line = line_of(self.program, end - 1, rank) + 1
+        raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})")

@@ -1,0 +1,220 @@
+"""The `schedgen` command: parses, calls, prints.
+
+Exit codes: 0 done; 1 the file is refused, or the two files differ; 2 wrong
+usage, or sizes and functions that make no schedule. An error is one sentence
+on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import schedgen
+from schedgen.check import check
+from schedgen.compile import compile_scheme
+from schedgen.diff import diff
+from schedgen.errors import RefusedFile, UsageError
+from schedgen.file import parse, read, write
+from schedgen.program import DIRECTIONS, Program
+from schedgen.scheme import Sizes
+from schedgen.schemes import SCHEMES, describe, load
+from schedgen.schemes.orders import ORDERS
+from schedgen.stats import stats, table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+        return code
+    except (UsageError, RefusedFile) as error:
+        print(f"schedgen: {error}", file=sys.stderr)
+        return error.code
+    except BrokenPipeError:  # the reader of our output has gone, as in `schedgen stats F | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except OSError as error:
+        print(f"schedgen: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, MemoryError) as error:
+        print(f"schedgen: {type(error).__name__}", file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def checked(name: str) -> Program:
+    """The program in file `name` (-: standard input), proved right."""
+    with contextlib.ExitStack() as stack:
+        source = sys.stdin.buffer if name == "-" else stack.enter_context(Path(name).open("rb"))
+        label = "<stdin>" if name == "-" else name
+        program, fault = read(source, label)
+    check(program, label)
+    if fault:
+        raise RefusedFile(fault)
+    return program
+
+
+def _compile(options: argparse.Namespace) -> int:
+    sizes = Sizes(options.stages, options.microbatches, options.workers, options.groups)
+    program = compile_scheme(
+        load(options.scheme, sizes), sizes, options.mode, options.n, options.cost, options.weight_slots
+    )
+    check(program, "internal error, the compiled schedule")
+    with _output(options.output) as out:
+        write(program, out)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    for name in options.files:
+        program = checked(name)
+        header = program.header
+        print(
+            f"{name}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
+            "every job once, no deadlock, every gradient at every owner"
+        )
+    return 0
+
+
+def _seal(options: argparse.Namespace) -> int:
+    data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
+    program = parse(text, options.file)
+    with _output(options.file) as out:
+        write(program, out)
+    return 0
+
+
+def _stats(options: argparse.Namespace) -> int:
+    numbers = stats(checked(options.file), options.cost)
+    print(json.dumps(numbers, indent=1) if options.json else table(numbers))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    lines = diff(checked(options.a), checked(options.b), options.a, options.b)
+    for line in lines:
+        print(line)
+    return 1 if lines else 0
+
+
+def _schemes(_: argparse.Namespace) -> int:
+    print(describe())
+    return 0
+
+
+@contextlib.contextmanager
+def _output(name: str) -> Iterator[BinaryIO]:
+    """Standard output for '-', else a file that appears whole or not at all."""
+    if name == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(name)
+    if path.exists() and not path.is_file():  # /dev/null, a pipe: nothing to rename over
+        with path.open("wb") as out:
+            yield out
+        return
+    path = path.resolve()
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "wb") as out:
+            yield out
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(aside).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line: the sentence and where to read more."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return value
+
+
+def _cost(text: str) -> dict[str, float]:
+    cost: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = 0.0
+        if name in cost or not 0 < value < 1e18:
+            raise argparse.ArgumentTypeError(
+                f"'{text}': give every direction once, as in F=1,B=2, with positive numbers"
+            )
+        cost[name] = int(value) if value.is_integer() else value
+    names = next((names for names in DIRECTIONS.values() if set(names) == set(cost)), None)
+    if names is None:
+        raise argparse.ArgumentTypeError(f"'{text}': give F and B, or F, I and W")
+    return {name: cost[name] for name in names}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="schedgen", description="Static schedules for distributed training, as text.")
+    parser.add_argument("--version", action="version", version=f"schedgen {schedgen.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, summary: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary, epilog=f"example: {example}")
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command(
+        "compile", _compile, "write the schedule of a scheme",
+        "schedgen compile 1f1b --stages 4 --microbatches 8 -o 1f1b.json",
+    )  # fmt: skip
+    sub.add_argument("scheme", metavar="SCHEME|FILE.py", help=f"{', '.join(SCHEMES)}, or a file that defines w and n")
+    sub.add_argument("--stages", type=_count, required=True, metavar="S")
+    sub.add_argument("--microbatches", type=_count, required=True, metavar="B")
+    sub.add_argument("--workers", type=_count, metavar="W", help="default: what the scheme needs")
+    sub.add_argument("--groups", type=_count, metavar="G", help="groups of workers (lpp, fslpp)")
+    sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
+    sub.add_argument("--n", choices=tuple(ORDERS), help="replaces the scheme's own order")
+    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations that greedy orders by")
+    sub.add_argument("--weight-slots", type=_count, default=2, metavar="K", help="foreign weight copies held at a time")
+    sub.add_argument("-o", "--output", required=True, metavar="FILE", help="- is standard output")
+
+    sub = command("check", _check, "prove schedules right, or say what is wrong", "schedgen check 1f1b.json")
+    sub.add_argument("files", nargs="+", metavar="FILE")
+
+    sub = command("seal", _seal, "re-hash and re-format a schedule edited by hand", "schedgen seal 1f1b.json")
+    sub.add_argument("file", metavar="FILE")
+
+    sub = command("stats", _stats, "latency, bubble, memory and messages", "schedgen stats 1f1b.json --json")
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+
+    sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
+    sub.add_argument("a", metavar="A")
+    sub.add_argument("b", metavar="B")
+
+    command("schemes", _schemes, "the built-in schemes and their parameters", "schedgen schemes")
+    return parser

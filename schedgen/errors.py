@@ -1,0 +1,15 @@
+"""The errors a user may see: one sentence each, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+
+class UsageError(Exception):
+    """Wrong arguments, a scheme or a model that does not fit. Exit code 2."""
+
+    code = 2
+
+
+class RefusedFile(Exception):
+    """A schedule file that may not be used. Exit code 1."""
+
+    code = 1

@@ -1,0 +1,73 @@
+"""Jobs, and what each waits for (the seed's pred and succ).
+
+A job is (s, b, d). Microbatches never wait for one another, so the graph is
+kept once, over nodes (d, s); job j of node k and microbatch b is k * B + b.
+For the chain it says
+    pred(s, b, F) = {(s-1, b, F)}
+    pred(S-1, b, B) = {(S-1, b, F)}
+    pred(s, b, B) = {(s+1, b, B), (s, b, F)}
+and where the backward is split, pred(s, b, W) = {(s, b, I)}.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from schedgen.errors import UsageError
+from schedgen.program import DIRECTIONS, B, F, W
+
+
+class Graph(NamedTuple):
+    directions: int
+    stages: int
+    microbatches: int
+    pred: tuple[tuple[int, ...], ...]  # nodes each node waits for
+    succ: tuple[tuple[int, ...], ...]
+
+    def node(self, d: int, s: int) -> int:
+        return d * self.stages + s
+
+    def words(self, job: int) -> str:
+        """A job the way users write it: F(s, b)."""
+        node, b = divmod(job, self.microbatches)
+        d, s = divmod(node, self.stages)
+        return f"{DIRECTIONS[self.directions][d]}({s}, {b})"
+
+
+def chain(stages: int) -> tuple[tuple[int, int], ...]:
+    return tuple((s, s + 1) for s in range(stages - 1))
+
+
+def graph(stages: int, microbatches: int, directions: int, edges: tuple[tuple[int, int], ...]) -> Graph:
+    pred: list[set[int]] = [set() for _ in range(directions * stages)]
+    for producer, consumer in edges:
+        pred[F * stages + consumer].add(F * stages + producer)
+        pred[B * stages + producer].add(B * stages + consumer)
+    for s in range(stages):
+        pred[B * stages + s].add(F * stages + s)
+        if directions == 3:
+            pred[W * stages + s].add(B * stages + s)
+    succ: list[list[int]] = [[] for _ in pred]
+    for node, before in enumerate(pred):
+        for other in before:
+            succ[other].append(node)
+    return Graph(directions, stages, microbatches, tuple(tuple(sorted(p)) for p in pred), tuple(map(tuple, succ)))
+
+
+def check_edges(edges: object, stages: int) -> tuple[tuple[int, int], ...]:
+    """The user's edges, sorted; an error where they are no DAG that ends in one loss."""
+    try:
+        pairs = sorted({(int(p), int(c)) for p, c in edges})  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise UsageError("edges must be pairs (producer stage, consumer stage)") from None
+    for producer, consumer in pairs:
+        if not 0 <= producer < consumer < stages:
+            raise UsageError(
+                f"edge ({producer}, {consumer}) does not go from a smaller to a larger stage within 0..{stages - 1}"
+            )
+    ends = sorted(set(range(stages)) - {producer for producer, _ in pairs})
+    if ends != [stages - 1]:
+        raise UsageError(
+            f"the last stage, {stages - 1}, alone must end in the loss, but no stage reads the output of {ends}"
+        )
+    return tuple(pairs)

@@ -1,0 +1,28 @@
+"""Lowering: jobs in time order become the program of every rank.
+
+`PIPELINE` is the whole of it. Each pass takes a program in global (time)
+order and returns one; a SEND and its RECV are inserted together, so running
+the global order one instruction after another always works, even if every
+SEND blocks until it is matched. Projecting that per rank is the last step.
+"""
+
+from __future__ import annotations
+
+from schedgen.order import Times
+from schedgen.passes.compute import compute
+from schedgen.passes.free import free
+from schedgen.passes.reduce import reduce
+from schedgen.passes.step import step
+from schedgen.passes.transfers import transfers
+from schedgen.passes.weights import weights
+from schedgen.program import Header, Program
+
+PIPELINE = (weights, transfers, reduce, step, free)
+
+
+def lower(header: Header, start: Times) -> Program:
+    """The projected program for jobs that start at `start` (flat, indexed by job)."""
+    program = compute(header, start)
+    for one in PIPELINE:
+        program = one(program)
+    return program.project()

@@ -1,0 +1,48 @@
+"""Finding rows and neighbours in a program in global order; used by the passes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.program import COMPUTE, Ints, Op, Program
+
+Places = NDArray[np.int64]
+
+
+def rows_of(program: Program, *ops: Op) -> Places:
+    """The row of each job (s, b) under one of `ops`, shape (S, B); -1 where there is none."""
+    header = program.header
+    places = np.full((header.stages, header.microbatches), -1, np.int64)
+    found = np.flatnonzero(np.isin(program.rows.op, ops))
+    places[program.rows.stage[found], program.rows.mb[found]] = found
+    return places
+
+
+def neighbours(stage: Ints, table: tuple[tuple[int, ...], ...]) -> tuple[Places, Ints]:
+    """All (i, t) with t in table[stage[i]], as two arrays ordered by i."""
+    counts = np.array([len(others) for others in table], np.int64)
+    flat = np.array([t for others in table for t in others], np.int32)
+    first = np.cumsum(counts) - counts
+    times = counts[stage]
+    index = np.repeat(np.arange(len(stage)), times)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(times) - times, times)
+    return index, flat[first[stage[index]] + within]
+
+
+def home(program: Program, rank: int, stage: int) -> int:
+    """The owner that serves `rank`, which computes a stage it does not own: the one its first job names."""
+    header = program.header
+    d, b = np.argwhere(header.compute[:, stage] == rank)[0]
+    return int(header.weights[d, stage, b])
+
+
+def next_compute(program: Program, at: Places, rank: Ints | None = None) -> Places:
+    """The next compute row behind row `at` on its rank (or on `rank`); the program's last row if there is none."""
+    table = program.rows
+    rank = table.rank[at] if rank is None else rank
+    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
+    length = len(program) + 1
+    keys = np.sort(table.rank[compute].astype(np.int64) * length + compute)
+    following = np.append(keys, -1)[np.searchsorted(keys, rank.astype(np.int64) * length + at, side="right")]
+    return np.where(following // length == rank, following % length, len(program) - 1)

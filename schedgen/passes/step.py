@@ -1,0 +1,21 @@
+"""The end of the step: NORM on every rank, then STEP for every stage on every owner.
+
+The norm of the whole gradient, which clipping divides by, needs every stage's
+gradient: no rank steps before all have theirs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedgen.program import Op, Program, concatenate, rows
+
+
+def step(program: Program) -> Program:
+    header = program.header
+    everyone = header.groups.index(tuple(range(header.workers)))
+    norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), peer=everyone)
+    owned = [(rank, stage) for stage, ranks in enumerate(header.owners) for rank in ranks]
+    rank, stage = np.array(owned, np.int32).T
+    new = concatenate([norm, rows(Op.STEP, rank, stage=stage)])
+    return program.insert(new, after=np.full(len(new.op), len(program) - 1))

@@ -1,0 +1,253 @@
+"""The instruction set, and `Program`: the instructions of every rank, as arrays.
+
+This is the only place that defines an opcode, its operands and how an
+instruction is written as text. A program comes in two orders with one type:
+*global*, the time order that passes insert into, and *projected*, grouped by
+rank, which is what files hold and what everyone else reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+AnyInts = NDArray[np.integer[Any]]
+
+# Directions, the third argument of w and n. Where the backward is not split
+# there are two, F and B; where it is, three: F, I (gradient of the input) and
+# W (gradient of the weights).
+F, B, W = 0, 1, 2
+I = B  # noqa: E741  the name the zero-bubble papers use
+DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W")}
+
+
+class Op(IntEnum):
+    """Opcodes. Semantics in one line each; `schedgen/README.md` has the long form."""
+
+    FETCH_W = 0  # start receiving w.stage; the sender has a matching SEND
+    RECV = 1  # start receiving buf
+    SEND = 2  # start sending buf
+    FWD = 3  # x.stage.mb = stage(x.producer.mb, w.stage)
+    BWD = 4  # g.producer.mb, dw.stage += backward(g.stage.mb)
+    BWD_I = 5  # the part of BWD that yields g.producer.mb
+    BWD_W = 6  # the part of BWD that adds to dw.stage
+    RECOMPUTE = 7  # redo FWD for a later backward, output thrown away
+    ADD = 8  # buf += the partial received from rank `from`
+    ALLREDUCE = 9  # buf = sum of the group's buf; a missing one counts as zero
+    NORM = 10  # all ranks learn the losses and the norm of the whole gradient
+    STEP = 11  # optimizer step on this rank's w.stage
+    FREE = 12  # last use is past; waits for sends of buf still under way
+
+
+class Kind(IntEnum):
+    """What a buffer holds. Also the message kind: FIFO order holds per kind."""
+
+    NONE = 0
+    X = 1  # x.s.b    output activation of stage s
+    G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
+    W = 3  # w.s      weights
+    DW = 4  # dw.s     weight gradient gathered on this rank
+
+
+KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw"}
+KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
+
+# Operands by opcode, in the order they are written.
+OPERANDS: dict[Op, tuple[str, ...]] = {
+    Op.FETCH_W: ("stage", "from"),
+    Op.RECV: ("buf", "from"),
+    Op.SEND: ("buf", "to"),
+    Op.FWD: ("stage", "mb"),
+    Op.BWD: ("stage", "mb"),
+    Op.BWD_I: ("stage", "mb"),
+    Op.BWD_W: ("stage", "mb"),
+    Op.RECOMPUTE: ("stage", "mb"),
+    Op.ADD: ("buf", "from"),
+    Op.ALLREDUCE: ("buf", "group"),
+    Op.NORM: ("group",),
+    Op.STEP: ("stage",),
+    Op.FREE: ("buf",),
+}
+# The kinds of buffer an opcode may name.
+KINDS: dict[Op, tuple[Kind, ...]] = {
+    Op.FETCH_W: (Kind.W,),
+    Op.RECV: (Kind.X, Kind.G, Kind.DW),
+    Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
+    Op.ADD: (Kind.DW,),
+    Op.ALLREDUCE: (Kind.DW,),
+    Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
+}
+COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
+
+
+class Rows(NamedTuple):
+    """Instructions as columns of equal length; -1 where a field does not apply.
+
+    `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
+    g.s.b.c); for compute and STEP `stage` and `mb` are the job. `peer` is the
+    operand `from`, `to` or `group`.
+    """
+
+    rank: Ints
+    op: Ints
+    kind: Ints
+    stage: Ints
+    mb: Ints
+    via: Ints
+    peer: Ints
+
+    def take(self, index: NDArray[np.int64] | slice) -> Rows:
+        return Rows(*(column[index] for column in self))
+
+
+class Instruction(NamedTuple):
+    """One row of `Rows` without its rank."""
+
+    op: int
+    kind: int
+    stage: int
+    mb: int
+    via: int
+    peer: int
+
+    def __str__(self) -> str:
+        fields = [f'"op": "{Op(self.op).name}"']
+        for name in OPERANDS[Op(self.op)]:
+            if name == "buf":
+                fields.append(f'"buf": "{buffer_name(self.kind, self.stage, self.mb, self.via)}"')
+            elif name in ("stage", "mb"):
+                fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
+            else:
+                fields.append(f'"{name}": {self.peer}')
+        return "{" + ", ".join(fields) + "}"
+
+
+def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1) -> str:
+    """The name of a buffer: x.s.b, g.s.b, g.s.b.c, w.s or dw.s."""
+    parts = [KIND_NAME[Kind(kind)], str(stage)]
+    parts += [str(part) for part in (mb, via) if part >= 0]
+    return ".".join(parts)
+
+
+def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
+    """`Rows` as long as `rank`; scalars are repeated, fields not given are -1 (kind: 0)."""
+    length = len(rank)
+
+    def column(name: str, missing: int) -> Ints:
+        return np.broadcast_to(np.asarray(fields.get(name, missing), np.int32), (length,))
+
+    return Rows(
+        np.asarray(rank, np.int32),
+        np.broadcast_to(np.asarray(op, np.int32), (length,)),
+        column("kind", Kind.NONE),
+        *(column(name, -1) for name in ("stage", "mb", "via", "peer")),
+    )
+
+
+def concatenate(parts: list[Rows]) -> Rows:
+    return Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """What a schedule is, apart from its instructions.
+
+    `compute` and `weights` are the two halves of w on every job, shape
+    (directions, stages, microbatches).
+    """
+
+    scheme: Mapping[str, str | int]  # name, workers, stages, microbatches, then the scheme's own
+    mode: str  # "greedy" or "strict": what n means
+    n: str  # name of the order
+    cost: Mapping[str, float]  # duration of each direction that ordered the jobs
+    weight_slots: int  # foreign weight copies a worker may hold at a time
+    edges: tuple[tuple[int, int], ...]  # (producer, consumer) stages
+    groups: tuple[tuple[int, ...], ...]  # ranks of each collective
+    compute: Ints
+    weights: Ints
+    generator: str
+
+    @property
+    def workers(self) -> int:
+        return int(self.scheme["workers"])
+
+    @property
+    def stages(self) -> int:
+        return int(self.scheme["stages"])
+
+    @property
+    def microbatches(self) -> int:
+        return int(self.scheme["microbatches"])
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS[len(self.compute)]
+
+    @cached_property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """owners(s): every worker named by w_weights(s, ., .), ascending."""
+        return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """The stages whose output each stage reads; empty: it reads the input batch."""
+        return self._ends(at=1, give=0)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that read each stage's output; empty: its output is the loss."""
+        return self._ends(at=0, give=1)
+
+    def _ends(self, at: int, give: int) -> tuple[tuple[int, ...], ...]:
+        ends: list[list[int]] = [[] for _ in range(self.stages)]
+        for edge in self.edges:
+            ends[edge[at]].append(edge[give])
+        return tuple(tuple(sorted(stages)) for stages in ends)
+
+    def share(self, producer: int, consumer: int) -> int:
+        """`via` of the gradient that `consumer` sends to `producer`: -1 where it is the only one."""
+        return consumer if len(self.consumers[producer]) > 1 else -1
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A header and its instructions, in global or in projected order."""
+
+    header: Header
+    rows: Rows
+    time: NDArray[np.float64] | None = None  # global order only: when each row happens, ascending
+
+    def __len__(self) -> int:
+        return len(self.rows.op)
+
+    def insert(self, new: Rows, after: NDArray[np.int64]) -> Program:
+        """Global only: put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
+        assert self.time is not None
+        keys = np.concatenate([np.arange(len(self)), after])
+        order = np.argsort(keys, kind="stable")
+        time = np.concatenate([self.time, np.where(after < 0, self.time[:1], self.time[after])])
+        return Program(self.header, concatenate([self.rows, new]).take(order), time[order])
+
+    def project(self) -> Program:
+        """The same instructions grouped by rank, each rank in global order."""
+        return Program(self.header, self.rows.take(np.argsort(self.rows.rank, kind="stable")))
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1]."""
+        return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
+
+    def instruction(self, row: int) -> Instruction:
+        return Instruction(*(int(column[row]) for column in self.rows[1:]))
+
+    def instructions(self, rank: int) -> list[Instruction]:
+        """Projected only: the list of one rank."""
+        part = self.rows.take(slice(self.bounds[rank], self.bounds[rank + 1]))
+        return [Instruction(*row) for row in zip(*(column.tolist() for column in part[1:]), strict=True)]

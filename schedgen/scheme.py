@@ -1,0 +1,171 @@
+"""What a scheme is, and its w and n evaluated on every job.
+
+A scheme is two functions, called once on open grids of s, b and d with shapes
+(S, 1, 1), (1, B, 1) and (1, 1, D); what they return is broadcast to (S, B, D).
+A function that cannot take arrays is called job by job: same result, slower.
+Both are turned round to (D, S, B), the shape everything else uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.errors import UsageError
+from schedgen.program import DIRECTIONS, Ints
+
+Function = Callable[..., Any]
+
+
+class Sizes(NamedTuple):
+    """The sizes a schedule is compiled for; None where the user left one open."""
+
+    stages: int
+    microbatches: int
+    workers: int | None = None
+    groups: int | None = None
+
+
+class Scheme(NamedTuple):
+    """A placement and an order, with what they need to be compiled.
+
+    w(s, b, d) -> (weights_worker, compute_worker); n(s, b, d) -> number, the
+    smaller the sooner. `cap(s)`: at most so many microbatches in flight on a
+    stage, for each worker that computes it.
+    """
+
+    name: str
+    workers: int | None  # None: as many as w names
+    w: Function
+    n: Function
+    order: str  # what n is called
+    mode: str  # what n means: "greedy" or "strict"
+    parameters: Mapping[str, int] = {}  # the scheme's own, for the file's header
+    cap: Function | None = None
+    edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
+
+
+def fill(function: Function, options: Mapping[str, int | None]) -> Function:
+    """`function` with its keyword-only arguments (stages, workers, ...) bound to the options."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return function
+    bound = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            if options.get(parameter.name) is None and parameter.default is parameter.empty:
+                raise UsageError(
+                    f"{function.__name__} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}"
+                    if parameter.name in options
+                    else f"{function.__name__} asks for '{parameter.name}', which is none of {', '.join(options)}"
+                )
+            if options.get(parameter.name) is not None:
+                bound[parameter.name] = options[parameter.name]
+    return (lambda *args: function(*args, **bound)) if bound else function
+
+
+def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tuple[Ints, Ints, int]:
+    """(weights_worker, compute_worker, workers): w on every job, each array (D, S, B)."""
+    shape = (stages, microbatches, directions)
+    weights, compute = _evaluate("w", scheme.w, shape, parts=2)
+    for part in (weights, compute):
+        if not np.issubdtype(part.dtype, np.integer):
+            raise UsageError(f"w must return whole numbers, not {part.dtype} ({_at(part, 0)}): use // instead of /")
+    workers = scheme.workers
+    if workers is None:
+        workers = max(int(weights.max()), int(compute.max())) + 1
+    for name, part in (("weights", weights), ("compute", compute)):
+        wrong = np.flatnonzero((part < 0) | (part >= workers))
+        if len(wrong):
+            raise UsageError(f"w puts {name} on a worker outside 0..{workers - 1}: {_at(part, int(wrong[0]))}")
+    turned = [np.ascontiguousarray(part.transpose(2, 0, 1), np.int32) for part in (weights, compute)]
+    return turned[0], turned[1], workers
+
+
+def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[np.generic]:
+    """n on every job, (D, S, B)."""
+    (n,) = _evaluate("n", scheme.n, (stages, microbatches, directions), parts=1)
+    if not (np.issubdtype(n.dtype, np.number) and np.isrealobj(n) and np.isfinite(n).all()):
+        raise UsageError(f"n must return finite numbers, not {_at(n, 0)}")
+    return np.ascontiguousarray(n.transpose(2, 0, 1))
+
+
+def caps(scheme: Scheme, stages: int) -> list[int] | None:
+    """cap(s) for every stage; None where the scheme has none."""
+    if scheme.cap is None:
+        return None
+    values = []
+    for stage in range(stages):
+        try:
+            value = scheme.cap(stage)
+        except Exception as error:
+            raise UsageError(f"cap({stage}) raised {type(error).__name__}: {error}") from None
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise UsageError(f"cap({stage}) must be a whole number of at least 1, not {value!r}")
+        values.append(int(value))
+    return values
+
+
+def _evaluate(name: str, function: Function, shape: tuple[int, ...], parts: int) -> list[NDArray[Any]]:
+    grids = np.ix_(*(np.arange(length) for length in shape))
+    try:
+        returned = function(*grids)
+    except Exception:  # not made for arrays, or wrong: job by job tells which
+        return _job_by_job(name, function, shape, parts)
+    if parts == 1:
+        returned = (returned,)
+    elif not (isinstance(returned, (tuple, list)) and len(returned) == parts):
+        raise UsageError(f"w must return a pair (weights_worker, compute_worker), not {_brief(returned)}")
+    return [_broadcast(name, value, shape) for value in returned]
+
+
+def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+        if array.dtype == object or array.dtype == bool or array.dtype.kind in "USV":
+            raise UsageError(f"{name} must return numbers, not {_brief(value)}")
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise UsageError(
+            f"{name} returned an array of shape {np.shape(value)}, "
+            f"which does not fit (stages, microbatches, directions) = {shape}"
+        ) from None
+
+
+def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: int) -> list[NDArray[Any]]:
+    columns: list[list[Any]] = [[] for _ in range(parts)]
+    for job in itertools.product(*(range(length) for length in shape)):
+        try:
+            returned = function(*job)
+        except Exception as error:
+            raise UsageError(f"{name}{_words(job, shape)} raised {type(error).__name__}: {error}") from None
+        values = (returned,) if parts == 1 else returned
+        if not (isinstance(values, (tuple, list)) and len(values) == parts):
+            raise UsageError(
+                f"w{_words(job, shape)} must return a pair (weights_worker, compute_worker), not {_brief(returned)}"
+            )
+        for column, value in zip(columns, values, strict=True):
+            if isinstance(value, bool) or np.ndim(value) or not np.isreal(value):
+                raise UsageError(f"{name}{_words(job, shape)} must return numbers, not {_brief(returned)}")
+            column.append(value)
+    return [np.asarray(column).reshape(shape) for column in columns]
+
+
+def _words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]})"
+
+
+def _at(part: NDArray[Any], flat: int) -> str:
+    job = tuple(int(i) for i in np.unravel_index(flat, part.shape))
+    return f"{part[job]} for {_words(job, part.shape)}"
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

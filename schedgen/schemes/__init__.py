@@ -1,0 +1,87 @@
+"""Every built-in scheme: a module with a docstring and `scheme(sizes) -> Scheme`.
+
+Each w and n stands there as its paper writes it. `load` also reads a user's
+own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `mode`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from schedgen.errors import UsageError
+from schedgen.graph import check_edges
+from schedgen.scheme import Scheme, Sizes, fill
+from schedgen.schemes import ddp, fsdp, fslpp, gpipe, lpp, one_f_one_b
+from schedgen.schemes.orders import ORDERS
+
+SCHEMES: dict[str, ModuleType] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "lpp": lpp,
+    "fslpp": fslpp,
+}
+
+
+def load(name: str, sizes: Sizes) -> Scheme:
+    """The scheme called `name`, or the one that the file `name` defines."""
+    if name in SCHEMES:
+        module = SCHEMES[name]
+        if sizes.groups is not None and "groups" not in module.PARAMETERS:
+            raise UsageError(f"{name} takes no --groups")
+        scheme: Scheme = module.scheme(sizes)
+        return scheme
+    if not name.endswith(".py"):
+        raise UsageError(f"there is no scheme '{name}': it is one of {', '.join(SCHEMES)}, or a file that ends in .py")
+    return _from_file(Path(name), sizes)
+
+
+def _from_file(path: Path, sizes: Sizes) -> Scheme:
+    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except Exception as error:
+        raise UsageError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from None
+    finally:
+        sys.dont_write_bytecode = writes
+    for wanted in ("w", "n"):
+        if not callable(getattr(module, wanted, None)):
+            raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
+    options = sizes._asdict()
+    edges = getattr(module, "edges", None)
+    if callable(edges):
+        edges = fill(edges, options)()
+    mode = getattr(module, "mode", "greedy")
+    if mode not in ("greedy", "strict"):
+        raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
+    cap = getattr(module, "cap", None)
+    return Scheme(
+        name=path.stem,
+        workers=sizes.workers,
+        w=fill(module.w, options),
+        n=fill(module.n, options),
+        order=path.stem,
+        mode=mode,
+        parameters={} if sizes.groups is None else {"groups": sizes.groups},
+        cap=None if cap is None else fill(cap, options),
+        edges=None if edges is None else check_edges(edges, sizes.stages),
+    )
+
+
+def describe() -> str:
+    """One paragraph a scheme: name, parameters, first line of its docstring, its w."""
+    lines = []
+    for name, module in SCHEMES.items():
+        options = " ".join(f"--{option}" for option in ("stages", "microbatches", *module.PARAMETERS))
+        lines += [f"{name}  {options}", *(f"    {line}" for line in inspect.getdoc(module).splitlines() if line), ""]  # type: ignore[union-attr]
+    return "\n".join([*lines, f"Orders for --n: {', '.join(ORDERS)}."])

@@ -1,0 +1,28 @@
+"""Distributed data parallelism: every worker holds the whole model and its share of the microbatches.
+w(s, b, d) = (b mod W, b mod W)   [seed, "Formal definitions"; W <= B, the seed has W = B]
+n: depth-first, greedy
+"""
+
+from __future__ import annotations
+
+from schedgen.errors import UsageError
+from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes.orders import depth_first
+
+PARAMETERS = ("workers",)
+
+
+def scheme(sizes: Sizes) -> Scheme:
+    W = data_workers("ddp", sizes)
+    return Scheme("ddp", W, lambda s, b, d: (b % W, b % W), depth_first(sizes), "depth-first", "greedy")
+
+
+def data_workers(name: str, sizes: Sizes) -> int:
+    """W of a scheme that spreads microbatches: as many as microbatches unless given."""
+    workers = sizes.microbatches if sizes.workers is None else sizes.workers
+    if workers > sizes.microbatches:
+        raise UsageError(
+            f"{name} gives every worker at least one microbatch: "
+            f"{workers} workers do not fit {sizes.microbatches} microbatches"
+        )
+    return workers

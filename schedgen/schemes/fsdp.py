@@ -1,0 +1,17 @@
+"""Fully sharded data parallelism: microbatches are spread as in ddp, every stage has one owner.
+w(s, b, d) = (s mod W, b mod W)   [seed, "Formal definitions"; W <= B, the seed has W = B]
+n: depth-first, greedy
+"""
+
+from __future__ import annotations
+
+from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes.ddp import data_workers
+from schedgen.schemes.orders import depth_first
+
+PARAMETERS = ("workers",)
+
+
+def scheme(sizes: Sizes) -> Scheme:
+    W = data_workers("fsdp", sizes)
+    return Scheme("fsdp", W, lambda s, b, d: (s % W, b % W), depth_first(sizes), "depth-first", "greedy")

@@ -1,0 +1,17 @@
+"""1F1B: GPipe's placement; a worker starts backwards as soon as it can, so few activations are alive.
+w(s, b, d) = (s mod W, s mod W)   [PipeDream, section 3.2, with a flush; W <= S]
+n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict
+"""
+
+from __future__ import annotations
+
+from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes.gpipe import stage_workers
+from schedgen.schemes.orders import one_f_one_b
+
+PARAMETERS = ("workers",)
+
+
+def scheme(sizes: Sizes) -> Scheme:
+    W = stage_workers("1f1b", sizes)
+    return Scheme("1f1b", W, lambda s, b, d: (s % W, s % W), one_f_one_b(sizes), "1f1b", "strict")

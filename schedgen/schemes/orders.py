@@ -1,0 +1,48 @@
+"""The orders n that more than one scheme uses, each made for given sizes.
+
+All are built on the position of a job on a microbatch's way through the
+pipeline, pos(s, F) = s and pos(s, B) = 2S - 1 - s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from schedgen.program import F
+from schedgen.scheme import Function, Sizes
+
+
+def position(s: Any, d: Any, S: int) -> Any:
+    return np.where(d == F, s, 2 * S - 1 - s)
+
+
+def breadth_first(sizes: Sizes) -> Function:
+    """Oldest stage first: all microbatches of a stage before the next stage."""
+    S, batches = sizes.stages, sizes.microbatches
+    return lambda s, b, d: position(s, d, S) * batches + b
+
+
+def depth_first(sizes: Sizes) -> Function:
+    """Oldest microbatch first: a microbatch goes as far as it can."""
+    S = sizes.stages
+    return lambda s, b, d: b * 2 * S + position(s, d, S)
+
+
+def one_f_one_b(sizes: Sizes) -> Function:
+    """One forward, one backward [PipeDream, section 3.2]: n(F) = s + 2b, n(B) = 2S - 1 - s + 2b.
+
+    Times B plus b: where a worker holds several stages, the older microbatch
+    goes first at equal n.
+    """
+    S, batches = sizes.stages, sizes.microbatches
+    return lambda s, b, d: (position(s, d, S) + 2 * b) * batches + b
+
+
+ORDERS: dict[str, Callable[[Sizes], Function]] = {
+    "breadth-first": breadth_first,
+    "depth-first": depth_first,
+    "1f1b": one_f_one_b,
+}

@@ -1,0 +1,113 @@
+"""The numbers of a schedule: the seed's Table 1, per worker and in all.
+
+Times come from `simulate`, in which messages take no time, as the seed
+assumes ("we assume that transmission latencies can be hidden").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from schedgen.check import check
+from schedgen.program import COMPUTE, KIND_WORDS, Op, Program
+from schedgen.simulate import simulate
+
+
+def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """All numbers of a projected program, in the units of `cost` (default: the file's).
+
+    latency            when the last job ends
+    throughput         jobs per worker per unit of time [seed, "Definition: throughput"]
+    bubble             idle fraction of workers x latency
+    own_window_bubble  largest over workers of last end - first start - busy, in time
+    peak_activations   largest over workers of the saved forwards alive at once
+    messages           SENDs in all; collectives are counted apart
+
+    Per worker: busy time; weight_storage, stages owned; weight_receives,
+    copies fetched; weight_uses_away_from_home, the seed's count of jobs whose
+    weights live elsewhere; activation_receives, the seed's count of inputs
+    that travel: activations forwards and their gradients backwards;
+    gradient_receives, partial weight gradients received; receives, the same
+    messages by kind; peak_memory, buffers alive at once by kind.
+    """
+    header, table = program.header, program.rows
+    memory = check(program)
+    times = simulate(program, header.cost if cost is None else cost)
+    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
+    worker = table.rank[compute]
+    start, end = times.start[compute], times.end[compute]
+    busy = np.bincount(worker, end - start, minlength=header.workers)
+    begins, ends = np.full(header.workers, np.inf), np.zeros(header.workers)
+    np.minimum.at(begins, worker, start)
+    np.maximum.at(ends, worker, end)
+    latency = float(end.max())
+    away = np.bincount(header.compute[header.weights != header.compute], minlength=header.workers)
+    stored = np.bincount([rank for ranks in header.owners for rank in ranks], minlength=header.workers)
+    receives = {
+        words: np.bincount(
+            table.rank[((table.op == Op.RECV) | (table.op == Op.FETCH_W)) & (table.kind == kind)],
+            minlength=header.workers,
+        )
+        for kind, words in KIND_WORDS.items()
+    }
+    jobs = header.compute.size
+    return {
+        "scheme": dict(header.scheme),
+        "latency": _plain(latency),
+        "throughput": jobs / (latency * header.workers),
+        "bubble": float(1 - busy.sum() / (latency * header.workers)),
+        "own_window_bubble": _plain(float(np.max((ends - begins - busy)[np.isfinite(begins)]))),
+        "peak_activations": int(memory.saved.max()),
+        "mean_peak_activations": float(memory.saved.mean()),
+        "messages": int((table.op == Op.SEND).sum()),
+        "collectives": int(len(header.groups) and _collectives(program)),
+        "instructions": len(program),
+        "workers": [
+            {
+                "worker": rank,
+                "busy": _plain(float(busy[rank])),
+                "peak_activations": int(memory.saved[rank]),
+                "weight_storage": int(stored[rank]),
+                "weight_receives": int(receives["weight"][rank]),
+                "weight_uses_away_from_home": int(away[rank]),
+                "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),
+                "gradient_receives": int(receives["weight_gradient"][rank]),
+                "receives": {words: int(count[rank]) for words, count in receives.items()},
+                "peak_memory": {kind: int(peak[rank]) for kind, peak in memory._asdict().items()},
+            }
+            for rank in range(header.workers)
+        ],
+    }
+
+
+def _collectives(program: Program) -> int:
+    rows = np.flatnonzero((program.rows.op == Op.ALLREDUCE) | (program.rows.op == Op.NORM))
+    sizes = np.array([len(group) for group in program.header.groups])
+    return round(float((1 / sizes[program.rows.peer[rows]]).sum()))
+
+
+def _plain(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+def table(numbers: Mapping[str, Any]) -> str:
+    """The same numbers to read."""
+    lines = [
+        f"{key.replace('_', ' '):22}{_short(value)}"
+        for key, value in numbers.items()
+        if not isinstance(value, (dict, list))
+    ]
+    columns = ["worker", "busy", "peak_activations", "weight_storage", "weight_receives", "activation_receives", "gradient_receives"]  # fmt: skip
+    rows = [columns, *([_short(worker[column]) for column in columns] for worker in numbers["workers"])]
+    widths = [max(len(row[i].replace("_", " ")) for row in rows) for i in range(len(columns))]
+    lines.append("")
+    for row in rows:
+        lines.append("  ".join(cell.replace("_", " ").rjust(width) for cell, width in zip(row, widths, strict=True)))
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
