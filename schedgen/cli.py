@@ -129,7 +129,7 @@ def _output(name: str) -> Iterator[BinaryIO]:
     path = path.resolve()
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(handle, "wb") as out:
+        with os.fdopen(handle, "wb") as out:
             yield out
         umask = os.umask(0)
         os.umask(umask)

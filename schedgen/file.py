@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -190,11 +190,13 @@ class _Wrong(Exception):
         self.key = key
 
 
-class _Sizes:
+class _Sizes(NamedTuple):
     """The sizes that bound every number in a file."""
 
-    def __init__(self, workers: int, stages: int, microbatches: int, groups: int) -> None:
-        self.workers, self.stages, self.microbatches, self.groups = workers, stages, microbatches, groups
+    workers: int
+    stages: int
+    microbatches: int
+    groups: int
 
 
 class _Lines:
@@ -317,7 +319,8 @@ def _sizes(raw: Mapping[str, Any]) -> _Sizes:
     groups = raw.get("groups")
     if not isinstance(groups, list):
         raise _Wrong("groups", "groups must be a list of lists of ranks")
-    return _Sizes(*values, len(groups))
+    values.append(len(groups))
+    return _Sizes(*values)
 
 
 def _header(raw: Mapping[str, Any], sizes: _Sizes, jobs: int) -> Header:

@@ -95,17 +95,13 @@ def _plain(value: float) -> int | float:
 
 def table(numbers: Mapping[str, Any]) -> str:
     """The same numbers to read."""
-    lines = [
-        f"{key.replace('_', ' '):22}{_short(value)}"
-        for key, value in numbers.items()
-        if not isinstance(value, (dict, list))
-    ]
-    columns = ["worker", "busy", "peak_activations", "weight_storage", "weight_receives", "activation_receives", "gradient_receives"]  # fmt: skip
-    rows = [columns, *([_short(worker[column]) for column in columns] for worker in numbers["workers"])]
-    widths = [max(len(row[i].replace("_", " ")) for row in rows) for i in range(len(columns))]
-    lines.append("")
-    for row in rows:
-        lines.append("  ".join(cell.replace("_", " ").rjust(width) for cell, width in zip(row, widths, strict=True)))
+    scalars = [(key, value) for key, value in numbers.items() if not isinstance(value, (dict, list))]
+    lines = [f"{key.replace('_', ' '):22}{_short(value)}" for key, value in scalars]
+    columns = [key for key, value in numbers["workers"][0].items() if not isinstance(value, dict)]
+    titles = [key.replace("_", " ") for key in columns]
+    rows = [titles, *([_short(worker[column]) for column in columns] for worker in numbers["workers"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines += ["", *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
     return "\n".join(lines)
 
 

@@ -68,7 +68,7 @@ def _awaited(needs: Waits, row: int) -> list[int]:
 
 def _walk(subject: Subject, needs: Waits, rank_of: list[int]) -> list[int]:
     """Take every rank as far as it gets; the row each stands at."""
-    bounds = subject.program.bounds.tolist()
+    bounds: list[int] = subject.program.bounds.tolist()
     at, ends = bounds[:-1], bounds[1:]
     outside = [len(together) for together in needs.entrants]  # members still to arrive
     asleep: dict[int, list[int]] = {}  # ranks by the row (or -1 - collective) they wait for

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.check.subject import BACKWARD, Numbers, Subject
-from schedgen.program import Kind, Op
+from schedgen.program import Ints, Kind, Op
 
 
 def rule_5(subject: Subject) -> None:
@@ -26,7 +26,7 @@ def rule_5(subject: Subject) -> None:
     sums, steps = subject.having(Op.ALLREDUCE), subject.having(Op.STEP)
     last_part, last_send, last_sum, last_step = (_last(subject, rows) for rows in (parts, sends, sums, steps))
 
-    def at(rows: Numbers) -> tuple[object, object]:
+    def at(rows: Numbers) -> tuple[Ints, Ints]:
         return subject.rank[rows], subject.stage[rows]
 
     for rows, wrong, words in (

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.check.subject import BACKWARD, Numbers, Subject
 from schedgen.program import Kind, Op, buffer_name
@@ -147,8 +148,9 @@ def _name(events: Events, i: int) -> str:
     return buffer_name(list(THING)[thing], stage, second, via)
 
 
-def _owned(subject: Subject, events: Events) -> Numbers:
-    return (events.thing == WEIGHT) & subject.owner[subject.rank[events.row], events.stage]
+def _owned(subject: Subject, events: Events) -> NDArray[np.bool_]:
+    owned: NDArray[np.bool_] = (events.thing == WEIGHT) & subject.owner[subject.rank[events.row], events.stage]
+    return owned
 
 
 def rule_2(subject: Subject, events: Events) -> None:
