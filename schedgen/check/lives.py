@@ -74,12 +74,8 @@ def lives(subject: Subject) -> Events:
     event(keeps, DEFINE, SAVED, subject.mb[keeps])
     job((Op.BWD_I,), USE, SAVED)
     job((Op.BWD, Op.BWD_W), END, SAVED)
-    # Outputs and their gradients. The last stage's output is the loss, which has none.
+    # Outputs and their gradients. The last stage's output is the loss: it has none, and nobody needs it.
     job((Op.FWD,), DEFINE, X)
-    backward = subject.having(*BACKWARD)
-    loss = np.array([not consumers for consumers in header.consumers])
-    losses = backward[loss[subject.stage[backward]]]
-    event(losses, USE, X, subject.mb[losses])
     _along_edges(subject, compute, USE, X, event)
     _along_edges(subject, (Op.BWD, Op.BWD_I), DEFINE, G, event)
     _along_edges(subject, BACKWARD, USE, G, event)

@@ -62,8 +62,6 @@ def _accesses(program: Program) -> tuple[Places, Ints, Ints, Ints, Ints]:
     at, stage = backward, table.stage[backward]
     i, consumer = neighbours(stage, header.consumers)
     access(at[i], Kind.G, stage[i], None if share is None else share[stage[i], consumer])
-    loss = np.array([not consumers for consumers in header.consumers])[stage]
-    access(at[loss], Kind.X, stage[loss])
     gives = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_I)))
     i, producer = neighbours(table.stage[gives], header.producers)
     access(gives[i], Kind.G, producer, None if share is None else share[producer, table.stage[gives][i]])

@@ -1,0 +1,121 @@
+"""`mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION`: options, and how a run ends.
+
+Exit codes: 0 done; 1 a refused file, a failed verification, or a rank that
+failed; 2 wrong usage. A mistake of the user's ends all ranks with one
+sentence; a rank that fails on its own says where and takes all others along.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from mpirun.errors import Stop
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    comm = MPI.COMM_WORLD
+    run = None
+    try:
+        options = _options(comm, arguments)
+        from mpirun.train import Run  # torch is slow to import: --help should not wait for it
+
+        sys.path.insert(0, str(Path.cwd()))
+        run = Run(comm, options)
+        return run.train()
+    except Stop as stop:
+        if comm.rank == stop.speaker:
+            print(f"mpirun: {stop}", file=sys.stderr, flush=True)
+        return stop.code
+    except BaseException as error:
+        _die(comm, f"{run.place()}: " if run is not None else "", error)
+
+
+def _die(comm: MPI.Comm, place: str, error: BaseException) -> NoReturn:
+    """One message, then all ranks end: without Abort the others would wait for this one for ever."""
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    source = f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
+    message = " ".join(str(error).split())
+    print(
+        f"mpirun: rank {comm.rank} on {socket.gethostname()}: {place}{type(error).__name__}: {message}{source}",
+        file=sys.stderr,
+        flush=True,
+    )
+    comm.Abort(1)
+    raise SystemExit(1)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Stop(f"{message} (see python -m mpirun --help)", 2, speaker=0)
+
+
+def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m mpirun",
+        description="Train a model by a schedule, one MPI rank a worker.",
+        epilog="example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20",
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", help="show this and exit")
+    add("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
+    add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
+    add("--steps", type=_count, default=20, metavar="N")
+    add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
+    add(
+        "--seed", type=_count, default=0, metavar="N", help="of the weights and of the microbatches' places in the text"
+    )
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    add("--lr", type=_positive, default=1e-3, metavar="X")
+    add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd")
+    add("--weight-decay", type=_fraction, default=0.01, metavar="X")
+    add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
+    add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
+    add("--tolerance", type=_positive, default=1e-5, metavar="X", help="relative difference that --verify allows")
+    add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
+    add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
+    add("--threads", type=_count, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
+    options = parser.parse_args(arguments)
+    if options.help:
+        if comm.rank == 0:
+            parser.print_help()
+        raise Stop("", 0, speaker=-1)
+    for name in ("file", "model"):
+        if getattr(options, name) is None:
+            parser.error(f"{'FILE' if name == 'file' else '--model'} is missing")
+    return options
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**31:
+        raise ValueError
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
+
+
+_count.__name__, _positive.__name__, _fraction.__name__ = "whole number", "positive number", "number of at least 0"
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Errors that all ranks end with together, and what one rank alone dies of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from schedgen.errors import RefusedFile, UsageError
+
+T = TypeVar("T")
+
+
+class Stop(Exception):
+    """Every rank ends with this sentence; one of them prints it."""
+
+    def __init__(self, sentence: str, code: int, speaker: int) -> None:
+        super().__init__(sentence)
+        self.code, self.speaker = code, speaker
+
+
+def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
+    """`function()` on every rank; where it refuses on one, all raise the lowest rank's Stop."""
+    result, refusal = None, None
+    try:
+        result = function()
+    except (UsageError, RefusedFile) as error:
+        refusal = (str(error), error.code)
+    refusals = comm.allgather(refusal)
+    for rank, one in enumerate(refusals):
+        if one is not None:
+            raise Stop(*one, speaker=rank)
+    return result  # type: ignore[return-value]
+
+
+def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
+    """`function()` on rank 0, None elsewhere; where it refuses, all raise its Stop."""
+    return together(comm, lambda: function() if comm.rank == 0 else None)

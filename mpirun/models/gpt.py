@@ -1,0 +1,94 @@
+"""A byte-level GPT: embedding, blocks of attention and MLP, head.
+
+`--model mpirun.models.gpt:tiny` or `:small`. The layers are cut into as many
+stages as the schedule has, as evenly as they go.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from mpirun.model import Model
+from mpirun.models.cut import cut
+
+VOCABULARY = 256  # bytes
+
+
+class Embedding(nn.Module):
+    """Bytes and their places to vectors: (sequences, length) -> (sequences, length, width)."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.byte(tokens) + self.place.weight[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, each behind a norm and beside a skip connection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(sequences, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nnf.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(sequences, length, width))
+        return x + self.down(nnf.gelu(self.up(self.norm2(x))))
+
+
+class Head(nn.Module):
+    """Vectors to scores of the next byte: (sequences, length, width) -> (sequences, length, 256)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.score = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(self.norm(x))
+
+
+def gpt(stages: int, blocks: int, width: int, heads: int, length: int, sequences: int) -> Model:
+    """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes."""
+    layers: OrderedDict[str, Callable[[], nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width))
+    layers |= {f"block{i}": partial(Block, width, heads) for i in range(blocks)}
+    layers["head"] = partial(Head, width)
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - length, sequences))
+        pieces = text[starts[:, None] + torch.arange(length + 1)].long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return nnf.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+    return Model(cut(layers, stages), loss, batch, length + 1)
+
+
+def tiny(stages: int) -> Model:
+    """0.4 million parameters, 256 bytes a microbatch; up to 10 stages."""
+    return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4)
+
+
+def small(stages: int) -> Model:
+    """10 million parameters, 1024 bytes a microbatch; up to 14 stages."""
+    return gpt(stages, blocks=12, width=256, heads=8, length=256, sequences=4)

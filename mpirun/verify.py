@@ -1,0 +1,149 @@
+"""--verify: the same steps in one process and without any schedule, compared with what the ranks did.
+
+The reference is the loop everyone knows: forward through all stages, loss / B,
+backward, microbatch after microbatch; then clip and step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.model import Model, build, microbatch
+from mpirun.optimizer import Make
+from mpirun.stage import Stage
+from schedgen.program import Header
+
+Parameters = dict[tuple[int, str], Tensor]  # by stage and name
+
+
+class Record(NamedTuple):
+    """What a run, or a reference, did: enough to compare the two."""
+
+    losses: list[list[float]]  # by step and microbatch
+    gradients: list[Parameters]  # by step, before clipping
+    parameters: Parameters  # in the end
+
+
+def named(stage: Stage, flat: Tensor) -> Parameters:
+    """The parts of a flat tensor of one stage by name, as copies."""
+    return {(stage.index, name): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
+
+
+def gather(comm: MPI.Intracomm, header: Header, record: Record) -> Record | str | None:
+    """On rank 0: the record of all stages, or a sentence where owners of a stage differ; None elsewhere.
+
+    Each rank gives the parameters it owns; gradients come from the first owner.
+    """
+    hashes = {key: hashlib.sha256(_bytes(value)).hexdigest() for key, value in record.parameters.items()}
+    firsts = {key: value for key, value in record.parameters.items() if header.owners[key[0]][0] == comm.rank}
+    everything = comm.gather((hashes, [_numpy(gradients) for gradients in record.gradients], _numpy(firsts)))
+    if everything is None:
+        return None
+    parameters: Parameters = {}
+    gradients: list[Parameters] = [{} for _ in record.gradients]
+    for _, of_steps, final in everything:
+        parameters |= _torch(final)
+        for merged, one in zip(gradients, of_steps, strict=True):
+            merged |= _torch(one)
+    for rank, (digests, _, _) in enumerate(everything):
+        for key, digest in digests.items():
+            if hashlib.sha256(_bytes(parameters[key])).hexdigest() != digest:
+                return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
+    return Record(record.losses, gradients, parameters)
+
+
+def reference(
+    model: Model, header: Header, text: Tensor, seed: int, steps: int, make: Make, clip: float | None
+) -> Record:
+    """The same steps in one process."""
+    modules = [build(model, stage, seed) for stage in range(header.stages)]
+    parameters: dict[tuple[int, str], torch.nn.Parameter] = {
+        (stage, name): parameter
+        for stage, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    optimizer = make(list(parameters.values())) if parameters else None
+    losses: list[list[float]] = []
+    gradients: list[Parameters] = []
+    for step in range(steps):
+        losses.append([])
+        for mb in range(header.microbatches):
+            data, target = microbatch(model, text, seed, step, mb)
+            outputs: list[Tensor] = []
+            for module, producers in zip(modules, header.producers, strict=True):
+                outputs.append(module(*([outputs[p] for p in producers] or [data])))
+            loss = model.loss(outputs[-1], target)
+            losses[-1].append(loss.item())
+            (loss / header.microbatches).backward()
+        for parameter in parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients.append({key: p.grad.clone() for key, p in parameters.items() if p.grad is not None})
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return Record(losses, gradients, {key: parameter.detach() for key, parameter in parameters.items()})
+
+
+class Difference(NamedTuple):
+    """The largest relative difference of one kind of number, and where it is."""
+
+    what: str
+    size: float
+    where: str
+
+
+def compare(ours: Record, theirs: Record) -> list[Difference]:
+    """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
+
+    A tensor counts as no smaller than float32's rounding of the whole it is
+    part of, so that a gradient that should be zero is not compared with noise.
+    """
+    losses = Difference("losses", 0.0, "")
+    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
+        size = float(np.max(np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30)))
+        if not size <= losses.size:
+            losses = Difference("losses", size, f"step {step}")
+    pairs = [
+        (f" in step {step}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
+    ]
+    return [losses, _worst("gradients", pairs), _worst("parameters", [("", ours.parameters, theirs.parameters)])]
+
+
+def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]]) -> Difference:
+    worst = Difference(what, 0.0, "")
+    for suffix, ours, theirs in pairs:
+        norms = {key: float(torch.linalg.vector_norm(value.double())) for key, value in theirs.items()}
+        floor = float(np.linalg.norm(list(norms.values()))) * torch.finfo(torch.float32).eps
+        for key, norm in norms.items():
+            apart = float(torch.linalg.vector_norm(ours[key].double() - theirs[key].double()))
+            size = 0.0 if apart == 0 else apart / max(norm, floor, 1e-300)
+            if not size <= worst.size:
+                worst = Difference(what, size, f"{key[1]} of stage {key[0]}{suffix}")
+    return worst
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _numpy(values: Parameters) -> dict[tuple[int, str], tuple[torch.dtype, torch.Size, np.ndarray]]:
+    """Tensors as bytes: pickled quickly, and of types that numpy lacks."""
+    return {
+        key: (v.dtype, v.shape, v.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for key, v in values.items()
+    }
+
+
+def _torch(values: dict[tuple[int, str], tuple[torch.dtype, torch.Size, np.ndarray]]) -> Parameters:
+    return {key: torch.from_numpy(data).view(dtype).view(shape) for key, (dtype, shape, data) in values.items()}

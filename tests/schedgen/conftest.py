@@ -1,0 +1,264 @@
+"""What the tests share: the command in-process, golden files, random schemes, and an executor that trusts nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import Counter, defaultdict, deque
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.extra.numpy import arrays
+
+from schedgen.cli import main
+from schedgen.compile import compile_scheme
+from schedgen.program import DIRECTIONS, B, F, Kind, Op
+from schedgen.scheme import Scheme, Sizes
+
+# The same examples every time; a slow machine fails nothing; every example writes its files anew.
+settings.register_profile(
+    "schedgen",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("schedgen")
+
+# The six schemes at W=4, S=4, B=8, the sizes of the seed's pictures.
+GOLDEN = {
+    "ddp": ("--workers", "4"),
+    "fsdp": ("--workers", "4"),
+    "gpipe": ("--workers", "4"),
+    "1f1b": ("--workers", "4"),
+    "lpp": ("--workers", "4", "--groups", "2"),
+    "fslpp": ("--workers", "4", "--groups", "2"),
+}
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def _run(*arguments: object) -> Result:
+    """`schedgen ARGUMENTS` in this process, with the streams a terminal would give it."""
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit:
+            code = exit.code
+    return Result(code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode())
+
+
+@pytest.fixture(scope="session")
+def run():
+    return _run
+
+
+@pytest.fixture(scope="session")
+def refused():
+    """Assert that a command ends with `code`, nothing on stdout and one line on stderr; that line."""
+
+    def refused(result: Result, code: int) -> str:
+        assert (result.code, result.out) == (code, ""), result
+        assert result.err.endswith("\n") and result.err[:-1].isprintable(), repr(result.err)
+        return result.err[:-1]
+
+    return refused
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, str]:
+    """The text of every scheme's file at W=4, S=4, B=8."""
+    sizes = ("--stages", "4", "--microbatches", "8", "-o", "-")
+    return {scheme: _run("compile", scheme, *options, *sizes).out for scheme, options in GOLDEN.items()}
+
+
+class Case(NamedTuple):
+    """A random scheme and the options it is compiled with; arrays are (D, S, B)."""
+
+    sizes: Sizes
+    weights: np.ndarray
+    compute: np.ndarray
+    n: np.ndarray
+    edges: tuple[tuple[int, int], ...]
+    cost: dict[str, int]
+    weight_slots: int
+
+    def compile(self):
+        def w(s, b, d):
+            return self.weights[d, s, b], self.compute[d, s, b]
+
+        scheme = Scheme(
+            "random", self.sizes.workers, w, lambda s, b, d: self.n[d, s, b], "random", "greedy", edges=self.edges
+        )
+        return compile_scheme(scheme, self.sizes, cost=self.cost, weight_slots=self.weight_slots)
+
+
+@st.composite
+def _cases(draw) -> Case:
+    """Any placement (also another worker for the backward), any owners, any n, any DAG that ends in one loss."""
+    S, batches, workers, directions = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 4), (1, 4), (2, 3)))
+    shape = (directions, S, batches)
+    worker = st.integers(0, workers - 1)
+    compute = draw(arrays(np.int32, shape, elements=worker))
+    if draw(st.booleans()):
+        compute[B] = compute[F]
+    compute[directions - 1] = compute[B]  # W runs where I ran
+    weights = draw(
+        st.one_of(
+            arrays(np.int32, (1, S, 1), elements=worker),  # one owner a stage
+            arrays(np.int32, shape, elements=worker),  # several
+            st.just(compute),  # weights never travel
+        )
+    )
+    edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
+    return Case(
+        Sizes(S, batches, workers),
+        np.broadcast_to(weights, shape),
+        compute,
+        draw(arrays(np.int32, shape, elements=st.integers(0, 9))),
+        tuple(edges),
+        {name: draw(st.integers(1, 3)) for name in DIRECTIONS[directions]},
+        draw(st.integers(1, 3)),
+    )
+
+
+@pytest.fixture(scope="session")
+def cases():
+    return _cases()
+
+
+class Executor:
+    """Runs a program as the instruction set says, every SEND a rendezvous, and asserts what must hold.
+
+    Buffers are tuples (kind, stage, microbatch, via); None stands for a message
+    not here yet, a Counter of microbatches for a weight gradient.
+    """
+
+    FIELDS = ("activation", "gradient", "weight", "weight_gradient", "partial", "saved")
+
+    def __init__(self, program) -> None:
+        self.header = header = program.header
+        ranks = range(header.workers)
+        self.lists = [program.instructions(rank) for rank in ranks]
+        self.at = [0 for _ in ranks]
+        self.own = [{s for s, owners in enumerate(header.owners) if rank in owners} for rank in ranks]
+        self.held = [{(Kind.W, s, -1, -1): True for s in own} for own in self.own]
+        self.stepped = [set() for _ in ranks]
+        self.posted = defaultdict(deque)  # (from, to, kind) -> buffers whose RECV has no SEND yet
+        self.redone = {(i.stage, i.mb) for part in self.lists for i in part if i.op == Op.RECOMPUTE}
+        self.forwards = Counter()
+        self.peaks = [Counter() for _ in ranks]
+
+    def run(self) -> list[dict[str, int]]:
+        """Every rank to its end; the most buffers of each kind alive at once, by rank."""
+        moved = True
+        while moved:
+            moved = False
+            for rank, part in enumerate(self.lists):
+                while self.at[rank] < len(part) and self.step(rank, part[self.at[rank]]):
+                    self.at[rank] += 1
+                    moved = True
+        assert self.at == [len(part) for part in self.lists], f"stuck at {self.at}"
+        assert self.stepped == self.own, "an owner did not step"
+        assert [set(held) for held in self.held] == [{(Kind.W, s, -1, -1) for s in own} for own in self.own], "left"
+        jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
+        assert self.forwards == Counter(jobs), "not every forward once"
+        kinds = (Kind.X, Kind.G, Kind.W, Kind.DW, "partial", "saved")
+        return [{field: peak[kind] for field, kind in zip(self.FIELDS, kinds, strict=True)} for peak in self.peaks]
+
+    def operands(self, i):
+        s, b, header = i.stage, i.mb, self.header
+        if i.op in (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_I, Op.BWD_W):
+            yield (Kind.W, s, -1, -1)
+            yield from ((Kind.X, p, b, -1) for p in header.producers[s])
+        if i.op in (Op.BWD, Op.BWD_I, Op.BWD_W):
+            yield ("saved", s, b, -1)
+            yield from ((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])
+        if i.op in (Op.SEND, Op.FREE):
+            yield (i.kind, s, b, i.via)
+        if i.op == Op.STEP:
+            yield from ((Kind.W, s, -1, -1), (Kind.DW, s, -1, -1))
+        if i.op == Op.ADD:
+            yield ("partial", s, i.peer, -1)
+
+    def define(self, rank, name, value) -> None:
+        held = self.held[rank]
+        assert name not in held, f"rank {rank}: {name} is defined twice"
+        held[name] = value
+        alive = sum(other[0] == name[0] and (name[0] != Kind.W or other[1] not in self.own[rank]) for other in held)
+        self.peaks[rank][name[0]] = max(self.peaks[rank][name[0]], alive)
+
+    def add(self, rank, stage, more: Counter) -> None:
+        name = (Kind.DW, stage, -1, -1)
+        if name not in self.held[rank]:
+            self.define(rank, name, Counter())
+        self.held[rank][name] = self.held[rank][name] + more
+
+    def step(self, rank, i) -> bool:
+        """Execute one instruction; False where it has to wait."""
+        s, b, held, header = i.stage, i.mb, self.held[rank], self.header
+        for name in self.operands(i):
+            assert name in held, f"rank {rank}: {name} is not there for {i}"
+            assert name[0] != Kind.W or s not in self.stepped[rank], f"rank {rank}: {i} after STEP"
+            if held[name] is None:
+                return False
+        if i.op in (Op.RECV, Op.FETCH_W):
+            name = ("partial", s, i.peer, -1) if i.kind == Kind.DW else (i.kind, s, b, i.via)
+            self.define(rank, name, None)
+            self.posted[i.peer, rank, i.kind].append((name, (i.kind, s, b, i.via)))
+        elif i.op == Op.SEND:
+            if not self.posted[rank, i.peer, i.kind]:
+                return False
+            name, expected = self.posted[rank, i.peer, i.kind].popleft()
+            assert expected == (i.kind, s, b, i.via), f"rank {rank}: {i} meets the RECV of {expected}"
+            self.held[i.peer][name] = held[expected]
+        elif i.op in (Op.ALLREDUCE, Op.NORM):
+            members = header.groups[i.peer]
+            if not all(self.at[m] < len(self.lists[m]) and self.lists[m][self.at[m]] == i for m in members):
+                return False
+            if i.op == Op.ALLREDUCE:
+                total = sum((self.held[m].get((Kind.DW, s, -1, -1), Counter()) for m in members), Counter())
+                for m in members:
+                    self.add(m, s, total - self.held[m].get((Kind.DW, s, -1, -1), Counter()))
+            for m in members:
+                self.at[m] += m != rank
+        elif i.op == Op.FREE:
+            assert i.kind != Kind.W or s not in self.own[rank]
+            del held[i.kind, s, b, i.via]
+        elif i.op == Op.STEP:
+            assert held[Kind.DW, s, -1, -1] == Counter(range(header.microbatches)), f"rank {rank}: {i} on a wrong sum"
+            self.stepped[rank].add(s)
+        elif i.op == Op.ADD:
+            self.add(rank, s, held["partial", s, i.peer, -1])
+            del held["partial", s, i.peer, -1]
+        else:
+            self.compute(rank, i)
+        return True
+
+    def compute(self, rank, i) -> None:
+        s, b = i.stage, i.mb
+        if i.op == Op.FWD:
+            self.forwards[s, b] += 1
+            self.define(rank, (Kind.X, s, b, -1), True)
+        if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in self.redone):
+            self.define(rank, ("saved", s, b, -1), True)
+        if i.op in (Op.BWD, Op.BWD_I):
+            for p in self.header.producers[s]:
+                self.define(rank, (Kind.G, p, b, self.header.share(p, s)), True)
+        if i.op in (Op.BWD, Op.BWD_W):
+            self.add(rank, s, Counter({b: 1}))
+            del self.held[rank]["saved", s, b, -1]
+
+
+@pytest.fixture(scope="session")
+def execute():
+    return lambda program: Executor(program).run()
