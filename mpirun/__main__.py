@@ -8,11 +8,11 @@ sentence; a rank that fails on its own says where and takes all others along.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from mpi4py import MPI

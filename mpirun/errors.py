@@ -30,7 +30,7 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
     refusals = comm.allgather(refusal)
     for rank, one in enumerate(refusals):
         if one is not None:
-            raise Stop(*one, speaker=rank)
+            raise Stop(one[0], one[1], speaker=rank)
     return result  # type: ignore[return-value]
 
 

@@ -191,8 +191,8 @@ def _checked(comm: MPI.Comm, name: str) -> Program:
         raise RefusedFile(f"{name}: {error.strerror}") from None
     workers = program.header.workers
     if workers != comm.size:
-        hint = ", or started by the mpiexec of another MPI than mpi4py uses" if comm.size == 1 else ""
-        raise UsageError(f"{name} is for {workers} ranks (mpiexec -n {workers}), but this run has {comm.size}{hint}")
+        hint = " (if mpiexec started more, it belongs to another MPI than mpi4py does)" if comm.size == 1 else ""
+        raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
     check(program, name)
     if fault:
         raise RefusedFile(fault)

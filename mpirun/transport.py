@@ -26,7 +26,7 @@ def view(tensor: Tensor) -> list[Any]:
 
 
 class Transport:
-    def __init__(self, comm: MPI.Comm, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> None:
         self.comm = comm.Dup()
         world = comm.Get_group()
         self.groups = [

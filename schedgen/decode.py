@@ -1,0 +1,198 @@
+"""JSON values to a header and instructions, every one of them checked.
+
+Nothing that comes from a file is trusted: a number is compared with the
+header's sizes before anything is built from it, and the header's sizes with
+the number of instructions that were really there before memory is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from schedgen.errors import UsageError
+from schedgen.graph import check_edges
+from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, OPERANDS, Header, Instruction, Ints, Kind, Op
+
+LIMIT = 2**31 - 1  # any number in a file fits an int32
+KEYS = ("generator", "scheme", "order", "weight_slots", "edges", "owners", "groups", "weights", "compute")
+
+_KIND = {name: kind for kind, name in KIND_NAME.items()}
+# How many numbers follow the kind in a buffer's name.
+_PARTS = {Kind.X: (2,), Kind.G: (2, 3), Kind.W: (1,), Kind.DW: (1,)}
+
+
+class Wrong(Exception):
+    """Something wrong with the header's entry `key`."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
+class Bounds(NamedTuple):
+    """The sizes that bound every number in a file."""
+
+    workers: int
+    stages: int
+    microbatches: int
+    groups: int
+
+
+def instruction(item: object, bounds: Bounds) -> Instruction:
+    """One instruction from its JSON object; ValueError says what is wrong with it."""
+    if not isinstance(item, dict) or not isinstance(item.get("op"), str) or item["op"] not in Op.__members__:
+        raise ValueError("no such instruction")
+    op = Op[item["op"]]
+    if set(item) != {"op", *OPERANDS[op]}:
+        raise ValueError(f"{op.name} takes {', '.join(OPERANDS[op])}")
+    kind, stage, mb, via, peer = int(Kind.NONE), -1, -1, -1, -1
+    for operand in OPERANDS[op]:
+        value = item[operand]
+        if operand == "buf":
+            kind, stage, mb, via = _buffer(op, value, bounds)
+        elif operand == "stage":
+            stage = _number(value, operand, bounds.stages)
+        elif operand == "mb":
+            mb = _number(value, operand, bounds.microbatches)
+        else:
+            peer = _number(value, operand, bounds.groups if operand == "group" else bounds.workers)
+    if op == Op.FETCH_W:
+        kind = int(Kind.W)
+    return Instruction(int(op), kind, stage, mb, via, peer)
+
+
+def _number(value: object, what: str, limit: int) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{what} must be a number in 0..{limit - 1}, not {clip(repr(value))}")
+    return value
+
+
+def _buffer(op: Op, value: object, bounds: Bounds) -> tuple[int, int, int, int]:
+    match = re.fullmatch(r"(x|g|w|dw)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"no buffer is called {clip(repr(value))}")
+    kind, numbers = _KIND[match[1]], [int(part) for part in match[2].split(".")[1:]]
+    if len(numbers) not in _PARTS[kind] or kind not in KINDS[op]:
+        raise ValueError(f"{op.name} takes no buffer {value}")
+    for what, number, limit in zip(
+        ("stage", "microbatch", "consumer"), numbers, (bounds.stages, bounds.microbatches, bounds.stages), strict=False
+    ):
+        if number >= limit:
+            raise ValueError(f"{value}: {what} {number} is not in 0..{limit - 1}")
+    stage, mb, via = [*numbers, -1, -1][:3]
+    return int(kind), stage, mb, via
+
+
+def read_bounds(raw: Mapping[str, Any]) -> Bounds:
+    scheme = raw.get("scheme")
+    if not isinstance(scheme, dict) or not isinstance(scheme.get("name"), str):
+        raise Wrong("scheme", "scheme must be an object with a name")
+    values = []
+    for key in ("workers", "stages", "microbatches"):
+        value = scheme.get(key)
+        if type(value) is not int or not 1 <= value <= LIMIT:
+            raise Wrong("scheme", f"scheme: {key} must be a whole number from 1 to {LIMIT}")
+        values.append(value)
+    if not all(type(value) in (int, str) for value in scheme.values()):
+        raise Wrong("scheme", "scheme: values must be numbers or strings")
+    groups = raw.get("groups")
+    if not isinstance(groups, list):
+        raise Wrong("groups", "groups must be a list of lists of ranks")
+    values.append(len(groups))
+    return Bounds(*values)
+
+
+def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
+    """The header; `jobs`, the number of instructions, bounds the memory it may take."""
+    order = raw.get("order")
+    if not isinstance(order, dict) or set(order) != {"mode", "n", "cost"} or not isinstance(order["n"], str):
+        raise Wrong("order", "order must have mode, n and cost")
+    if order["mode"] not in ("greedy", "strict"):
+        raise Wrong("order", "order: mode must be greedy or strict")
+    cost = order["cost"]
+    if not isinstance(cost, dict) or tuple(cost) not in DIRECTIONS.values():
+        raise Wrong("order", "order: cost must have F and B, or F, I and W")
+    if not all(type(value) in (int, float) and 0 < value < 1e18 for value in cost.values()):
+        raise Wrong("order", "order: costs must be positive numbers")
+    shape = (len(cost), bounds.stages, bounds.microbatches)
+    if shape[0] * shape[1] * shape[2] > jobs or bounds.workers > jobs:
+        raise Wrong("scheme", f"the sizes ask for more jobs or workers than the {jobs} instructions of the file hold")
+    slots, generator = raw.get("weight_slots"), raw.get("generator")
+    if type(slots) is not int or not 1 <= slots <= LIMIT:
+        raise Wrong("weight_slots", "weight_slots must be a whole number of at least 1")
+    if not isinstance(generator, str):
+        raise Wrong("generator", "generator must be a string")
+    found = Header(
+        scheme=raw["scheme"],
+        mode=order["mode"],
+        n=order["n"],
+        cost=cost,
+        weight_slots=slots,
+        edges=_edges(raw.get("edges"), bounds),
+        groups=_rank_lists("groups", raw.get("groups"), bounds),
+        compute=_placement(raw, "compute", shape, bounds),
+        weights=_placement(raw, "weights", shape, bounds),
+        generator=generator,
+    )
+    if _rank_lists("owners", raw.get("owners"), bounds) != found.owners:
+        raise Wrong("owners", "owners do not agree with weights")
+    if set(raw) - {"schedgen", "programs", "sha256"} != set(KEYS):
+        raise Wrong("schedgen", f"the header must have exactly {', '.join(KEYS)}")
+    return found
+
+
+def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in value
+    ):
+        raise Wrong("edges", "edges must be a list of pairs of stages")
+    try:
+        return check_edges(value, bounds.stages)
+    except UsageError as error:
+        raise Wrong("edges", str(error)) from None
+
+
+def _rank_lists(key: str, value: object, bounds: Bounds) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list):
+        raise Wrong(key, f"{key} must be a list of lists of ranks")
+    for ranks in value:
+        if (
+            not isinstance(ranks, list)
+            or not ranks
+            or not all(type(rank) is int and 0 <= rank < bounds.workers for rank in ranks)
+            or ranks != sorted(set(ranks))
+        ):
+            raise Wrong(key, f"{key} must be lists of different ranks in 0..{bounds.workers - 1}, ascending")
+    return tuple(map(tuple, value))
+
+
+def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], bounds: Bounds) -> Ints:
+    value = raw.get(key)
+    names = DIRECTIONS[shape[0]]
+    if not isinstance(value, dict) or names[0] not in value or not set(value) <= set(names):
+        raise Wrong(key, f"{key} must have {names[0]} and may have {', '.join(names[1:])}")
+    placement = np.empty(shape, np.int32)
+    for d, name in enumerate(names):
+        if name not in value:
+            placement[d] = placement[d - 1]
+            continue
+        stages = value[name]
+        if not isinstance(stages, list) or len(stages) != shape[1]:
+            raise Wrong(key, f"{key} {name} must list {shape[1]} stages")
+        for s, row in enumerate(stages):
+            workers = row if isinstance(row, list) else [row]
+            if len(workers) not in (1, shape[2]) or (isinstance(row, list) and len(row) != shape[2]):
+                raise Wrong(key, f"{key} {name}: stage {s} must be a worker or a list of {shape[2]}")
+            if not all(type(worker) is int and 0 <= worker < bounds.workers for worker in workers):
+                raise Wrong(key, f"{key} {name}: stage {s} names a worker outside 0..{bounds.workers - 1}")
+            placement[d, s] = workers
+    return placement
+
+
+def clip(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= 80 else text[:77] + "..."

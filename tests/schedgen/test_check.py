@@ -1,0 +1,359 @@
+"""A schedule damaged in one place is refused, at that place and for the reason of the rule it breaks."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from schedgen.check import RULES, check
+from schedgen.errors import RefusedFile
+from schedgen.program import Program
+
+# A damage edits `ranks`, the list of every rank's instructions, and returns nothing.
+
+
+def at(part, op, **operands):
+    """The place of the first instruction with these operands (`from_` for from); of the last with last=True."""
+    last = operands.pop("last", False)
+    wanted = {"op": op, **{key.rstrip("_"): value for key, value in operands.items()}}
+    places = [i for i, instruction in enumerate(part) if wanted.items() <= instruction.items()]
+    assert places, f"the damage finds no {wanted}"
+    return places[-1 if last else 0]
+
+
+def drop(rank, op, **operands):
+    def damage(ranks):
+        del ranks[rank][at(ranks[rank], op, **operands)]
+
+    return damage
+
+
+def twice(rank, op, **operands):
+    def damage(ranks):
+        place = at(ranks[rank], op, **operands)
+        ranks[rank].insert(place, ranks[rank][place])
+
+    return damage
+
+
+def swap(rank, first, second):
+    def damage(ranks):
+        part = ranks[rank]
+        i, j = at(part, **first), at(part, **second)
+        part[i], part[j] = part[j], part[i]
+
+    return damage
+
+
+def move(rank, what, before=None, after=None, to=None):
+    """Take an instruction out and put it before or after another one, on rank `to` or where it was."""
+
+    def damage(ranks):
+        instruction = ranks[rank].pop(at(ranks[rank], **what))
+        part = ranks[rank if to is None else to]
+        part.insert(at(part, **before) if before else at(part, **after) + 1, instruction)
+
+    return damage
+
+
+def put(rank, instruction, before=None, after=None):
+    def damage(ranks):
+        part = ranks[rank]
+        part.insert(at(part, **before) if before else at(part, **after) + 1, I(**instruction))
+
+    return damage
+
+
+def edit(rank, what, **operands):
+    def damage(ranks):
+        ranks[rank][at(ranks[rank], **what)].update(I(**operands))
+
+    return damage
+
+
+def both(*damages):
+    def damage(ranks):
+        for one in damages:
+            one(ranks)
+
+    return damage
+
+
+def everywhere(make):
+    return both(*(make(rank) for rank in range(4)))
+
+
+def I(**operands):  # noqa: E743  an instruction, written as the tests write it
+    return {key.rstrip("_"): value for key, value in operands.items()}
+
+
+def job(op, stage, mb):
+    return I(op=op, stage=stage, mb=mb)
+
+
+def send(buf, to, **more):
+    return I(op="SEND", buf=buf, to=to, **more)
+
+
+def recv(buf, source, op="RECV"):
+    return {"op": op, "buf": buf, "from": source}
+
+
+def free(buf):
+    return I(op="FREE", buf=buf)
+
+
+NORM = {"op": "NORM"}
+STEP_0 = {"op": "STEP", "stage": 0}
+
+# fsdp: rank 1 owns stage 1; ranks 0 and 2 send it their dw.1. With this, rank 0's goes to rank 2 instead.
+ASTRAY = both(edit(0, send("dw.1", 1), to=2), drop(1, **recv("dw.1", 0)), drop(1, **recv("dw.1", 0, "ADD")))
+
+DAMAGES = [
+    # Rule 1
+    ("FWD twice", "gpipe", twice(0, **job("FWD", 0, 3)), 1, "this job is there twice"),
+    ("FWD removed", "gpipe", drop(0, **job("FWD", 0, 3)), 1, "FWD of stage 0, microbatch 3 is missing"),
+    ("BWD removed", "lpp", drop(2, **job("BWD", 0, 3)), 1, "BWD of stage 0, microbatch 3 is missing"),
+    ("FWD on another rank", "ddp", move(0, job("FWD", 0, 4), to=1, before=job("FWD", 0, 5)), 1, "on worker 0"),
+    ("BWD as half a BWD", "1f1b", edit(2, job("BWD", 2, 0), op="BWD_I"), 1, "the backward is not split"),
+    # Rule 2
+    ("BWD before its FWD", "ddp", move(0, job("BWD", 3, 4), before=job("FWD", 3, 4)), 2, "is not defined"),
+    ("RECV after its use", "gpipe", move(1, recv("x.0.0", 0), after=job("FWD", 1, 0)), 2, "x.0.0 is not defined"),
+    ("RECV removed", "1f1b", drop(1, **recv("x.0.0", 0)), 2, "x.0.0 is not defined"),
+    ("FETCH_W removed", "fsdp", drop(0, "FETCH_W", stage=3), 2, "w.3 is not defined"),
+    ("SEND before FWD", "gpipe", move(0, send("x.0.0", 1), before=job("FWD", 0, 0)), 2, "x.0.0 is not defined"),
+    ("STEP without weights", "gpipe", put(1, STEP_0, after=NORM), 2, "w.0 is not defined"),
+    ("a share of one consumer", "gpipe", edit(1, send("g.0.0", 0), buf="g.0.0.1"), 2, "there is no such gradient"),
+    # Rule 3
+    ("SEND removed", "gpipe", drop(0, **send("x.0.0", 1)), 3, "the next message of this kind from rank 0"),
+    ("last SEND removed", "gpipe", drop(0, **send("x.0.7", 1)), 3, "rank 0 never sends this"),
+    ("SEND too many", "gpipe", twice(0, **send("x.0.7", 1)), 3, "rank 1 never receives this"),
+    ("SEND to oneself", "gpipe", edit(0, send("x.0.0", 1), to=0), 3, "a rank does not send to itself"),
+    ("RECVs swapped", "fslpp", swap(0, recv("x.1.4", 1), recv("x.1.6", 1)), 3, "the next message of this kind"),
+    # Rule 5
+    ("STEP removed", "gpipe", drop(0, **STEP_0), 5, "STEP of stage 0 is missing"),
+    ("STEP twice", "gpipe", twice(0, **STEP_0), 5, "this stage steps twice"),
+    (
+        "STEP on a non-owner that holds a copy",
+        "fsdp",
+        put(0, I(op="STEP", stage=3), after=job("BWD", 3, 4)),
+        5,
+        "this rank does not own the stage",
+    ),
+    ("STEP before NORM", "gpipe", swap(0, NORM, STEP_0), 5, "this STEP stands before NORM"),
+    ("STEP before the last BWD", "gpipe", move(0, STEP_0, before=job("BWD", 0, 7)), 5, "this sum is not complete here"),
+    ("no NORM at all", "gpipe", everywhere(lambda rank: drop(rank, "NORM")), 5, "NORM is missing"),
+    ("NORM twice", "gpipe", everywhere(lambda rank: twice(rank, "NORM")), 5, "every rank enters one NORM"),
+    ("NORMs of groups", "lpp", everywhere(lambda rank: edit(rank, NORM, group=1 + rank % 2)), 5, "NORM, of all ranks"),
+    ("ADD behind NORM", "fsdp", move(0, NORM, before=recv("dw.0", 3, "ADD")), 5, "adds to dw.0 behind NORM"),
+    (
+        "a weight gradient for a non-owner that has sent its own",
+        "fsdp",
+        both(
+            ASTRAY,
+            put(2, recv("dw.1", 0), after=send("dw.1", 1)),
+            put(2, recv("dw.1", 0, "ADD"), after=recv("dw.1", 0)),
+        ),
+        5,
+        "this sum is not complete here",
+    ),
+    (
+        "a weight gradient for a non-owner that adds it to nothing",
+        "fsdp",
+        both(ASTRAY, put(2, recv("dw.1", 0), before=send("dw.1", 1))),
+        7,
+        "dw.1 from rank 0 is never freed",
+    ),
+    (
+        "a weight gradient that stays",
+        "fsdp",
+        both(drop(0, **send("dw.1", 1)), drop(1, **recv("dw.1", 0)), drop(1, **recv("dw.1", 0, "ADD"))),
+        5,
+        "dw.1 never leaves for an owner",
+    ),
+    (
+        "an owner that sends its sum away",
+        "fsdp",
+        both(
+            put(1, send("dw.1", 0), before=send("dw.0", 0)),
+            put(0, recv("dw.1", 1), before=send("dw.1", 1)),
+            put(0, recv("dw.1", 1, "ADD"), before=send("dw.1", 1)),
+        ),
+        5,
+        "an owner keeps its sum",
+    ),
+    (
+        "weights sent after STEP",
+        "fsdp",
+        move(0, send("w.0", 1, last=True), after=STEP_0),
+        5,
+        "this stage has stepped",
+    ),
+    ("no ALLREDUCE", "ddp", everywhere(lambda rank: drop(rank, "ALLREDUCE", buf="dw.0")), 5, "ALLREDUCE of dw.0"),
+    (
+        "ALLREDUCE twice",
+        "ddp",
+        everywhere(lambda rank: twice(rank, "ALLREDUCE", buf="dw.0")),
+        5,
+        "this sum is reduced twice",
+    ),
+    (
+        "ALLREDUCE too early",
+        "ddp",
+        everywhere(lambda r: move(r, I(op="ALLREDUCE", buf="dw.3"), before=job("BWD", 3, 4 + r))),
+        5,
+        "this sum is not complete here",
+    ),
+    # Rule 6
+    ("no NORM on one rank", "gpipe", drop(2, "NORM"), 6, "rank 2 of group 0 does not enter this"),
+    ("no ALLREDUCE on one rank", "ddp", drop(2, "ALLREDUCE", buf="dw.0"), 6, "here rank 0 enters"),
+    (
+        "ALLREDUCEs swapped on one rank",
+        "ddp",
+        swap(1, I(op="ALLREDUCE", buf="dw.3"), I(op="ALLREDUCE", buf="dw.2")),
+        6,
+        "here rank 0 enters",
+    ),
+    (
+        "ALLREDUCE of others",
+        "lpp",
+        put(0, I(op="ALLREDUCE", buf="dw.0", group=2), before=NORM),
+        6,
+        "this rank is not in group 2",
+    ),
+    # Rule 7
+    ("FREE too early", "gpipe", move(0, free("x.0.0"), before=send("x.0.0", 1)), 7, "used again after its end"),
+    ("FREE removed", "1f1b", drop(0, **free("g.0.0")), 7, "g.0.0 is never freed"),
+    ("FREE twice", "1f1b", twice(0, **free("g.0.0")), 7, "g.0.0 is used again after its end"),
+    ("FREE of weights removed", "fsdp", drop(0, **free("w.1")), 7, "w.1 is defined twice"),
+    ("FREE of own weights", "gpipe", put(0, free("w.0"), after=STEP_0), 7, "belongs to this rank"),
+    ("ADD removed", "fsdp", drop(0, **recv("dw.0", 2, "ADD")), 7, "dw.0 from rank 2 is never freed"),
+    (
+        "a copy fetched twice",
+        "fsdp",
+        both(twice(0, "FETCH_W", stage=1), twice(1, **send("w.1", 0))),
+        7,
+        "w.1 is defined twice",
+    ),
+    # Rule 4
+    (
+        "RECV too late",
+        "1f1b",
+        move(0, recv("g.0.1", 1), after=send("x.0.4", 1)),
+        4,
+        "waits for ever, in a circle with line",
+    ),
+]
+
+
+@pytest.fixture
+def judge(run, tmp_path):
+    """Write edited JSON, seal it and check it, as a user would; the result and the sealed file."""
+
+    def judge(file):
+        path = tmp_path / "edited.json"
+        path.write_text(json.dumps(file))
+        assert run("seal", path) == (0, "", "")
+        return run("check", path), path
+
+    return judge
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp"])
+def test_what_the_compiler_makes_is_right(scheme, golden, judge):
+    result, _ = judge(json.loads(golden[scheme]))
+    assert (result.code, result.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "damage", "rule", "words"), [row[1:] for row in DAMAGES], ids=[f"{row[1]}: {row[0]}" for row in DAMAGES]
+)
+def test_damage_is_refused_where_it_is(scheme, damage, rule, words, golden, judge, refused):
+    file = json.loads(golden[scheme])
+    damage(file["programs"])
+    result, path = judge(file)
+    message = refused(result, 1)
+    match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
+    assert match, message
+    line, rank, reason = int(match[1]), int(match[2]), match[3]
+    assert words in reason
+    assert (int(match[4]), match[5]) == (rule, RULES[rule])
+    # The line named is the instruction quoted, or the end of the list that lacks one, on the rank named.
+    lines = path.read_text().splitlines()
+    assert lines[: line - 1].count("  [") == rank + 1
+    here = lines[line - 1].strip().rstrip(",")
+    assert reason.startswith(f"{here}: ") if reason.startswith("{") else here == "]"
+
+
+def test_a_deadlock_names_both_ranks_and_what_each_waits_for(golden, judge):
+    file = json.loads(golden["1f1b"])
+    move(0, recv("g.0.1", 1), after=send("x.0.4", 1))(file["programs"])
+    message = judge(file)[0].err
+    assert 'rank 0: {"op": "SEND", "buf": "x.0.4", "to": 1}' in message
+    assert 'rank 1: {"op": "SEND", "buf": "g.0.1", "to": 0}' in message
+
+
+def test_a_weight_gradient_may_travel_through_another_worker(golden, judge):
+    """The checker proves the rules, not that a file looks like the compiler's."""
+    file = json.loads(golden["fsdp"])
+    both(
+        ASTRAY,
+        put(2, recv("dw.1", 0), before=send("dw.1", 1)),
+        put(2, recv("dw.1", 0, "ADD"), before=send("dw.1", 1)),
+    )(file["programs"])
+    assert judge(file)[0].code == 0
+
+
+def edited(program, order, rows=None):
+    """The program with its rows taken in another order, or some twice or not at all; ranks stay together."""
+    rows = (program.rows if rows is None else rows).take(np.asarray(order, np.int64))
+    return Program(program.header, rows).project()
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_an_instruction_less_or_twice_is_always_refused(cases, data):
+    program = data.draw(cases).compile()
+    length = len(program)
+    row = data.draw(st.integers(0, length - 1))
+    place = data.draw(st.integers(0, length))
+    twice = np.insert(np.arange(length), place, row)
+    for order in (np.delete(np.arange(length), row), twice):
+        with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule [1-7]: "):
+            check(edited(program, order))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_what_is_accepted_runs(cases, execute, data):
+    """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
+    program = data.draw(cases).compile()
+    rows, length = program.rows, len(program)
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.integers(0, length - 1))
+        column = data.draw(st.sampled_from(["order", "next", "rank", "stage", "mb", "peer"]))
+        if column in ("order", "next"):
+            j = min(i + 1, length - 1) if column == "next" else data.draw(st.integers(0, length - 1))
+            order = np.arange(length)
+            order[[i, j]] = j, i
+            ranks = rows.rank
+            rows = rows.take(order)._replace(rank=ranks)
+            continue
+        values = getattr(rows, column).copy()
+        limits = {"rank": program.header.workers, "stage": program.header.stages, "mb": program.header.microbatches}
+        if values[i] >= 0 and not (column == "peer" and rows.op[i] in (9, 10)):  # groups stay
+            values[i] = data.draw(st.integers(0, limits.get(column, program.header.workers) - 1))
+        rows = rows._replace(**{column: values})
+    changed = edited(program, np.arange(length), rows)
+    try:
+        memory = check(changed)
+    except RefusedFile:
+        return
+    assert execute(changed) == [
+        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(changed.header.workers)
+    ]
