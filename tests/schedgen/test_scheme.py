@@ -1,0 +1,250 @@
+"""A user's scheme: w and n get what they ask for, and whatever they return wrong is said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+GOOD = """
+def w(s, b, d):
+    return s % 2, s % 2
+
+def n(s, b, d):
+    return b
+"""
+
+
+@pytest.fixture
+def scheme(tmp_path):
+    """Write a scheme file: the good one, with the given definitions behind it."""
+
+    def scheme(text="", base=GOOD, name="mine"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(base + textwrap.dedent(text))
+        return path
+
+    return scheme
+
+
+@pytest.fixture
+def compiled(run, tmp_path):
+    def compiled(*arguments, stages=4, microbatches=4):
+        return run("compile", *arguments, "--stages", stages, "--microbatches", microbatches, "-o", "-")
+
+    return compiled
+
+
+def w(body):
+    return f"def w(s, b, d):\n    {body}\n"
+
+
+def n(body):
+    return f"def n(s, b, d):\n    {body}\n"
+
+
+# What a user may get wrong, and words that must stand in the sentence. S = 4, B = 4.
+WRONG = {
+    "w: worker out of range": (w("return 0 * s, s"), ["--workers", "3"], "outside 0..2: 3 for (s=3, b=0, d=F)"),
+    "w: weights out of range": (w("return s, 0 * s"), ["--workers", "3"], "weights on a worker outside 0..2: 3"),
+    "w: negative worker": (w("return s - 1, s"), [], "-1 for (s=0, b=0, d=F)"),
+    "w: negative worker later": (w("return s, s - 2 * (b == 3)"), [], "-2 for (s=0, b=3, d=F)"),
+    "w: a shape that does not fit": (w("return s[:2], s"), [], "shape (2, 1, 1), which does not fit"),
+    "w: a float": (w("return s / 2, s"), [], "whole numbers, not float64"),
+    "w: a float a job": (w("return (int(s) / 2, int(s))"), [], "whole numbers, not float64"),
+    "w: booleans": (w("return s > 0, s"), [], "must return numbers"),
+    "w: a string": (w("return 'home', s"), [], "must return numbers, not 'home'"),
+    "w: a string a job": (w("return ('home', int(s))"), [], "must return numbers"),
+    "w: None": (w("return None"), [], "must return a pair (weights_worker, compute_worker), not None"),
+    "w: None a job": (w("int(s)"), [], "must return a pair (weights_worker, compute_worker), not None"),
+    "w: half None": (w("return int(s), None"), [], "w"),
+    "w: no pair": (w("return s"), [], "must return a pair"),
+    "w: a triple": (w("return s, s, s"), [], "must return a pair"),
+    "w: a ragged list": (w("return [[0], [1, 2]], s"), [], "w"),
+    "w: a ragged list a job": (w("return [0, [1, 2]], int(s)"), [], "w(s=0, b=0, d=F)"),
+    "w: a dictionary": (w("return {'weights': s, 'compute': s}"), [], "must return a pair"),
+    "w: huge": (w("return s + 10**30, s"), [], "w"),
+    "w: raises": (w("return s, (0, 1, 2)[int(s)]"), [], "w(s=3, b=0, d=F) raised IndexError"),
+    "w: raises in two lines": (w("raise ValueError('one\\ntwo')"), [], "w(s=0, b=0, d=F) raised ValueError: one"),
+    "w: never returns": (w("return w(s, b, d)"), [], "raised RecursionError"),
+    "w: exits": (w("raise SystemExit(3)"), [], "w"),
+    "w: too few arguments": ("def w(s): return s, s\n", [], "w(s=0, b=0, d=F) raised TypeError"),
+    "w: W on another worker than I": (
+        w("return 0 * s, 0 * s + (d == 2)"),
+        ["--cost", "F=1,I=1,W=1"],
+        "W(0, 0)",
+    ),
+    "n: NaN": (n("return float('nan')"), [], "finite numbers, not nan"),
+    "n: NaN for one job": (n("return float('nan') if (int(s), b, d) == (1, 2, 1) else b"), [], "nan for (s=1, b=2, d=B)"),
+    "n: infinity": (n("return b * float('inf')"), [], "finite"),
+    "n: complex": (n("return b * 1j"), [], "finite numbers"),
+    "n: a string": (n("return 'soon'"), [], "must return numbers, not 'soon'"),
+    "n: None": (n("return None"), [], "must return numbers, not None"),
+    "n: a shape that does not fit": (n("import numpy; return numpy.zeros((2, 3))"), [], "does not fit"),
+    "n: a ragged list": (n("return [[1], [2, 3]]"), [], "n"),
+    "n: raises": (n("return 1 // 0"), [], "n(s=0, b=0, d=F) raised ZeroDivisionError"),
+    "n: ties in strict mode": (n("return b + 0 * s"), ["--mode", "strict"], "F(0, 0) and F(2, 0) on worker 0 both have"),
+    "n: deadlock": (n("return 8 * b - 4 * d - s"), ["--mode", "strict"], "F(0, 0) on worker 0"),
+    "mode: unknown": ("mode = 'eager'", [], "mode must be 'greedy' or 'strict', not 'eager'"),
+    "cap: 0": ("def cap(s): return 0", [], "cap(0) must be a whole number of at least 1, not 0"),
+    "cap: a float": ("def cap(s): return 1.5", [], "not 1.5"),
+    "cap: True": ("def cap(s): return True", [], "not True"),
+    "cap: no function": ("cap = 3", [], "cap"),
+    "cap: raises": ("def cap(s): return 1 // (2 - s)", [], "cap(2) raised ZeroDivisionError"),
+    "cap: strict": ("mode = 'strict'\ndef cap(s): return 1", [], "--mode greedy"),
+    "edges: backwards": ("edges = [(0, 1), (2, 1), (1, 3)]", [], "edge (2, 1)"),
+    "edges: a cycle": ("edges = [(0, 1), (1, 2), (2, 0), (2, 3)]", [], "edge (2, 0)"),
+    "edges: to itself": ("edges = [(0, 1), (1, 1), (1, 2), (2, 3)]", [], "edge (1, 1)"),
+    "edges: two sinks": ("edges = [(0, 1), (0, 2), (0, 3)]", [], "[1, 2, 3]"),
+    "edges: none": ("edges = []", [], "[0, 1, 2, 3]"),
+    "edges: a stage too many": ("edges = [(0, 1), (1, 2), (2, 3), (3, 4)]", [], "edge (3, 4)"),
+    "edges: no pairs": ("edges = [0, 1]", [], "pairs (producer stage, consumer stage)"),
+    "edges: no list": ("edges = 3", [], "pairs (producer stage, consumer stage)"),
+    "edges: half a stage": ("edges = [(0.5, 1), (1, 2), (2, 3)]", [], "edge"),
+    "edges: infinity": ("edges = [(0, float('inf'))]", [], "edge"),
+    "edges: raises": ("def edges(): return 1 // 0", [], "ZeroDivisionError"),
+    "edges: asks for arguments": ("def edges(s): return [(s, s + 1)]", [], "edges"),
+    "an option nobody gave": ("def w(s, b, d, *, groups): return s, s", [], "give --groups"),
+    "an option that is none": ("def n(s, b, d, *, color): return b", [], "'color'"),
+    "lacks n": ("del n", [], "defines no function n(s, b, d)"),
+    "lacks w": ("w = 4", [], "defines no function w(s, b, d)"),
+    "raises": ("import no_such_module_anywhere", [], "ModuleNotFoundError"),
+    "exits": ("raise SystemExit(0)", [], "mine.py"),
+    "a syntax error": ("def w(s, b, d) return s", [], "SyntaxError"),
+    "not text": ("\0", [], "mine.py"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_user_gets_wrong_is_said_in_one_sentence(name, scheme, compiled, refused):
+    text, options, words = WRONG[name]
+    assert words in refused(compiled(scheme(text), *options), 2)
+
+
+def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
+    assert f"there is no file {tmp_path}/none.py" in refused(compiled(tmp_path / "none.py"), 2)
+    message = refused(compiled("pipe"), 2)
+    assert "there is no scheme 'pipe'" in message and "1f1b" in message
+    (tmp_path / "dir.py").mkdir()
+    assert "dir.py" in refused(compiled(tmp_path / "dir.py"), 2)
+
+
+# The conditions under which each scheme's w is defined [seed, "Formal definitions"], at S = 4, B = 4.
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ddp", "--workers", 5], "5 workers do not fit 4 microbatches"),
+        (["fsdp", "--workers", 5], "5 workers do not fit 4 microbatches"),
+        (["gpipe", "--workers", 5], "5 workers do not fit 4 stages"),
+        (["1f1b", "--workers", 5], "5 workers do not fit 4 stages"),
+        (["lpp", "--workers", 6, "--groups", 4], "6 workers do not divide into 4 groups"),
+        (["fslpp", "--workers", 6, "--groups", 4], "6 workers do not divide into 4 groups"),
+        (["lpp", "--workers", 10, "--groups", 2], "groups of 5 workers do not fit 4 stages"),
+        (["lpp", "--workers", 5, "--groups", 5], "5 groups do not fit 4 microbatches"),
+        (["lpp", "--workers", 4], "needs --workers W and --groups G"),
+        (["fslpp", "--groups", 4], "needs --workers W and --groups G"),
+        (["gpipe", "--groups", 2], "gpipe takes no --groups"),
+        (["gpipe", "--mode", "strict", "--n", "depth-first"], "stops the schedule"),
+    ],
+)
+def test_sizes_that_do_not_fit(arguments, words, compiled, refused):
+    assert words in refused(compiled(*arguments), 2)
+
+
+# W need not equal S or B: built-in schemes wrap.
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (["ddp", "--workers", 4], {"microbatches": 16}),
+        (["fsdp", "--workers", 3], {"stages": 7, "microbatches": 8}),
+        (["gpipe", "--workers", 3], {"stages": 8, "microbatches": 5}),
+        (["1f1b", "--workers", 2], {"stages": 6, "microbatches": 7}),
+        (["lpp", "--workers", 6, "--groups", 3], {"stages": 5, "microbatches": 7}),
+        (["fslpp", "--workers", 6, "--groups", 2], {"stages": 7, "microbatches": 9}),
+        (["ddp", "--workers", 1], {"stages": 1, "microbatches": 1}),
+    ],
+)
+def test_schemes_wrap(arguments, sizes, compiled):
+    result = compiled(*arguments, **sizes)
+    assert (result.code, result.err) == (0, "")
+    assert json.loads(result.out)["scheme"]["workers"] == arguments[2]
+
+
+def test_keyword_arguments_receive_the_options(scheme, compiled):
+    path = scheme(
+        base="",
+        text="""
+        def w(s, b, d, *, workers, groups):
+            assert (workers, groups) == (4, 2)
+            return s % workers, (workers // groups * b % workers) + s % (workers // groups)
+
+        def n(s, b, d, *, stages, microbatches, hint=7):
+            assert (stages, microbatches, hint) == (3, 5, 7)
+            return b
+
+        def cap(s, *, microbatches):
+            return microbatches
+
+        def edges(*, stages):
+            return [(s, stages - 1) for s in range(stages - 1)]
+        """,
+    )
+    result = compiled(path, "--workers", 4, "--groups", 2, stages=3, microbatches=5)
+    assert result.err == ""
+    file = json.loads(result.out)
+    assert file["scheme"] == {"name": "mine", "workers": 4, "stages": 3, "microbatches": 5, "groups": 2}
+    assert file["edges"] == [[0, 2], [1, 2]]
+
+
+def test_an_option_with_a_default_may_be_left_out(scheme, compiled):
+    path = scheme("def w(s, b, d, *, groups=2): return s % groups, b % groups")
+    assert json.loads(compiled(path).out)["scheme"]["workers"] == 2
+
+
+@pytest.mark.parametrize("mode", ["greedy", "strict"])
+def test_called_job_by_job_gives_the_same_bytes(mode, tmp_path, compiled):
+    vectorised = """
+import numpy as np
+
+def w(s, b, d):
+    return s % 3, np.where(d == 0, (2 * b % 4) + s % 2, b % 4)
+
+def n(s, b, d):
+    return b * 100 + np.where(d == 0, s, 99 - s)
+"""
+    one_by_one = """
+def w(s, b, d):
+    if d == 0:
+        return [int(s) % 3, (2 * b % 4) + s % 2]
+    return s % 3, b % 4
+
+def n(s, b, d):
+    return b * 100 + (s if d == 0 else 99 - s)
+"""
+    results = []
+    for folder, text in (("a", vectorised), ("b", one_by_one)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(text)
+        results.append(compiled(tmp_path / folder / "mine.py", "--mode", mode, microbatches=8))
+    assert results[0] == results[1] and results[0].code == 0
+
+
+def test_a_scheme_file_leaves_nothing_behind(scheme, compiled, tmp_path):
+    compiled(scheme())
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
+def test_the_seeds_definitions_are_one_liners(scheme, compiled, golden):
+    """A user's file with the paper's formula of lpp compiles to the built-in scheme's instructions."""
+    path = scheme(
+        base="",
+        text="""
+        R, W, S = 2, 4, 4
+        def h(s, b): return (R * b % W) + (s % R)
+        def w(s, b, d): return h(s, b), h(s, b)
+        def n(s, b, d): return b * 2 * S + s * (d == 0) + (2 * S - 1 - s) * (d == 1)
+        """,
+    )
+    mine = json.loads(compiled(path, "--workers", 4, microbatches=8).out)
+    assert mine["programs"] == json.loads(golden["lpp"])["programs"]
