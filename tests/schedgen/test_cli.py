@@ -1,0 +1,240 @@
+"""The commands: what they print, where, and the exit code: 0 done, 1 refused or different, 2 wrong usage."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from schedgen import __version__
+from schedgen.schemes import SCHEMES
+
+COMMANDS = ("compile", "check", "seal", "stats", "diff", "schemes")
+GOOD = {"scheme": "gpipe", "--stages": "4", "--microbatches": "8", "-o": "-"}
+
+
+def command_line(**changes):
+    """`schedgen compile` with options changed; None leaves one out."""
+    options = {**GOOD, **{key.replace("_", "-"): value for key, value in changes.items()}}
+    name = options.pop("scheme")
+    given = [(key, value) for key, value in options.items() if value is not None]
+    return ["compile", *([] if name is None else [name]), *(word for pair in given for word in pair)]
+
+
+@pytest.fixture
+def process(tmp_path):
+    """`python -m schedgen ARGUMENTS` as a process of its own, with bytes as streams."""
+
+    def process(*arguments, stdin=b"", **more):
+        command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
+        return subprocess.run(command, input=stdin, cwd=tmp_path, capture_output=True, check=False, **more)
+
+    return process
+
+
+@pytest.fixture
+def files(golden, tmp_path):
+    """Every scheme's golden file in a folder; its path by the scheme's name."""
+    for scheme, text in golden.items():
+        (tmp_path / f"{scheme}.json").write_text(text)
+    return {scheme: tmp_path / f"{scheme}.json" for scheme in golden}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example_that_names_the_command(command, run):
+    result = run(command, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert f"example: schedgen {command}" in result.out
+
+
+def test_help_names_every_command_and_version_says_which(run):
+    text = run("--help").out
+    assert all(f"\n    {command} " in text for command in COMMANDS)
+    assert run("--version") == (0, f"schedgen {__version__}\n", "")
+
+
+def test_schemes_lists_all_with_their_formula(run):
+    result = run("schemes")
+    assert (result.code, result.err) == (0, "")
+    headings = [line.split()[0] for line in result.out.splitlines() if line[:1].strip()]
+    assert headings[:-1] == list(SCHEMES) == ["ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp"]
+    assert result.out.count("w(s, b, d) = ") == len(SCHEMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required"),
+        (["compose"], "compose"),
+        (command_line(scheme=None), "SCHEME"),
+        (command_line(**{"--stages": None}), "--stages"),
+        (command_line(**{"--microbatches": None}), "--microbatches"),
+        (command_line(**{"-o": None}), "-o"),
+        (command_line(**{"--stages": "0"}), "'0' is not a whole number of at least 1"),
+        (command_line(**{"--microbatches": "-1"}), "'-1' is not"),
+        (command_line(**{"--workers": "four"}), "'four' is not"),
+        (command_line(**{"--workers": "1.5"}), "'1.5' is not"),
+        (command_line(**{"--stages": str(2**31)}), "is not a whole number"),
+        (command_line(**{"--stages": "9" * 5000}), "is not a whole number"),
+        (command_line(**{"--groups": "0"}), "'0' is not"),
+        (command_line(**{"--weight-slots": "0"}), "'0' is not"),
+        (command_line(**{"--mode": "lazy"}), "lazy"),
+        (command_line(**{"--n": "sideways"}), "sideways"),
+        (command_line(**{"--speed": "2"}), "--speed"),
+        *(
+            (command_line(**{"--cost": cost}), f"'{cost}'")
+            for cost in ("", "1,2", "F=1", "F=1,B=", "F=1,B=0", "F=1,B=-2", "F=1,B=nan", "F=1,B=inf", "F=1,B=2,B=3")
+        ),
+        *((command_line(**{"--cost": cost}), f"'{cost}'") for cost in ("F=1,B=2,W=1", "F=1,I=1", "f=1,b=2", "F=1;B=2")),
+        (["check"], "FILE"),
+        (["diff", "one.json"], "B"),
+        (["stats", "a.json", "--cost", "F"], "'F'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments, words, run, refused):
+    assert words in refused(run(*arguments), 2)
+
+
+def test_cost_must_give_what_the_file_has(files, run, refused):
+    assert "B=" in refused(run("stats", files["gpipe"], "--cost", "F=1,I=1,W=1"), 2)
+
+
+def test_a_split_backward_compiles_and_checks(run, tmp_path):
+    path = tmp_path / "split.json"
+    assert run(*command_line(scheme="ddp", **{"--cost": "F=1,I=1,W=1", "-o": str(path)})) == (0, "", "")
+    assert run("check", path).code == 0
+    assert {"BWD_I", "BWD_W"} < {i["op"] for part in json.loads(path.read_text())["programs"] for i in part}
+
+
+def test_check_prints_a_line_a_file_and_stops_at_the_first_bad_one(files, run, tmp_path):
+    paths = list(files.values())
+    result = run("check", *paths)
+    assert (result.code, result.err) == (0, "")
+    assert [line.split(": ")[0] for line in result.out.splitlines()] == [str(path) for path in paths]
+    paths[1].write_bytes(paths[1].read_bytes()[:-1])
+    result = run("check", *paths)
+    assert result.code == 1 and result.out.count("\n") == 1 and str(paths[1]) in result.err
+
+
+@pytest.mark.parametrize("command", ["check", "seal", "stats", "diff"])
+def test_what_is_no_file_is_one_sentence(command, run, refused, tmp_path):
+    for path, words in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        message = refused(run(*([command, path, path] if command == "diff" else [command, path])), 1)
+        assert str(path) in message and words in message
+
+
+@pytest.mark.parametrize("target", ["missing/out.json", "taken/out.json"])
+def test_output_into_nowhere_names_what_was_asked_for(target, run, refused, tmp_path):
+    (tmp_path / "taken").write_text("a file, not a folder")
+    path = tmp_path / target
+    result = run(*command_line(**{"-o": str(path)}))
+    message = refused(result, result.code)
+    assert result.code in (1, 2)
+    assert f"{path}: " in message  # and not the name of a file that only the command knows
+
+
+def test_output_appears_whole_or_not_at_all(files, run, tmp_path):
+    path = files["gpipe"]
+    before = path.read_bytes()
+    path.chmod(0o640)
+    assert run(*command_line(scheme="none", **{"-o": str(path)})).code == 2
+    path_again = tmp_path / "again.json"
+    assert run(*command_line(**{"-o": str(path)})).code == run(*command_line(**{"-o": str(path_again)})).code == 0
+    assert path.read_bytes() == path_again.read_bytes() == before
+    umask = os.umask(0)
+    os.umask(umask)
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (path, path_again)] == [0o640, 0o666 & ~umask]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*(p.name for p in files.values()), "again.json"])
+
+
+def test_output_follows_a_link(files, run, tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(files["ddp"])
+    assert run(*command_line(**{"-o": str(link)})).code == 0
+    assert link.is_symlink() and files["ddp"].read_bytes() == files["gpipe"].read_bytes()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_seal_keeps_a_canonical_file(scheme, files, run):
+    path = files[scheme]
+    before = path.read_bytes()
+    assert run("seal", path) == (0, "", "")
+    assert path.read_bytes() == before
+
+
+def test_seal_leaves_a_file_it_refuses_alone(files, run, refused):
+    path = files["gpipe"]
+    damaged = path.read_bytes().replace(b'"FWD"', b'"FORWARD"', 1)
+    path.write_bytes(damaged)
+    message = refused(run("seal", path), 1)
+    assert "rank 0, instruction 0: no such instruction" in message
+    assert path.read_bytes() == damaged
+
+
+def test_diff_is_silent_for_equal_and_shows_what_changed(files, run, tmp_path):
+    assert run("diff", files["gpipe"], files["gpipe"]) == (0, "", "")
+    # Two instructions of rank 0 that may change places: a FREE and the SEND behind it.
+    file = json.loads(files["gpipe"].read_text())
+    part = file["programs"][0]
+    i = part.index({"op": "FREE", "buf": "x.0.0"})
+    part[i], part[i + 1] = part[i + 1], part[i]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(file))
+    assert run("seal", other) == (0, "", "")
+    result = run("diff", files["gpipe"], other)
+    assert (result.code, result.err) == (1, "")
+    assert f"--- {files['gpipe']} rank 0" in result.out and f"+++ {other} rank 0" in result.out
+    changed = [line[1:] for line in result.out.splitlines() if line[0] in "+-" and line[1:2] == "{"]
+    assert len(changed) == 2 and changed[0] == changed[1]
+    assert "rank 1" not in result.out
+
+
+def test_diff_of_two_schemes_names_the_header(files, run):
+    lines = run("diff", files["gpipe"], files["1f1b"]).out.splitlines()
+    assert lines[:2] == ["name: gpipe -> 1f1b", "n: breadth-first -> 1f1b"]
+
+
+def test_diff_of_other_sizes_shows_the_rank_that_one_lacks(files, run, tmp_path):
+    path = tmp_path / "three.json"
+    assert run(*command_line(**{"--workers": "3", "-o": str(path)})).code == 0
+    result = run("diff", path, files["gpipe"])
+    assert result.code == 1 and "workers: 3 -> 4" in result.out and "rank 3" in result.out
+
+
+def test_standard_streams_make_a_pipe(process, run, tmp_path):
+    compiled = process(*command_line())
+    assert (compiled.returncode, compiled.stderr) == (0, b"")
+    assert compiled.stdout.decode() == run(*command_line()).out
+    sealed = process("seal", "-", stdin=json.dumps(json.loads(compiled.stdout)).encode())
+    assert sealed.stdout == compiled.stdout
+    checked = process("check", "-", stdin=sealed.stdout)
+    assert (checked.returncode, checked.stderr) == (0, b"") and checked.stdout.count(b"\n") == 1
+    refused = process("stats", "-", stdin=sealed.stdout[:100])
+    assert (refused.returncode, refused.stdout) == (1, b"")
+    assert refused.stderr.startswith(b"schedgen: <stdin>:")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
+    compiling = [sys.executable, "-m", "schedgen", *command_line(**{"--microbatches": "1000"})]
+    first = subprocess.Popen(compiling, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first.stdout.readline()
+    first.stdout.close()
+    assert first.stderr.read() == b""
+    first.stderr.close()
+    assert first.wait() == 1
+
+
+def test_an_error_in_a_real_process_is_one_line(process):
+    result = process(*command_line(scheme="none"))
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.count(b"\n") == 1 and result.stderr.startswith(b"schedgen: there is no scheme 'none'")
+
+
+def test_diff_between_a_file_and_standard_input(process, files):
+    same = process("diff", "gpipe.json", "-", stdin=files["gpipe"].read_bytes())
+    assert (same.returncode, same.stdout, same.stderr) == (0, b"", b"")

@@ -1,0 +1,97 @@
+"""The README: every command in it runs, and the schedule it shows is the one that is compiled."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedgen.compile import compile_scheme
+from schedgen.program import Op
+from schedgen.scheme import Sizes
+from schedgen.schemes import load
+from schedgen.simulate import simulate
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+
+# `make test` is what runs this. These two are asked to find differences, and do.
+LEFT_OUT = {"make test"}
+EXIT = {"schedgen diff 1f1b.json gpipe.json": 1}
+
+# There is no Slurm to test with: srun's ranks are started by mpiexec.
+SRUN = """#!/bin/sh
+while [ "$1" != python ]; do [ "$1" = -n ] && ranks=$2; shift; done
+exec $MPIEXEC -n $ranks "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A copy of the repository, and an environment in which the README's commands find what they need."""
+    copy = tmp_path_factory.mktemp("readme") / "repository"
+    skip = shutil.ignore_patterns(".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+    shutil.copytree(ROOT, copy, ignore=skip)
+    venv = Path(sys.prefix)
+    (copy / ".venv").symlink_to(venv)
+    tools = copy / "build" / "tools"
+    tools.mkdir(parents=True)
+    (tools / "srun").write_text(SRUN)
+    (tools / "srun").chmod(0o755)
+    (copy / "vee.py").write_text(next(text for kind, text in BLOCKS if kind == "python"))
+    mpiexec = os.environ.get("MPIEXEC", str(venv / "bin" / "mpiexec"))
+    path = os.pathsep.join([str(tools), str(venv / "bin"), os.environ["PATH"]])
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MPI")}
+    # MPI=system is run with this venv and its launcher in the place of a site's.
+    return copy, {**inherited, "PATH": path, "MPIEXEC": mpiexec}
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LEFT_OUT])
+def test_a_command_of_the_readme_runs(command: str, place: tuple[Path, dict[str, str]]) -> None:
+    copy, environment = place
+    if command.startswith("make"):
+        command += " VENV=.venv"
+    elif command.startswith("mpiexec"):
+        command = command.replace("mpiexec", environment["MPIEXEC"], 1)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=copy, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == EXIT.get(command, 0), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_readme_shows_the_1f1b_schedule_that_is_compiled() -> None:
+    sizes = Sizes(stages=4, microbatches=8)
+    program = compile_scheme(load("1f1b", sizes), sizes)
+    times = simulate(program, {"F": 1, "B": 2})
+    rows = [["."] * 33 for _ in range(4)]  # latency (m + p - 1)(F + B) = 11 * 3
+    for row in range(len(program)):
+        instruction = program.instruction(row)
+        letter = {Op.FWD: "abcdefgh", Op.BWD: "ABCDEFGH"}.get(Op(instruction.op))
+        for time in range(int(times.start[row]), int(times.end[row])):
+            assert letter is not None
+            rows[program.rows.rank[row]][time] = letter[instruction.mb]
+    assert "\n".join(f"{rank} |{''.join(row)}|" for rank, row in enumerate(rows)) in README
+
+
+def test_the_readme_quotes_the_golden_1f1b_file() -> None:
+    quoted = next(text for kind, text in BLOCKS if '"op": "RECV"' in text)
+    assert "  [\n" + quoted in (ROOT / "traces" / "1f1b.json").read_text()
+
+
+def test_every_scheme_is_in_the_readme_s_table() -> None:
+    from schedgen.schemes import SCHEMES
+
+    assert re.findall(r"^\| `([^`]+)` \|", README, flags=re.M) == list(SCHEMES)
+
+
+def test_the_readme_s_commands_are_found() -> None:
+    """Guards the pattern above: a README whose blocks are written otherwise would test nothing."""
+    words = {shlex.split(command)[0] for command in COMMANDS}
+    assert {"make", "schedgen", "mpiexec", "srun", "git"} <= words

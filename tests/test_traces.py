@@ -1,0 +1,24 @@
+"""traces/: the golden schedules are what the compiler writes today."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from schedgen.cli import main
+
+TRACES = sorted((Path(__file__).parent.parent / "traces").glob("*.json"))
+
+
+def test_every_scheme_has_a_golden_schedule() -> None:
+    from schedgen.schemes import SCHEMES
+
+    assert {json.loads(path.read_text())["scheme"]["name"] for path in TRACES} == set(SCHEMES)
+
+
+@pytest.mark.parametrize("golden", TRACES, ids=lambda path: path.stem)
+def test_a_golden_schedule_compiles_to_the_same_bytes(golden: Path, tmp_path: Path) -> None:
+    scheme = json.loads(golden.read_text())["scheme"]
+    options = [f"--{key}={value}" for key, value in scheme.items() if key != "name"]
+    assert main(["compile", scheme["name"], *options, "--output", str(tmp_path / "again.json")]) == 0
+    assert (tmp_path / "again.json").read_bytes() == golden.read_bytes()
