@@ -21,7 +21,7 @@ import schedgen
 from schedgen.check import check
 from schedgen.compile import compile_scheme
 from schedgen.diff import diff
-from schedgen.errors import RefusedFile, UsageError
+from schedgen.errors import RefusedFile, UsageError, one_line
 from schedgen.file import parse, read, write
 from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Sizes
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except (UsageError, RefusedFile) as error:
-        print(f"schedgen: {error}", file=sys.stderr)
+        print(f"schedgen: {one_line(error)}", file=sys.stderr)
         return error.code
     except BrokenPipeError:  # the reader of our output has gone, as in `schedgen stats F | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -127,7 +127,10 @@ def _output(name: str) -> Iterator[BinaryIO]:
             yield out
         return
     path = path.resolve()
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from None
     try:
         with os.fdopen(handle, "wb") as out:
             yield out

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import schedgen
+from schedgen.cost import durations
 from schedgen.errors import UsageError
 from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
@@ -13,8 +14,6 @@ from schedgen.passes import lower
 from schedgen.program import Header, Program
 from schedgen.scheme import Scheme, Sizes, caps, place, priorities
 from schedgen.schemes.orders import ORDERS
-
-DEFAULT_COST = {"F": 1, "B": 2}
 
 
 def compile_scheme(
@@ -35,7 +34,8 @@ def compile_scheme(
     Raises UsageError where sizes, w, n or cap make no schedule.
     """
     S, batches = sizes.stages, sizes.microbatches
-    cost = dict(DEFAULT_COST if cost is None else cost)
+    cost = durations(cost, scheme.split)
+    directions = len(cost)
     if n is not None:
         if n not in ORDERS:
             raise UsageError(f"there is no order '{n}': it is one of {', '.join(ORDERS)}")
@@ -44,15 +44,15 @@ def compile_scheme(
     limits = caps(scheme, S)
     if limits is not None and mode == "strict":
         raise UsageError("cap works with --mode greedy: a strict n leaves nothing to hold back")
-    weights, compute, workers = place(scheme, S, batches, len(cost))
+    weights, compute, workers = place(scheme, S, batches, directions)
     edges = chain(S) if scheme.edges is None else scheme.edges
-    jobs = graph(S, batches, len(cost), edges)
-    ranks = priorities(scheme, S, batches, len(cost)).ravel()
-    durations = tuple(cost.values())
+    jobs = graph(S, batches, directions, edges)
+    ranks = priorities(scheme, S, batches, directions).ravel()
+    lengths = tuple(cost.values())
     if mode == "greedy":
-        start = greedy(jobs, compute.ravel(), ranks, durations, limits)
+        start = greedy(jobs, compute.ravel(), ranks, lengths, limits)
     else:
-        start = strict(jobs, compute.ravel(), ranks, durations)
+        start = strict(jobs, compute.ravel(), ranks, lengths)
     header = Header(
         scheme={"name": scheme.name, "workers": workers, "stages": S, "microbatches": batches, **scheme.parameters},
         mode=mode,

@@ -97,8 +97,9 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
         if type(value) is not int or not 1 <= value <= LIMIT:
             raise Wrong("scheme", f"scheme: {key} must be a whole number from 1 to {LIMIT}")
         values.append(value)
-    if not all(type(value) in (int, str) for value in scheme.values()):
-        raise Wrong("scheme", "scheme: values must be numbers or strings")
+    for text in (*scheme, *scheme.values()):
+        if type(text) is not int and not _printable(text):
+            raise Wrong("scheme", "scheme: values must be numbers or printable strings")
     groups = raw.get("groups")
     if not isinstance(groups, list):
         raise Wrong("groups", "groups must be a list of lists of ranks")
@@ -109,7 +110,7 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
 def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     """The header; `jobs`, the number of instructions, bounds the memory it may take."""
     order = raw.get("order")
-    if not isinstance(order, dict) or set(order) != {"mode", "n", "cost"} or not isinstance(order["n"], str):
+    if not isinstance(order, dict) or set(order) != {"mode", "n", "cost"} or not _printable(order["n"]):
         raise Wrong("order", "order must have mode, n and cost")
     if order["mode"] not in ("greedy", "strict"):
         raise Wrong("order", "order: mode must be greedy or strict")
@@ -124,8 +125,8 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     slots, generator = raw.get("weight_slots"), raw.get("generator")
     if type(slots) is not int or not 1 <= slots <= LIMIT:
         raise Wrong("weight_slots", "weight_slots must be a whole number of at least 1")
-    if not isinstance(generator, str):
-        raise Wrong("generator", "generator must be a string")
+    if not isinstance(generator, str) or not _printable(generator):
+        raise Wrong("generator", "generator must be a printable string")
     found = Header(
         scheme=raw["scheme"],
         mode=order["mode"],
@@ -193,6 +194,11 @@ def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], bo
     return placement
 
 
+def _printable(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
 def clip(text: str) -> str:
-    text = text.strip()
+    """Something a file or a user said, short and printable."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())
     return text if len(text) <= 80 else text[:77] + "..."

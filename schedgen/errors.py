@@ -13,3 +13,9 @@ class RefusedFile(Exception):
     """A schedule file that may not be used. Exit code 1."""
 
     code = 1
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line and without anything a terminal would obey."""
+    text = " ".join(str(error).split())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

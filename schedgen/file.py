@@ -22,7 +22,7 @@ from schedgen.decode import KEYS, Bounds, Wrong, clip, read_bounds
 from schedgen.decode import header as decode_header
 from schedgen.decode import instruction as decode_instruction
 from schedgen.errors import RefusedFile
-from schedgen.program import DIRECTIONS, Header, Instruction, Ints, Program, Rows
+from schedgen.program import DIRECTIONS, AnyInts, Header, Instruction, Ints, Program, Rows, rows
 
 VERSION = 1
 
@@ -136,7 +136,7 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     for number, (got, expected) in enumerate(zip(header_text, header_lines(header), strict=False), start=1):
         if got != expected:
             raise RefusedFile(f"{name}:{number}: not in canonical form; `schedgen seal` rewrites it")
-    program = Program(header, Rows(np.repeat(np.arange(bounds.workers, dtype=np.int32), counts), *numbers.T))
+    program = Program(header, _rows(np.repeat(np.arange(bounds.workers), counts), numbers))
     digest = lines.digest.hexdigest()
     stored = re.fullmatch(r' "sha256": "([0-9a-f]{64})"', next(lines))
     if stored is None:
@@ -174,9 +174,13 @@ def parse(text: str, name: str) -> Program:
         header = decode_header(raw, bounds, jobs=len(numbers))
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
-    columns = np.array(numbers, np.int32).reshape(-1, 6).T
-    ranks = np.repeat(np.arange(bounds.workers, dtype=np.int32), [len(listed) for listed in programs])
-    return Program(header, Rows(ranks, *columns))
+    ranks = np.repeat(np.arange(bounds.workers), [len(listed) for listed in programs])
+    return Program(header, _rows(ranks, np.array(numbers, np.int32).reshape(-1, 6)))
+
+
+def _rows(rank: AnyInts, numbers: Ints) -> Rows:
+    op, kind, stage, mb, via, peer = numbers.T
+    return rows(op, rank, kind=kind, stage=stage, mb=mb, via=via, peer=peer)
 
 
 class _Lines:

@@ -11,6 +11,7 @@ and where the backward is split, pred(s, b, W) = {(s, b, I)}.
 
 from __future__ import annotations
 
+from operator import index
 from typing import NamedTuple
 
 from schedgen.errors import UsageError
@@ -57,7 +58,7 @@ def graph(stages: int, microbatches: int, directions: int, edges: tuple[tuple[in
 def check_edges(edges: object, stages: int) -> tuple[tuple[int, int], ...]:
     """The user's edges, sorted; an error where they are no DAG that ends in one loss."""
     try:
-        pairs = sorted({(int(p), int(c)) for p, c in edges})  # type: ignore[attr-defined]
+        pairs = sorted({(index(p), index(c)) for p, c in edges})  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         raise UsageError("edges must be pairs (producer stage, consumer stage)") from None
     for producer, consumer in pairs:

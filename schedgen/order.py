@@ -13,98 +13,60 @@ strict   each worker runs its jobs exactly in increasing n.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.errors import UsageError
 from schedgen.graph import Graph
-from schedgen.program import B, F, Ints
+from schedgen.kernels import kernel
+from schedgen.program import Ints
 
 Times = NDArray[np.float64]
+Numbers = NDArray[np.int64]
 
 
 def greedy(
-    graph: Graph, worker: Ints, n: NDArray[np.generic], cost: tuple[float, ...], caps: list[int] | None = None
+    graph: Graph,
+    worker: Ints,
+    n: NDArray[Any],
+    cost: tuple[float, ...],
+    caps: list[int] | None = None,
+    memory: int | None = None,
 ) -> Times:
-    jobs, S, batches = len(worker), graph.stages, graph.microbatches
+    """`caps[s]`: microbatches in flight on a stage, per worker; `memory`: saved forwards on a worker."""
+    jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
-    ranks = np.empty(jobs, np.int64)
-    ranks[np.lexsort((np.arange(jobs), n))] = np.arange(jobs)
-    by_rank = np.argsort(ranks).tolist()
-    rank, place = ranks.tolist(), worker.tolist()
-    waits = np.repeat([len(before) for before in graph.pred], batches).tolist()
-    ready = [0.0] * jobs
-    start = [-1.0] * jobs
-    workers = max(place) + 1
-    free = [0.0] * workers
-    # Per worker: jobs that may start now, by rank, and jobs that may start later, by time.
-    now: list[list[int]] = [[] for _ in range(workers)]
-    later: list[list[tuple[float, int]]] = [[] for _ in range(workers)]
-    # Under a cap: forwards held back, and when microbatches in flight leave, per (worker, stage).
-    held: dict[tuple[int, int], list[int]] = {}
-    flying: dict[tuple[int, int], int] = {}
-    for job in np.flatnonzero(np.repeat([not before for before in graph.pred], batches)).tolist():
-        later[place[job]].append((0.0, rank[job]))
-    for queue in later:
-        heapify(queue)
-    events = [(0.0, v) for v in range(workers) if later[v]]
-    done = 0
-    while events:
-        time, v = heappop(events)
-        if time < free[v]:
-            if now[v] or later[v]:
-                heappush(events, (free[v], v))
-            continue
-        while later[v] and later[v][0][0] <= time:
-            heappush(now[v], heappop(later[v])[1])
-        job = -1
-        while now[v]:
-            job = by_rank[heappop(now[v])]
-            d, s = divmod(job // batches, S)
-            if caps is not None and d == F:
-                if flying.get((v, s), 0) >= caps[s]:
-                    heappush(held.setdefault((v, s), []), rank[job])
-                    job = -1
-                    continue
-                flying[v, s] = flying.get((v, s), 0) + 1
-            break
-        if job < 0:
-            if later[v]:
-                heappush(events, (later[v][0][0], v))
-            continue
-        start[job] = time
-        done += 1
-        node, b = divmod(job, batches)
-        d, s = divmod(node, S)
-        end = free[v] = time + cost[d]
-        if now[v] or later[v]:
-            heappush(events, (end, v))
-        if caps is not None and d == B:
-            owner = place[(F * S + s) * batches + b]
-            flying[owner, s] -= 1
-            for waiting in held.pop((owner, s), []):
-                heappush(later[owner], (end, waiting))
-                heappush(events, (end, owner))
-        for after in graph.succ[node]:
-            other = after * batches + b
-            waits[other] -= 1
-            if end > ready[other]:
-                ready[other] = end
-            if not waits[other]:
-                u = place[other]
-                heappush(later[u], (ready[other], rank[other]))
-                heappush(events, (ready[other], u))
-    if done < jobs:
-        raise UsageError(f"cap stops the schedule: {_circle(graph, worker, np.asarray(start), None)}")
-    return np.asarray(start)
+    by_rank = np.lexsort((np.arange(jobs), n))
+    rank = np.empty(jobs, np.int64)
+    rank[by_rank] = np.arange(jobs)
+    forward = worker[: graph.stages * graph.microbatches]
+    limits = np.full(graph.stages, jobs if caps is None else 0, np.int64)
+    if caps is not None:
+        limits[:] = caps
+    start = _greedy.sized(jobs)(
+        worker.astype(np.int64),
+        forward.astype(np.int64),
+        rank,
+        by_rank,
+        *_arrays(graph),
+        np.array(cost, np.float64),
+        graph.stages,
+        graph.microbatches,
+        limits,
+        jobs if memory is None else memory,
+    )
+    if (start < 0).any():
+        what = "cap" if memory is None else "memory limit" if caps is None else "cap and memory limit"
+        raise UsageError(f"{what} stops the schedule: {_circle(graph, worker, start, None)}")
+    return start
 
 
-def strict(graph: Graph, worker: Ints, n: NDArray[np.generic], cost: tuple[float, ...]) -> Times:
-    jobs, S, batches = len(worker), graph.stages, graph.microbatches
+def strict(graph: Graph, worker: Ints, n: NDArray[Any], cost: tuple[float, ...]) -> Times:
     order = np.lexsort((n, worker))
-    same = np.flatnonzero((worker[order][1:] == worker[order][:-1]) & (n[order][1:] == n[order][:-1]))
+    within = worker[order][1:] == worker[order][:-1]
+    same = np.flatnonzero(within & (n[order][1:] == n[order][:-1]))
     if len(same):
         first, second = (graph.words(int(order[same[0] + k])) for k in (0, 1))
         raise UsageError(
@@ -112,53 +74,253 @@ def strict(graph: Graph, worker: Ints, n: NDArray[np.generic], cost: tuple[float
             f"on worker {worker[order[same[0]]]} both have n = {n[order[same[0]]]}"
         )
     # The job that follows on the same worker; -1 after the last.
-    follows = np.full(jobs, -1)
-    within = worker[order][1:] == worker[order][:-1]
+    follows = np.full(len(worker), -1)
     follows[order[:-1][within]] = order[1:][within]
-    waits = np.repeat([len(before) for before in graph.pred], batches)
+    waits, first_after, after = _arrays(graph)
     waits[order[1:][within]] += 1
-    next_on, counts = follows.tolist(), waits.tolist()
-    start = [0.0] * jobs
-    open_jobs = np.flatnonzero(waits == 0).tolist()
-    finished = np.zeros(jobs, bool)
-    while open_jobs:
-        job = open_jobs.pop()
-        finished[job] = True
-        node, b = divmod(job, batches)
-        end = start[job] + cost[node // S]
-        others = [after * batches + b for after in graph.succ[node]]
-        if next_on[job] >= 0:
-            others.append(next_on[job])
-        for other in others:
-            if end > start[other]:
-                start[other] = end
-            counts[other] -= 1
-            if not counts[other]:
-                open_jobs.append(other)
-    times = np.where(finished, start, -1.0)
-    if not finished.all():
-        raise UsageError(f"n stops the schedule: {_circle(graph, worker, times, order)}")
-    return times
+    durations = np.array(cost, np.float64)
+    start = _strict.sized(len(worker))(follows, waits, first_after, after, durations, graph.stages, graph.microbatches)
+    if (start < 0).any():
+        raise UsageError(f"n stops the schedule: {_circle(graph, worker, start, order)}")
+    return start
 
 
-def _circle(graph: Graph, worker: Ints, start: Times, order: NDArray[np.int64] | None) -> str:
-    """Name jobs that wait for each other, walking back from one that never started."""
-    before = np.full(len(worker), -1)
+def _arrays(graph: Graph) -> tuple[Numbers, Numbers, Numbers]:
+    """How many jobs each job waits for; and the nodes behind node k, after[first[k]:first[k + 1]]."""
+    waits = np.repeat(np.array([len(before) for before in graph.pred], np.int64), graph.microbatches)
+    first = np.cumsum([0, *(len(behind) for behind in graph.succ)])
+    return waits, first, np.array([node for behind in graph.succ for node in behind], np.int64)
+
+
+@kernel
+def _strict(
+    follows: Numbers, waits: Numbers, first: Numbers, after: Numbers, cost: Times, stages: int, batches: int
+) -> Times:
+    """Longest paths; -1 for jobs that never start. Uses up `waits`."""
+    start = np.zeros(len(follows))
+    ready = np.flatnonzero(waits == 0)
+    stack = np.empty(len(follows), np.int64)
+    top = len(ready)
+    stack[:top] = ready
+    while top:
+        top -= 1
+        job = stack[top]
+        node = job // batches
+        end = start[job] + cost[node // stages]
+        for k in range(first[node], first[node + 1] + 1):
+            # The jobs behind this one in the graph, and at last the next on its worker.
+            other = after[k] * batches + job % batches if k < first[node + 1] else follows[job]
+            if other >= 0:
+                start[other] = max(start[other], end)
+                waits[other] -= 1
+                if waits[other] == 0:
+                    stack[top] = other
+                    top += 1
+    for job in range(len(waits)):
+        if waits[job]:
+            start[job] = -1.0
+    return start
+
+
+@kernel
+def _greedy(
+    worker: Numbers,
+    forward: Numbers,
+    rank: Numbers,
+    by_rank: Numbers,
+    waits: Numbers,
+    first: Numbers,
+    after: Numbers,
+    cost: Times,
+    stages: int,
+    batches: int,
+    caps: Numbers,
+    memory: int,
+) -> Times:
+    """When each job starts; -1 for those that a limit holds back for ever.
+
+    Each worker has two heaps in one segment of an array: jobs that may start
+    now, by rank, and jobs that may start later, by time and rank. A tree over
+    the workers finds the one that can start a job first. Forwards beyond a
+    limit lie in `held`; a backward that makes room is an item of its own in
+    `later`, numbered from `jobs` up, and lets them try again.
+    """
+    jobs, workers = len(worker), worker.max() + 1
+    limited = memory < jobs or caps.min() < jobs
+    start = np.full(jobs, -1.0)
+    ready = np.zeros(2 * jobs)  # of jobs, and of the room they make
+    free = np.zeros(workers)
+    base = np.zeros(workers + 1, np.int64)
+    for job in range(jobs):
+        base[worker[job] + 1] += 1
+        if limited and job < len(forward):
+            base[worker[job] + 1] += 2
+    base = np.cumsum(base)
+    now, later, held = np.empty(base[-1], np.int64), np.empty(base[-1], np.int64), np.empty(base[-1], np.int64)
+    now_size, later_size = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
+    held_size, saved = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
+    flying = np.zeros((workers, stages), np.int64)
+    none = np.zeros(0)
+    for job in range(jobs):
+        if waits[job] == 0:
+            v = worker[job]
+            push(later[base[v] : base[v + 1]], later_size[v], rank[job], ready, by_rank)
+            later_size[v] += 1
+    leaves = 1
+    while leaves < workers:
+        leaves *= 2
+    tree = np.full(2 * leaves, np.inf)  # tree[leaves + v]: when worker v can start a job
+    for v in range(workers):
+        settle(tree, leaves + v, 0.0 if later_size[v] else np.inf)
+    while tree[1] < np.inf:
+        place = 1
+        while place < leaves:
+            place = 2 * place if tree[2 * place] <= tree[2 * place + 1] else 2 * place + 1
+        v, time = place - leaves, tree[1]
+        mine_now, mine_later = now[base[v] : base[v + 1]], later[base[v] : base[v + 1]]
+        while later_size[v] and when(mine_later[0], ready, by_rank) <= time:
+            moved = mine_later[0]
+            pop(mine_later, later_size[v], ready, by_rank)
+            later_size[v] -= 1
+            if moved < jobs:
+                push(mine_now, now_size[v], moved, none, by_rank)
+                now_size[v] += 1
+                continue
+            node = (moved - jobs) // batches
+            if node // stages == 1:
+                flying[v, node % stages] -= 1
+            if node // stages == len(cost) - 1:
+                saved[v] -= 1
+            while held_size[v]:
+                held_size[v] -= 1
+                push(mine_now, now_size[v], held[base[v] + held_size[v]], none, by_rank)
+                now_size[v] += 1
+        job = -1
+        while now_size[v]:
+            chosen = mine_now[0]
+            pop(mine_now, now_size[v], none, by_rank)
+            now_size[v] -= 1
+            job = by_rank[chosen]
+            s = job // batches % stages
+            if job // batches >= stages or (flying[v, s] < caps[s] and saved[v] < memory):
+                break
+            held[base[v] + held_size[v]] = chosen
+            held_size[v] += 1
+            job = -1
+        if job >= 0:
+            node = job // batches
+            d, s, b = node // stages, node % stages, job % batches
+            start[job] = time
+            free[v] = time + cost[d]
+            end = free[v]
+            if d == 0:
+                flying[v, s] += 1
+                saved[v] += 1
+            elif limited:
+                u = forward[s * batches + b]
+                ready[jobs + job] = end
+                push(later[base[u] : base[u + 1]], later_size[u], jobs + job, ready, by_rank)
+                later_size[u] += 1
+                if u != v and now_size[u] == 0:
+                    settle(tree, leaves + u, max(free[u], when(later[base[u]], ready, by_rank)))
+            for k in range(first[node], first[node + 1]):
+                other = after[k] * batches + b
+                ready[other] = max(ready[other], end)
+                waits[other] -= 1
+                if waits[other] == 0:
+                    u = worker[other]
+                    push(later[base[u] : base[u + 1]], later_size[u], rank[other], ready, by_rank)
+                    later_size[u] += 1
+                    if u != v and now_size[u] == 0:
+                        settle(tree, leaves + u, max(free[u], when(later[base[u]], ready, by_rank)))
+        key = np.inf
+        if now_size[v]:
+            key = free[v]
+        elif later_size[v]:
+            key = max(free[v], when(mine_later[0], ready, by_rank))
+        settle(tree, leaves + v, key)
+    return start
+
+
+@kernel
+def when(item: int, time: Times, by_rank: Numbers) -> float:
+    """When an item of a heap may start: a job, by its rank, or room made by a job."""
+    return float(time[by_rank[item]] if item < len(by_rank) else time[item])
+
+
+@kernel
+def before(a: int, b: int, time: Times, by_rank: Numbers) -> bool:
+    """Heap order of two items: by time where `time` is not empty, then by number."""
+    if len(time):
+        x, y = when(a, time, by_rank), when(b, time, by_rank)
+        if x != y:
+            return x < y
+    return a < b
+
+
+@kernel
+def push(heap: Numbers, size: int, item: int, time: Times, by_rank: Numbers) -> None:
+    """Add to a binary heap of `size` items."""
+    at = size
+    heap[at] = item
+    while at and before(heap[at], heap[(at - 1) // 2], time, by_rank):
+        up = (at - 1) // 2
+        heap[at], heap[up] = heap[up], heap[at]
+        at = up
+
+
+@kernel
+def pop(heap: Numbers, size: int, time: Times, by_rank: Numbers) -> None:
+    """Take the first of `size` items away."""
+    heap[0] = heap[size - 1]
+    at, length = 0, size - 1
+    while 2 * at + 1 < length:
+        down = 2 * at + 1
+        if down + 1 < length and before(heap[down + 1], heap[down], time, by_rank):
+            down += 1
+        if not before(heap[down], heap[at], time, by_rank):
+            break
+        heap[at], heap[down] = heap[down], heap[at]
+        at = down
+
+
+@kernel
+def settle(tree: Times, place: int, key: float) -> None:
+    """Change one leaf of a tree of minima."""
+    tree[place] = key
+    while place > 1:
+        place //= 2
+        tree[place] = min(tree[2 * place], tree[2 * place + 1])
+
+
+def _circle(graph: Graph, worker: Ints, start: Times, order: Numbers | None) -> str:
+    """Name jobs that wait for each other, walking back from one that never started.
+
+    `order`: the jobs sorted by worker and place, where that order is strict.
+    """
+    ahead = np.full(len(worker), -1)
     if order is not None:
         within = worker[order][1:] == worker[order][:-1]
-        before[order[1:][within]] = order[:-1][within]
+        ahead[order[1:][within]] = order[:-1][within]
     job = int(np.flatnonzero(start < 0)[0])
     path: list[int] = []
     words: list[str] = []
     while job not in path:
         path.append(job)
         node, b = divmod(job, graph.microbatches)
-        waiting = [p * graph.microbatches + b for p in graph.pred[node]]
-        blocked = [other for other in waiting if start[other] < 0]
-        if before[job] >= 0 and start[before[job]] < 0:
-            blocked.append(int(before[job]))
-        if not blocked:
-            return f"{graph.words(job)} on worker {worker[job]} never starts"
+        blocked = [p * graph.microbatches + b for p in graph.pred[node]]
+        blocked = [other for other in [*blocked, int(ahead[job])] if other >= 0 and start[other] < 0]
+        if not blocked:  # a limit holds it back: it waits for the backward of a microbatch in flight
+            blocked = _in_flight(graph, worker, start, job)
         words.append(f"{graph.words(job)} on worker {worker[job]} waits for {graph.words(blocked[0])}")
         job = blocked[0]
     return ", ".join(words[path.index(job) :])
+
+
+def _in_flight(graph: Graph, worker: Ints, start: Times, job: int) -> list[int]:
+    """The last backwards of the forwards that ran on a held job's worker, those of its stage first."""
+    forwards = graph.stages * graph.microbatches
+    lasts = np.arange(forwards) + (graph.directions - 1) * forwards
+    open_ones = np.flatnonzero((worker[:forwards] == worker[job]) & (start[:forwards] >= 0) & (start[lasts] < 0))
+    same = open_ones // graph.microbatches == job // graph.microbatches
+    return [int(lasts[one]) for one in [*open_ones[same], *open_ones[~same]]]

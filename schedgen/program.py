@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+Small = NDArray[np.int8]
 AnyInts = NDArray[np.integer[Any]]
 
 # Directions, the third argument of w and n. Where the backward is not split
@@ -96,15 +97,18 @@ class Rows(NamedTuple):
     """
 
     rank: Ints
-    op: Ints
-    kind: Ints
+    op: Small
+    kind: Small
     stage: Ints
     mb: Ints
     via: Ints
     peer: Ints
 
     def take(self, index: NDArray[np.int64] | slice) -> Rows:
-        return Rows(*(column[index] for column in self))
+        return Rows(*(column[index] for column in self.columns()))
+
+    def columns(self) -> list[NDArray[Any]]:
+        return list(self)
 
 
 class Instruction(NamedTuple):
@@ -140,14 +144,14 @@ def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
     """`Rows` as long as `rank`; scalars are repeated, fields not given are -1 (kind: 0)."""
     length = len(rank)
 
-    def column(name: str, missing: int) -> Ints:
-        return np.broadcast_to(np.asarray(fields.get(name, missing), np.int32), (length,))
+    def column(value: int | AnyInts, dtype: type) -> NDArray[Any]:
+        return np.broadcast_to(np.asarray(value, dtype), (length,))
 
     return Rows(
         np.asarray(rank, np.int32),
-        np.broadcast_to(np.asarray(op, np.int32), (length,)),
-        column("kind", Kind.NONE),
-        *(column(name, -1) for name in ("stage", "mb", "via", "peer")),
+        column(op, np.int8),
+        column(fields.get("kind", Kind.NONE), np.int8),
+        *(column(fields.get(name, -1), np.int32) for name in ("stage", "mb", "via", "peer")),
     )
 
 
@@ -230,14 +234,25 @@ class Program:
     def insert(self, new: Rows, after: NDArray[np.int64]) -> Program:
         """Global only: put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
         assert self.time is not None
-        keys = np.concatenate([np.arange(len(self)), after])
-        order = np.argsort(keys, kind="stable")
-        time = np.concatenate([self.time, np.where(after < 0, self.time[:1], self.time[after])])
-        return Program(self.header, concatenate([self.rows, new]).take(order), time[order])
+        order = np.argsort(after, kind="stable")
+        after = after[order]
+        old = np.ones(len(self) + len(after), bool)
+        old[after + 1 + np.arange(len(after))] = False
+
+        def merge(mine: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
+            merged = np.empty(len(old), mine.dtype)
+            merged[old], merged[~old] = mine, theirs
+            return merged
+
+        pairs = zip(self.rows.columns(), new.columns(), strict=True)
+        rows = Rows(*(merge(mine, theirs[order]) for mine, theirs in pairs))
+        return Program(self.header, rows, merge(self.time, self.time[np.maximum(after, 0)]))
 
     def project(self) -> Program:
         """The same instructions grouped by rank, each rank in global order."""
-        return Program(self.header, self.rows.take(np.argsort(self.rows.rank, kind="stable")))
+        few = self.header.workers < 2**16  # numpy sorts 16 bits in linear time
+        rank = self.rows.rank.astype(np.uint16) if few else self.rows.rank
+        return Program(self.header, self.rows.take(np.argsort(rank, kind="stable")))
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:

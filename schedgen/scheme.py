@@ -17,9 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.errors import UsageError
-from schedgen.program import DIRECTIONS, Ints
+from schedgen.program import DIRECTIONS, B, Ints, W
 
 Function = Callable[..., Any]
+
+
+MOST_WORKERS = 2**20
 
 
 class Sizes(NamedTuple):
@@ -45,6 +48,7 @@ class Scheme(NamedTuple):
     n: Function
     order: str  # what n is called
     mode: str  # what n means: "greedy" or "strict"
+    split: bool = False  # whether the backward is two jobs: I, gradient of the input, and W, of the weights
     parameters: Mapping[str, int] = {}  # the scheme's own, for the file's header
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
@@ -80,10 +84,16 @@ def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tu
     workers = scheme.workers
     if workers is None:
         workers = max(int(weights.max()), int(compute.max())) + 1
+        if workers > MOST_WORKERS:
+            raise UsageError(f"w names worker {workers - 1}: more than {MOST_WORKERS} workers are not supported")
     for name, part in (("weights", weights), ("compute", compute)):
         wrong = np.flatnonzero((part < 0) | (part >= workers))
         if len(wrong):
             raise UsageError(f"w puts {name} on a worker outside 0..{workers - 1}: {_at(part, int(wrong[0]))}")
+    if directions == 3:
+        for job in np.flatnonzero(compute[..., B] != compute[..., W])[:1]:
+            s, b = divmod(int(job), microbatches)
+            raise UsageError(f"w puts I({s}, {b}) and W({s}, {b}) on different workers: W needs what I leaves there")
     turned = [np.ascontiguousarray(part.transpose(2, 0, 1), np.int32) for part in (weights, compute)]
     return turned[0], turned[1], workers
 
@@ -91,8 +101,9 @@ def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tu
 def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[np.generic]:
     """n on every job, (D, S, B)."""
     (n,) = _evaluate("n", scheme.n, (stages, microbatches, directions), parts=1)
-    if not (np.issubdtype(n.dtype, np.number) and np.isrealobj(n) and np.isfinite(n).all()):
-        raise UsageError(f"n must return finite numbers, not {_at(n, 0)}")
+    good = np.isfinite(n) if np.issubdtype(n.dtype, np.number) and np.isrealobj(n) else np.zeros(n.shape, bool)
+    if not good.all():
+        raise UsageError(f"n must return finite numbers, not {_at(n, int(np.argmin(good)))}")
     return np.ascontiguousarray(n.transpose(2, 0, 1))
 
 
@@ -104,7 +115,7 @@ def caps(scheme: Scheme, stages: int) -> list[int] | None:
     for stage in range(stages):
         try:
             value = scheme.cap(stage)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(f"cap({stage}) raised {type(error).__name__}: {error}") from None
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise UsageError(f"cap({stage}) must be a whole number of at least 1, not {value!r}")
@@ -116,7 +127,7 @@ def _evaluate(name: str, function: Function, shape: tuple[int, ...], parts: int)
     grids = np.ix_(*(np.arange(length) for length in shape))
     try:
         returned = function(*grids)
-    except Exception:  # not made for arrays, or wrong: job by job tells which
+    except (Exception, SystemExit):  # not made for arrays, or wrong: job by job tells which
         return _job_by_job(name, function, shape, parts)
     if parts == 1:
         returned = (returned,)
@@ -128,6 +139,9 @@ def _evaluate(name: str, function: Function, shape: tuple[int, ...], parts: int)
 def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         array = np.asarray(value)
+    except ValueError:
+        raise UsageError(f"{name} must return numbers, not {_brief(value)}") from None
+    try:
         if array.dtype == object or array.dtype == bool or array.dtype.kind in "USV":
             raise UsageError(f"{name} must return numbers, not {_brief(value)}")
         return np.broadcast_to(array, shape)
@@ -143,7 +157,7 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: in
     for job in itertools.product(*(range(length) for length in shape)):
         try:
             returned = function(*job)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UsageError(f"{name}{_words(job, shape)} raised {type(error).__name__}: {error}") from None
         values = (returned,) if parts == 1 else returned
         if not (isinstance(values, (tuple, list)) and len(values) == parts):
@@ -151,7 +165,7 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: in
                 f"w{_words(job, shape)} must return a pair (weights_worker, compute_worker), not {_brief(returned)}"
             )
         for column, value in zip(columns, values, strict=True):
-            if isinstance(value, bool) or np.ndim(value) or not np.isreal(value):
+            if isinstance(value, (bool, str)) or not np.isscalar(value) or not np.isreal(value):
                 raise UsageError(f"{name}{_words(job, shape)} must return numbers, not {_brief(returned)}")
             column.append(value)
     return [np.asarray(column).reshape(shape) for column in columns]

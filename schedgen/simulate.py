@@ -17,10 +17,8 @@ from schedgen.check.deadlock import Waits, waits
 from schedgen.check.lives import lives
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Subject
-from schedgen.errors import UsageError
+from schedgen.cost import DIRECTION, durations
 from schedgen.program import Op, Program
-
-DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
 class Times(NamedTuple):
@@ -33,15 +31,12 @@ class Times(NamedTuple):
 def simulate(program: Program, cost: Mapping[str, float]) -> Times:
     """Times of every row of a checked, projected program.
 
-    `cost` gives the duration of F and B, or of F, I and W. Raises UsageError
-    where it lacks one that the program needs.
+    `cost`: the duration of F and B, or of F, I and W; see `schedgen.cost`.
     """
     duration = np.zeros(len(program))
+    lengths = durations(cost, split="W" in program.header.cost)
     for op, direction in DIRECTION.items():
-        rows = np.flatnonzero(program.rows.op == op)
-        if len(rows) and direction not in cost:
-            raise UsageError(f"the schedule has {op.name}: --cost must give {direction}=...")
-        duration[rows] = cost.get(direction, 0)
+        duration[program.rows.op == op] = lengths.get(direction, 0)
     subject = Subject(program, "")
     start = np.array(_execute(subject, waits(subject, lives(subject), rule_3(subject)), duration.tolist()))
     return Times(start, start + duration)

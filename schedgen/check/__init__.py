@@ -19,7 +19,7 @@ from __future__ import annotations
 from schedgen.check.deadlock import rule_4, waits
 from schedgen.check.gradients import rule_5
 from schedgen.check.jobs import rule_1
-from schedgen.check.lives import Memory, lives, rule_2, rule_7, rule_8
+from schedgen.check.lives import Memory, lives, rule_2, rule_7
 from schedgen.check.messages import rule_3, rule_6
 from schedgen.check.subject import RULES, Subject
 from schedgen.program import Program
@@ -31,11 +31,11 @@ def check(program: Program, name: str = "program") -> Memory:
     """Prove the eight rules for a projected program; `name` stands in errors."""
     subject = Subject(program, name)
     rule_1(subject)
-    events = lives(subject)
-    rule_2(subject, events)
+    found = lives(subject)
+    rule_2(subject, found)
     pairs = rule_3(subject)
     rule_6(subject)
-    rule_7(subject, events)
+    rule_7(subject, found)
     rule_5(subject)
-    rule_4(subject, waits(subject, events, pairs))
-    return rule_8(subject, events)
+    rule_4(subject, waits(subject, found, pairs))
+    return found.memory

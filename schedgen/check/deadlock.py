@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.check.lives import DEFINE, Events
+from schedgen.check.lives import Lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.program import Op
 
@@ -27,14 +27,12 @@ class Waits(NamedTuple):
     collective: dict[int, int]  # which of these a row belongs to
 
 
-def waits(subject: Subject, events: Events, pairs: tuple[Numbers, Numbers]) -> Waits:
+def waits(subject: Subject, found: Lives, pairs: tuple[Numbers, Numbers]) -> Waits:
     """For a program with rules 3, 6 and 7 proved; `pairs` from rule 3."""
     sends, receives = pairs
     sender = np.full(len(subject.program), -1)
     sender[receives] = sends
-    # Only the first use has to wait: all later ones stand behind it.
-    arriving = np.flatnonzero((events.what == DEFINE) & (sender[events.row] >= 0))
-    used, brought = events.row[arriving + 1], sender[events.row[arriving]]
+    used, brought = found.used, sender[found.received]
     order = np.argsort(used, kind="stable")
     first = np.searchsorted(used[order], np.arange(len(subject.program) + 1))
     rows = subject.having(Op.ALLREDUCE, Op.NORM)

@@ -1,7 +1,7 @@
 """Rules 2, 7 and 8: the life of every buffer on every rank.
 
-What an instruction does to which buffer is said once, in `lives`. The events
-that touch one buffer on one rank, in program order, must then read
+`EVENTS` says once what each instruction does to which buffer. The events that
+touch one buffer on one rank, in program order, must then read
     DEFINE USE* END
 where ADD_TO may stand for DEFINE (the first part of a sum) and for USE, an
 owned weight is there from the start to the end, and a fetched weight may have
@@ -15,17 +15,51 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.check.subject import BACKWARD, Numbers, Subject
-from schedgen.program import Kind, Op, buffer_name
+from schedgen.check.subject import Numbers, Subject
+from schedgen.kernels import kernel
+from schedgen.program import Ints, Kind, Op, Small, buffer_name
 
 # What takes memory on a rank, in the order of `Memory`.
 X, G, WEIGHT, DW, PARTIAL, SAVED = range(6)
 DEFINE, ADD_TO, USE, END = range(4)
+# Which buffers of a kind: of this job; of the inputs of this stage; the shares of this stage's
+# gradient, one a consumer; of this stage; of this stage from rank `peer`; the one that is named.
+JOB, INPUTS, SHARES, STAGE, PEER, NAMED = range(6)
+
+# By opcode, in the order in which memory is taken and given back.
+EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
+    Op.FETCH_W: ((DEFINE, WEIGHT, STAGE),),
+    Op.RECV: ((DEFINE, NAMED, NAMED),),
+    Op.SEND: ((USE, NAMED, NAMED),),
+    Op.FWD: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB), (DEFINE, X, JOB)),
+    Op.RECOMPUTE: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB)),
+    Op.BWD: (
+        (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (DEFINE, G, INPUTS),
+        (END, SAVED, JOB),
+    ),
+    Op.BWD_I: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (USE, SAVED, JOB), (DEFINE, G, INPUTS)),
+    Op.BWD_W: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (END, SAVED, JOB)),
+    Op.ADD: ((ADD_TO, DW, STAGE), (END, PARTIAL, PEER)),
+    Op.ALLREDUCE: ((ADD_TO, DW, STAGE),),
+    Op.NORM: (),
+    Op.STEP: ((USE, WEIGHT, STAGE), (USE, DW, STAGE)),
+    Op.FREE: ((END, NAMED, NAMED),),
+}  # fmt: skip
 THING = {Kind.X: X, Kind.G: G, Kind.W: WEIGHT, Kind.DW: DW}
+
+UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)
+FAULTS = {
+    UNDEFINED: "is not defined on this rank before this line",
+    AGAIN: "is used again after its end",
+    TWICE: "is defined twice",
+    OWNED: "belongs to this rank: it is neither fetched nor freed",
+    LEFT: "is never freed after this, its last use",
+    NOTHING: "is asked for, but there is no such gradient",
+}
 
 
 class Memory(NamedTuple):
-    """The most buffers of each kind alive at once, one array entry a rank."""
+    """Rule 8: the most buffers of each kind alive at once, one array entry a rank."""
 
     activation: Numbers  # x, computed or received
     gradient: Numbers  # g
@@ -35,163 +69,180 @@ class Memory(NamedTuple):
     saved: Numbers  # what a forward keeps for its backward: the seed's activation storage
 
 
-class Events(NamedTuple):
-    """What happens to buffers, sorted by rank, then buffer, then row."""
+class Lives(NamedTuple):
+    """What following all buffers shows."""
 
-    row: Numbers
-    what: Numbers  # DEFINE, ADD_TO, USE or END
-    thing: Numbers  # X .. SAVED
-    stage: Numbers
-    second: Numbers  # the microbatch; the sender of a PARTIAL; -1
-    via: Numbers
-    buffer: Numbers  # a number for each buffer on each rank
+    fault: tuple[int, int, str] | None  # rule, row, words
+    memory: Memory
+    used: Numbers  # rows that are the first to use what was received ...
+    received: Numbers  # ... and the rows that received it
 
 
-def lives(subject: Subject) -> Events:
-    """Every event of every buffer: the meaning of the instruction set."""
-    header = subject.header
-    parts: list[tuple[Numbers, ...]] = []
-
-    def event(
-        rows: Numbers, what: int, thing: int, second: object = -1, stage: object = None, via: object = -1
-    ) -> None:
-        columns = (what, thing, subject.stage[rows] if stage is None else stage, second, via)
-        parts.append((rows, *(np.broadcast_to(np.asarray(column, np.int64), rows.shape) for column in columns)))
-
-    def job(ops: tuple[Op, ...], what: int, thing: int) -> None:
-        rows = subject.having(*ops)
-        event(rows, what, thing, subject.mb[rows])
-
-    def whole(ops: tuple[Op, ...], what: int, thing: int) -> None:
-        event(subject.having(*ops), what, thing)
-
-    compute = (Op.FWD, Op.RECOMPUTE, *BACKWARD)
-    # A forward that is redone later saves nothing the first time.
-    forward, again = subject.having(Op.FWD), subject.having(Op.RECOMPUTE)
+def lives(subject: Subject) -> Lives:
+    """Follow every buffer of every rank through the program, up to the first fault."""
+    header, (rank, op, kind, stage, mb, via, peer) = subject.header, subject.program.rows
+    events = [(o, what, thing, which) for o in Op for what, thing, which in EVENTS[o]]
+    first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
+    # Rows that name a partial: a number for each (rank, stage, sender).
+    partial = np.full(len(op), -1, np.int32)
+    named = np.flatnonzero((op == Op.ADD) | ((op == Op.RECV) & (kind == Kind.DW)))
+    key = (rank[named].astype(np.int64) * header.stages + stage[named]) * header.workers + peer[named]
+    partials, partial[named] = np.unique(key, return_inverse=True)
     redone = np.zeros((header.stages, header.microbatches), bool)
-    redone[subject.stage[again], subject.mb[again]] = True
-    keeps = np.concatenate([forward[~redone[subject.stage[forward], subject.mb[forward]]], again])
-    event(keeps, DEFINE, SAVED, subject.mb[keeps])
-    job((Op.BWD_I,), USE, SAVED)
-    job((Op.BWD, Op.BWD_W), END, SAVED)
-    # Outputs and their gradients. The last stage's output is the loss: it has none, and nobody needs it.
-    job((Op.FWD,), DEFINE, X)
-    _along_edges(subject, compute, USE, X, event)
-    _along_edges(subject, (Op.BWD, Op.BWD_I), DEFINE, G, event)
-    _along_edges(subject, BACKWARD, USE, G, event)
-    # Weights and their gradients.
-    whole((*compute, Op.STEP), USE, WEIGHT)
-    whole((Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE), ADD_TO, DW)
-    whole((Op.STEP,), USE, DW)
-    rows = subject.having(Op.ADD)
-    event(rows, END, PARTIAL, subject.peer[rows])
-    # Messages and FREE name their buffer.
-    for op, what in ((Op.RECV, DEFINE), (Op.FETCH_W, DEFINE), (Op.SEND, USE), (Op.FREE, END)):
-        for kind, thing in THING.items():
-            rows = np.flatnonzero((subject.op == op) & (subject.kind == kind))
-            if op == Op.RECV and kind == Kind.DW:
-                event(rows, DEFINE, PARTIAL, subject.peer[rows])
-            else:
-                event(rows, what, thing, subject.mb[rows], via=subject.via[rows])
-    return _sort(subject, [np.concatenate(column) for column in zip(*parts, strict=True)])
+    again = subject.having(Op.RECOMPUTE)
+    redone[stage[again], mb[again]] = True
+    # Edges by consumer and by producer; header.edges is sorted by producer.
+    ends = np.array(header.edges, np.int64).reshape(-1, 2)
+    by_consumer = np.lexsort((ends[:, 0], ends[:, 1]))
+    first_in = np.searchsorted(ends[by_consumer, 1], np.arange(header.stages + 1))
+    first_out = np.searchsorted(ends[:, 0], np.arange(header.stages + 1))
+    code, row, slot_of_fault, peaks, used, received, count = _follow.sized(4 * len(op))(
+        rank, op, kind, stage, mb, via, partial, np.array(events, np.int64), first_event, ends, by_consumer, first_in,
+        first_out, redone, subject.owner, header.stages, header.microbatches, len(partials),
+        int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
+    )  # fmt: skip
+    fault = None
+    if code:
+        words = f"{_name(subject, slot_of_fault, int(row), ends)} {FAULTS[code]}"
+        fault = (2 if code in (UNDEFINED, NOTHING) else 7, int(row), words)
+    return Lives(fault, Memory(*peaks.T), used[:count], received[:count])
 
 
-def _along_edges(subject: Subject, ops: tuple[Op, ...], what: int, thing: int, event: object) -> None:
-    """x.p.b and g.p.b for every edge (p, c) at a job of c; USE of g at a job of p."""
-    assert callable(event)
-    header = subject.header
-    rows = subject.having(*ops)
-    rows = rows[np.argsort(subject.stage[rows], kind="stable")]
-    bounds = np.searchsorted(subject.stage[rows], np.arange(header.stages + 1))
-    for producer, consumer in header.edges:
-        at = producer if (what, thing) == (USE, G) else consumer
-        some = rows[bounds[at] : bounds[at + 1]]
-        via = header.share(producer, consumer) if thing == G else -1
-        event(some, what, thing, subject.mb[some], producer, via)
+def rule_2(subject: Subject, found: Lives) -> None:
+    if found.fault is not None and found.fault[0] == 2:
+        subject.refuse(*found.fault)
 
 
-def _sort(subject: Subject, columns: list[Numbers]) -> Events:
-    header = subject.header
-    row, _, thing, stage, second, via = columns
-    # A gradient is one a stage, or one an edge where several stages read the output.
-    slot = stage.copy()
-    forked = np.array([len(consumers) > 1 for consumers in header.consumers])
-    loss = np.array([not consumers for consumers in header.consumers])
-    wrong = (thing == G) & ((forked[stage] != (via >= 0)) | loss[stage])
-    if forked.any():
-        shared = np.flatnonzero(via >= 0)
-        edges = np.array(header.edges, np.int64) @ (header.stages, 1)  # sorted, as header.edges is
-        asked = stage[shared] * header.stages + via[shared]
-        found = np.minimum(np.searchsorted(edges, asked), len(edges) - 1)
-        wrong[shared] |= edges[found] != asked
-        slot[shared] = header.stages + found
-    if wrong.any():
-        subject.refuse(2, int(row[wrong].min()), "there is no such gradient")
-    buffer = subject.rank[row].astype(np.int64)
-    seconds = max(header.microbatches, header.workers) + 1
-    for size, part in ((6, thing), (header.stages + len(header.edges), slot), (seconds, second + 1)):
-        buffer = buffer * size + part
-    order = np.lexsort((row, buffer))
-    return Events(*(column[order] for column in (*columns, buffer)))
+def rule_7(subject: Subject, found: Lives) -> None:
+    if found.fault is not None:
+        subject.refuse(*found.fault)
 
 
-def _name(events: Events, i: int) -> str:
-    thing, stage, second, via = (int(column[i]) for column in (events.thing, events.stage, events.second, events.via))
+def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> str:
+    """What the number of a buffer within its kind stands for."""
+    thing, number = slot
+    first, mb = divmod(number, subject.header.microbatches)
     if thing == SAVED:
-        return f"what the forward of stage {stage}, microbatch {second} saves"
+        return f"what the forward of stage {first}, microbatch {mb} saves"
     if thing == PARTIAL:
-        return f"dw.{stage} from rank {second}"
-    return buffer_name(list(THING)[thing], stage, second, via)
+        return f"dw.{subject.stage[row]} from rank {subject.peer[row]}"
+    if thing in (WEIGHT, DW):
+        return buffer_name(Kind.W if thing == WEIGHT else Kind.DW, number)
+    if thing == X:
+        return buffer_name(Kind.X, first, mb)
+    stages = subject.header.stages
+    if number < 0:
+        return buffer_name(Kind.G, *(int(column[row]) for column in (subject.stage, subject.mb, subject.via)))
+    producer, consumer = (first, -1) if first < stages else ends[first - stages].tolist()
+    return buffer_name(Kind.G, producer, mb, consumer)
 
 
-def _owned(subject: Subject, events: Events) -> NDArray[np.bool_]:
-    owned: NDArray[np.bool_] = (events.thing == WEIGHT) & subject.owner[subject.rank[events.row], events.stage]
-    return owned
+@kernel
+def _follow(
+    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, partial: Ints, events: Numbers,
+    first_event: Numbers, ends: Numbers, by_consumer: Numbers, first_in: Numbers, first_out: Numbers,
+    redone: NDArray[np.bool_], owner: NDArray[np.bool_], stages: int, batches: int, partials: int, receives: int,
+) -> tuple[int, int, tuple[int, int], Numbers, Numbers, Numbers, int]:  # fmt: skip
+    """(fault, row, (thing, number), peaks, used, received, how many of these); fault 0: none.
 
-
-def rule_2(subject: Subject, events: Events) -> None:
-    first = np.append(True, events.buffer[1:] != events.buffer[:-1])
-    wrong = np.flatnonzero(first & (events.what >= USE) & ~_owned(subject, events))
-    if len(wrong):
-        i = int(wrong[np.argmin(events.row[wrong])])
-        subject.refuse(2, int(events.row[i]), f"{_name(events, i)} is not defined on this rank before this line")
-
-
-def rule_7(subject: Subject, events: Events) -> None:
-    owned = _owned(subject, events)
-    same = np.append(False, events.buffer[1:] == events.buffer[:-1])
-    last = np.append(~same[1:], True)
-    ended = np.roll(events.what, 1) == END
-    fetched = (events.thing == WEIGHT) & (events.what == DEFINE)
-    found: list[tuple[int, str]] = []
-    for wrong, words in (
-        (
-            owned & ((events.what == DEFINE) | (events.what == END)),
-            "belongs to this rank: it is neither fetched nor freed",
-        ),
-        (same & ended & ~fetched, "is used again after its end"),
-        (same & ~ended & (events.what == DEFINE), "is defined twice"),
-        (last & (events.what != END) & ~owned, "is never freed after this, its last use"),
-    ):
-        places = np.flatnonzero(wrong)
-        if len(places):
-            i = int(places[np.argmin(events.row[places])])
-            found.append((int(events.row[i]), f"{_name(events, i)} {words}"))
-    if found:
-        subject.refuse(7, *min(found))
-
-
-def rule_8(subject: Subject, events: Events) -> Memory:
-    same = np.append(False, events.buffer[1:] == events.buffer[:-1])
-    starts = (events.what <= ADD_TO) & (~same | (np.roll(events.what, 1) == END))
-    ends = (events.what == END) & ~_owned(subject, events)
-    peaks = []
-    for thing in range(6):
-        chosen = (starts | ends) & (events.thing == thing)
-        row, change = events.row[chosen], np.where(starts[chosen], 1, -1)
-        order = np.lexsort((-change, row))  # what a row defines is there before what it ends is gone
-        alive = np.cumsum(change[order])  # zero between ranks, by rule 7
-        peak = np.zeros(subject.header.workers, np.int64)
-        np.maximum.at(peak, subject.rank[row[order]], alive)
-        peaks.append(peak)
-    return Memory(*peaks)
+    Buffers are numbered within their kind: x and saved by job, g by job of the
+    producer, or of the edge where there are several, dw and w by stage.
+    """
+    edges = len(ends)
+    base = np.zeros(7, np.int64)  # where each kind begins among all buffers
+    for thing, size in enumerate((stages * batches, (stages + edges) * batches, stages, stages, partials,
+                                  stages * batches)):  # fmt: skip
+        base[thing + 1] = base[thing] + size
+    seen = np.full(base[6], -1, np.int32)  # the rank whose life a buffer's entry speaks of
+    state = np.zeros(base[6], np.int8)  # 0 not defined, 1 alive, 2 ended
+    arrived = np.full(base[6], -1, np.int32)  # the row that receives it, until it is used
+    last = np.zeros(base[6], np.int32)
+    workers = len(owner)
+    alive, peaks = np.zeros(6, np.int64), np.zeros((workers, 6), np.int64)
+    used, received = np.empty(receives, np.int64), np.empty(receives, np.int64)
+    count = 0
+    for row in range(len(op)):
+        o, r, s, b = op[row], rank[row], stage[row], mb[row]
+        for e in range(first_event[o], first_event[o + 1]):
+            what, thing, which = events[e, 1], events[e, 2], events[e, 3]
+            if thing == 5 and what == 0 and o == 3 and redone[s, b]:
+                continue  # a forward that is redone saves nothing the first time
+            if which == 5:
+                thing = kind[row] - 1
+                which = 0 if thing < 2 else 3
+                if thing == 3 and o == 1:
+                    thing, which = 4, 4
+            many = 1
+            if which == 1:
+                many = first_in[s + 1] - first_in[s]
+            elif which == 2:
+                many = first_out[s + 1] - first_out[s]
+            for j in range(many):
+                number = s * batches + b
+                if which == 1:
+                    edge = by_consumer[first_in[s] + j]
+                    producer = ends[edge, 0]
+                    number = producer * batches + b
+                    if thing == 1 and first_out[producer + 1] - first_out[producer] > 1:
+                        number = (stages + edge) * batches + b
+                elif which == 2:
+                    if many > 1:
+                        number = (stages + first_out[s] + j) * batches + b
+                elif which == 3:
+                    number = s
+                elif which == 4:
+                    number = partial[row]
+                elif thing == 1:
+                    # A gradient by name: the only share, or that of consumer `via`.
+                    shares = first_out[s + 1] - first_out[s]
+                    if shares == 0 or (shares == 1) != (via[row] < 0):
+                        number = -1
+                    elif shares > 1:
+                        number = -1
+                        for edge in range(first_out[s], first_out[s + 1]):
+                            if ends[edge, 1] == via[row]:
+                                number = (stages + edge) * batches + b
+                    if number < 0:
+                        return 6, row, (thing, number), peaks, used, received, count
+                slot = base[thing] + number
+                own = thing == 2 and owner[r, s]
+                now = state[slot] if seen[slot] == r else (1 if own else 0)
+                fault = 0
+                if own and (what == 0 or what == 3):
+                    fault = 4
+                elif what == 0 and now == 1:
+                    fault = 3
+                elif now == 2 and not (thing == 2 and what == 0):
+                    fault = 2
+                elif now == 0 and what >= 2:
+                    fault = 1
+                if fault:
+                    return fault, row, (thing, number), peaks, used, received, count
+                if seen[slot] != r:
+                    seen[slot] = r
+                    arrived[slot] = -1
+                if now != 1:
+                    alive[thing] += 1
+                    peaks[r, thing] = max(peaks[r, thing], alive[thing])
+                    arrived[slot] = row if o <= 1 else -1
+                elif arrived[slot] >= 0:
+                    used[count], received[count] = row, arrived[slot]
+                    count += 1
+                    arrived[slot] = -1
+                state[slot] = 1
+                last[slot] = row
+                if what == 3:
+                    state[slot] = 2
+                    alive[thing] -= 1
+        if alive.max() > 0 and (row + 1 == len(op) or rank[row + 1] != r):
+            # Something is left at the rank's end: the one whose last use comes first.
+            first, left = len(op), -1
+            for slot in range(base[6]):
+                own = base[2] <= slot < base[3] and owner[r, slot - base[2]]
+                if seen[slot] == r and state[slot] == 1 and not own and last[slot] < first:
+                    first, left = last[slot], slot
+            thing = 0
+            while left >= base[thing + 1]:
+                thing += 1
+            return 5, first, (thing, left - base[thing]), peaks, used, received, count
+    return 0, 0, (0, 0), peaks, used, received, count

@@ -50,7 +50,7 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         spec.loader.exec_module(module)
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from None
     finally:
         sys.dont_write_bytecode = writes
@@ -60,7 +60,12 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
     options = sizes._asdict()
     edges = getattr(module, "edges", None)
     if callable(edges):
-        edges = fill(edges, options)()
+        try:
+            edges = fill(edges, options)()
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{path}: edges() raised {type(error).__name__}: {error}") from None
     mode = getattr(module, "mode", "greedy")
     if mode not in ("greedy", "strict"):
         raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
@@ -72,6 +77,7 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         n=fill(module.n, options),
         order=path.stem,
         mode=mode,
+        split=bool(getattr(module, "split", False)),
         parameters={} if sizes.groups is None else {"groups": sizes.groups},
         cap=None if cap is None else fill(cap, options),
         edges=None if edges is None else check_edges(edges, sizes.stages),

@@ -15,5 +15,11 @@ PARAMETERS = ("workers", "groups")
 def scheme(sizes: Sizes) -> Scheme:
     W, G, h = grouped("fslpp", sizes)
     return Scheme(
-        "fslpp", W, lambda s, b, d: (h(s, s), h(s, b)), depth_first(sizes), "depth-first", "greedy", {"groups": G}
+        "fslpp",
+        W,
+        lambda s, b, d: (h(s, s), h(s, b)),
+        depth_first(sizes),
+        "depth-first",
+        "greedy",
+        parameters={"groups": G},
     )

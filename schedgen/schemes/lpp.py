@@ -18,7 +18,13 @@ PARAMETERS = ("workers", "groups")
 def scheme(sizes: Sizes) -> Scheme:
     W, G, h = grouped("lpp", sizes)
     return Scheme(
-        "lpp", W, lambda s, b, d: (h(s, b), h(s, b)), depth_first(sizes), "depth-first", "greedy", {"groups": G}
+        "lpp",
+        W,
+        lambda s, b, d: (h(s, b), h(s, b)),
+        depth_first(sizes),
+        "depth-first",
+        "greedy",
+        parameters={"groups": G},
     )
 
 

@@ -97,7 +97,14 @@ class Case(NamedTuple):
             return self.weights[d, s, b], self.compute[d, s, b]
 
         scheme = Scheme(
-            "random", self.sizes.workers, w, lambda s, b, d: self.n[d, s, b], "random", "greedy", edges=self.edges
+            "random",
+            self.sizes.workers,
+            w,
+            lambda s, b, d: self.n[d, s, b],
+            "random",
+            "greedy",
+            split=len(self.cost) == 3,
+            edges=self.edges,
         )
         return compile_scheme(scheme, self.sizes, cost=self.cost, weight_slots=self.weight_slots)
 

@@ -105,6 +105,7 @@ def free(buf):
 
 NORM = {"op": "NORM"}
 STEP_0 = {"op": "STEP", "stage": 0}
+ALLREDUCE_0 = {"op": "ALLREDUCE", "buf": "dw.0", "group": 0}
 
 # fsdp: rank 1 owns stage 1; ranks 0 and 2 send it their dw.1. With this, rank 0's goes to rank 2 instead.
 ASTRAY = both(edit(0, send("dw.1", 1), to=2), drop(1, **recv("dw.1", 0)), drop(1, **recv("dw.1", 0, "ADD")))
@@ -172,6 +173,17 @@ DAMAGES = [
         "dw.1 never leaves for an owner",
     ),
     (
+        "a weight gradient sent to two",
+        "fsdp",
+        both(
+            put(0, send("dw.1", 2), after=send("dw.1", 1)),
+            put(2, recv("dw.1", 0), before=send("dw.1", 1)),
+            put(2, recv("dw.1", 0, "ADD"), before=send("dw.1", 1)),
+        ),
+        5,
+        "this sum is sent twice",
+    ),
+    (
         "an owner that sends its sum away",
         "fsdp",
         both(
@@ -203,6 +215,27 @@ DAMAGES = [
         everywhere(lambda r: move(r, I(op="ALLREDUCE", buf="dw.3"), before=job("BWD", 3, 4 + r))),
         5,
         "this sum is not complete here",
+    ),
+    (
+        "ALLREDUCE of a stage with one owner",
+        "gpipe",
+        both(
+            everywhere(lambda rank: put(rank, ALLREDUCE_0, before=NORM)),
+            *(put(rank, free("dw.0"), after=NORM) for rank in (1, 2, 3)),
+        ),
+        5,
+        "this stage has one owner",
+    ),
+    (
+        "ALLREDUCE among more than the owners",
+        "lpp",
+        both(
+            *(edit(rank, I(op="ALLREDUCE", buf="dw.0"), group=0) for rank in (0, 2)),
+            *(put(rank, ALLREDUCE_0, before=NORM) for rank in (1, 3)),
+            *(put(rank, free("dw.0"), after=NORM) for rank in (1, 3)),
+        ),
+        5,
+        "this is not the group of the stage's owners",
     ),
     # Rule 6
     ("no NORM on one rank", "gpipe", drop(2, "NORM"), 6, "rank 2 of group 0 does not enter this"),

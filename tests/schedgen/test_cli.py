@@ -99,13 +99,11 @@ def test_wrong_usage_is_one_sentence(arguments, words, run, refused):
     assert words in refused(run(*arguments), 2)
 
 
-def test_cost_must_give_what_the_file_has(files, run, refused):
-    assert "B=" in refused(run("stats", files["gpipe"], "--cost", "F=1,I=1,W=1"), 2)
-
-
-def test_a_split_backward_compiles_and_checks(run, tmp_path):
-    path = tmp_path / "split.json"
-    assert run(*command_line(scheme="ddp", **{"--cost": "F=1,I=1,W=1", "-o": str(path)})) == (0, "", "")
+def test_a_split_backward_compiles_and_checks(run, refused, tmp_path):
+    path, scheme = tmp_path / "split.json", tmp_path / "mine.py"
+    scheme.write_text("split = True\ndef w(s, b, d): return b, b\ndef n(s, b, d): return d * 16 + b * 4 + s\n")
+    assert run(*command_line(scheme=str(scheme), **{"--cost": "F=1,I=1,W=1", "-o": str(path)})) == (0, "", "")
+    assert "give F, I and W" in refused(run("stats", path, "--cost", "F=1,B=2"), 2)
     assert run("check", path).code == 0
     assert {"BWD_I", "BWD_W"} < {i["op"] for part in json.loads(path.read_text())["programs"] for i in part}
 

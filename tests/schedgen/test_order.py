@@ -155,7 +155,7 @@ def test_a_microbatch_is_in_flight_until_its_backward_has_ended():
     # Stage 1 runs forwards on worker 1 and backwards on worker 0. F(1, 1) gets its input at 2, just when B(1, 0)
     # starts: with cap(1) = 1 it has to wait until that backward ends, at 2 + B = 6.
     compute = np.zeros((2, 2, 3), np.int32)
-    compute[F] = [[2, 3, 3], [1, 1, 1]]
+    compute[F] = [[2, 2, 3], [1, 1, 1]]
     start = greedy(graph(2, 3, 2, chain(2)), compute.ravel(), np.arange(12), (1, 4), [3, 1]).reshape(2, 2, 3)
     assert start[F, 0, 1] + 1 == start[B, 1, 0] == 2
     assert start[F, 1, 1] >= 2 + 4

@@ -71,8 +71,8 @@ WRONG = {
     "w: exits": (w("raise SystemExit(3)"), [], "schedgen: w"),
     "w: too few arguments": ("def w(s): return s, s\n", [], "w(s=0, b=0, d=F) raised TypeError"),
     "w: W on another worker than I": (
-        w("return 0 * s, 0 * s + (d == 2)"),
-        ["--cost", "F=1,I=1,W=1"],
+        w("return 0 * s, 0 * s + (d == 2)") + "split = True\n",
+        [],
         "W(0, 0)",
     ),
     "n: NaN": (n("return float('nan')"), [], "finite numbers, not nan"),

@@ -1,0 +1,172 @@
+"""What the tests share: real launches by mpiexec, compiled schedules, and a small text."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import typing
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from schedgen.cli import main as schedgen
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MARKER = "MPIRUN_TEST_LAUNCH"  # an environment variable that every process of a launch inherits
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+    seconds: float
+    ended: float  # time.time() when mpiexec returned
+    marker: str
+
+    @property
+    def ours(self) -> list[str]:
+        """The lines on stderr that mpirun wrote; MPI may add its own."""
+        return [line for line in self.err.splitlines() if line.startswith("mpirun: ")]
+
+
+def processes(marker: str) -> list[int]:
+    """The processes of one launch that are still there."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # gone, or another user's
+            continue
+    return found
+
+
+def _mpiexec() -> list[str]:
+    return shlex.split(os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec"))))
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """`mpiexec -n RANKS python -m mpirun ARGUMENTS`, in the folder of models_for_tests.py.
+
+    ranks=None: without mpiexec. program: what follows `python` instead of `-m mpirun`.
+    A launch that takes longer than `limit` seconds is ended, and the test fails.
+    """
+
+    def launch(
+        ranks: int | None,
+        *arguments: object,
+        program: Sequence[str] = ("-m", "mpirun"),
+        env: dict[str, str] | None = None,
+        limit: float = 120,
+    ) -> Result:
+        marker = uuid.uuid4().hex
+        command = [] if ranks is None else [*_mpiexec(), "-n", str(ranks)]
+        command += [sys.executable, *program, *map(str, arguments)]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        folder = tmp_path_factory.mktemp("launch")
+        # Files, not pipes: a process left behind must not keep us reading.
+        with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+            begin = time.monotonic()
+            job = subprocess.Popen(
+                command,
+                cwd=HERE,
+                env={**os.environ, "PYTHONPATH": path, **(env or {}), MARKER: marker},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+            try:
+                code: int | None = job.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            seconds, ended = time.monotonic() - begin, time.time()
+            if code is None:
+                for pid in processes(marker):
+                    os.kill(pid, signal.SIGKILL)
+                job.kill()
+                job.wait()
+        stdout, stderr = (folder / "out").read_text(), (folder / "err").read_text()
+        assert code is not None, f"still running after {limit} s: {shlex.join(command)}\n{stdout}\n{stderr}"
+        return Result(code, stdout, stderr, seconds, ended, marker)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def several(
+    launch: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[tuple[int, str]]]:
+    """Runs of mpirun one after the other in one launch: the exit code and the stdout of each.
+
+    Most of a short run is starting Python and importing torch; this pays for it once.
+    """
+
+    def several(ranks: int, runs: Sequence[Sequence[object]], limit: float = 240) -> list[tuple[int, str]]:
+        file = tmp_path_factory.mktemp("several") / "runs.json"
+        file.write_text(json.dumps([[str(argument) for argument in run] for run in runs]))
+        result = launch(ranks, file, program=["programs/several.py"], limit=limit)
+        lines = [line for line in result.out.splitlines() if line.startswith("run: ")]
+        assert len(lines) == len(runs) and result.code == 0, (
+            f"the launch ended in run {len(lines)} of {len(runs)} with code {result.code}: "
+            f"{runs[min(len(lines), len(runs) - 1)]}\n{result.err}"
+        )
+        return [tuple(json.loads(line.removeprefix("run: "))) for line in lines]
+
+    return several
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`schedgen compile SCHEME OPTIONS`; the file. A scheme of more than one line is a file that defines w and n."""
+
+    def compiled(scheme: str, **options: int) -> Path:
+        folder = tmp_path_factory.mktemp("compiled")
+        if "\n" in scheme:
+            (folder / "scheme.py").write_text(inspect.cleandoc(scheme))
+            scheme = str(folder / "scheme.py")
+        arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        assert schedgen(["compile", scheme, *arguments, "-o", str(folder / "schedule.json")]) == 0
+        return folder / "schedule.json"
+
+    return compiled
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """The folder of the golden schedules: 4 workers, 4 stages, 8 microbatches."""
+    return ROOT / "traces"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 kB of Python source."""
+    data = b"".join(Path(module.__file__).read_bytes() for module in (argparse, inspect, typing))[:200_000]
+    assert len(data) == 200_000
+    file = tmp_path_factory.mktemp("text") / "text.py"
+    file.write_bytes(data)
+    return file
+
+
+@pytest.fixture(scope="session")
+def left_behind() -> Callable[[Result], list[int]]:
+    """The processes of a launch that are still there after a grace of 2 s for the kernel to reap them."""
+
+    def left_behind(result: Result) -> list[int]:
+        deadline = time.monotonic() + 2
+        while (found := processes(result.marker)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    return left_behind

@@ -1,0 +1,250 @@
+"""Models that tests run: each function takes the number of stages, as `--model models_for_tests:NAME` asks for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from mpirun import Model
+from mpirun.models import mlp
+
+WIDTH = 128  # of mlp.tiny
+
+
+def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model:
+    """mlp.tiny with one stage replaced."""
+    model = mlp.tiny(stages)
+    entries = list(model.stages)
+    entries[index] = stage
+    return model._replace(stages=entries)
+
+
+# Stages of a DAG
+
+
+class Encoder(nn.Module):
+    """(samples, 16) bytes -> (samples, 64)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, 8)
+        self.linear = nn.Linear(128, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.byte(tokens).flatten(1)))
+
+
+class Mix(nn.Module):
+    """Several (samples, 64) -> (samples, out), each input through a linear layer of its own."""
+
+    def __init__(self, inputs: int, out: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(64, out) for _ in range(inputs))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        parts = [linear(x) for linear, x in zip(self.linears, inputs, strict=True)]
+        return nnf.gelu(sum(parts[1:], parts[0]))
+
+
+class Skip(Mix):
+    """As Mix, and its first input is used once more, in a skip connection."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].repeat(1, self.linears[0].out_features // 64) + super().forward(*inputs)
+
+
+def joined(stages: int) -> Model:
+    """Encoders 0 and 1; 2 reads both; 3 reads 0 and 2."""
+    return mlp.tiny(stages)._replace(stages=[Encoder, Encoder, lambda: Mix(2, 64), lambda: Mix(2, 256)])
+
+
+def joined_with_skips(stages: int) -> Model:
+    """As `joined`, but 2 and 3 use the output of 0 twice each."""
+    return mlp.tiny(stages)._replace(stages=[Encoder, Encoder, lambda: Skip(2, 64), lambda: Skip(2, 256)])
+
+
+def fan(stages: int) -> Model:
+    """Encoder 0; 1 and 2 read it; 3 reads 0, 1 and 2: a gradient arrives from three consumers."""
+    return mlp.tiny(stages)._replace(
+        stages=[Encoder, lambda: Mix(1, 64), lambda: Mix(1, 64), lambda: Mix(3, 256)],
+    )
+
+
+# Stages with peculiar parameters
+
+
+class Odd(nn.Module):
+    """A frozen, an unused and an empty parameter, and a matrix used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.twice.weight = self.once.weight
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.empty = nn.Parameter(torch.ones(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen * self.twice(torch.tanh(self.once(x)))
+
+
+def peculiar(stages: int) -> Model:
+    """Four stages, given as modules: an embedding, one without parameters, one with odd ones, and the scores."""
+    return mlp.tiny(stages)._replace(stages=[mlp.Embedding(WIDTH), nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
+
+
+def bf16(stages: int) -> Model:
+    """mlp.tiny in bfloat16; the loss in float32."""
+    model = mlp.tiny(stages)
+    return model._replace(
+        stages=[lambda stage=stage: stage().to(torch.bfloat16) for stage in model.stages],
+        loss=lambda scores, target: nnf.cross_entropy(scores.float(), target),
+    )
+
+
+def f64(stages: int) -> Model:
+    """mlp.tiny in float64."""
+    model = mlp.tiny(stages)
+    return model._replace(stages=[lambda stage=stage: stage().double() for stage in model.stages])
+
+
+class Turned(nn.Module):
+    """A linear layer whose output is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).t()
+
+
+class TurnedBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.t())
+
+
+def strided(stages: int) -> Model:
+    """Four stages; the second hands on a transposed view."""
+    return mlp.tiny(stages)._replace(
+        stages=[lambda: mlp.Embedding(WIDTH), Turned, TurnedBack, lambda: nn.Linear(WIDTH, 256)]
+    )
+
+
+# Trouble in the middle of the second step: stage 2's 13th forward, with 8 microbatches a step
+
+
+class Trouble(nn.Module):
+    """A linear layer that notes the time and then does `act`, at its 13th forward on data."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = act
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += not x.is_meta
+        if self.forwards == 13:
+            Path(os.environ["TROUBLE_AT"]).write_text(repr(time.time()))
+            self.act()
+        return self.linear(x)
+
+
+def _raise() -> None:
+    raise RuntimeError("thirteen is unlucky")
+
+
+def raises_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(_raise))
+
+
+def exits_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: sys.exit("thirteen is enough")))
+
+
+def killed_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+class Noise(nn.Module):
+    """Random numbers that no seed reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + os.urandom(1)[0] / 256)
+
+
+def noisy(stages: int) -> Model:
+    return with_stage(stages, 2, Noise)
+
+
+# Users' mistakes
+
+
+def raises(stages: int) -> Model:
+    raise ValueError("no such luck")
+
+
+def returns_a_list(stages: int) -> list[int]:
+    return [stages]
+
+
+def one_stage_more(stages: int) -> Model:
+    return mlp.tiny(stages + 1)
+
+
+def narrow(stages: int) -> Model:
+    """Its last stage takes half of what the stage before gives."""
+    return with_stage(stages, stages - 1, lambda: nn.Linear(WIDTH // 2, 256))
+
+
+def loss_of_many(stages: int) -> Model:
+    """Its loss is not one number."""
+    return mlp.tiny(stages)._replace(loss=lambda scores, target: nnf.cross_entropy(scores, target, reduction="none"))
+
+
+def no_module(stages: int) -> Model:
+    """Its last stage is a plain function."""
+    return with_stage(stages, stages - 1, lambda: lambda x: x)
+
+
+class TwoTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scores = nn.Linear(WIDTH, 256, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.linear(x).to(torch.bfloat16)).float()
+
+
+def two_types(stages: int) -> Model:
+    """Its last stage has float32 and bfloat16 parameters."""
+    return with_stage(stages, stages - 1, TwoTypes)
+
+
+def batch_raises(stages: int) -> Model:
+    def batch(text: Tensor, rng: object) -> tuple[Tensor, Tensor]:
+        raise ValueError("no such batch")
+
+    return mlp.tiny(stages)._replace(batch=batch)
+
+
+not_a_function = 3

@@ -1,0 +1,131 @@
+"""The models that come along: a cut changes nothing, and a seed says everything."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mpirun.model import Model, build, load, microbatch
+from mpirun.models import gpt, mlp
+from schedgen.errors import UsageError
+
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
+TINY = {"gpt": (gpt.tiny, 10), "mlp": (mlp.tiny, 12)}  # an embedding, 8 blocks or 10 layers, and the scores
+EVERY_CUT = pytest.mark.parametrize(
+    ("name", "stages"), [(name, stages) for name, (_, most) in TINY.items() for stages in range(1, most + 1)]
+)
+BOTH = pytest.mark.parametrize("name", TINY)
+
+
+def modules(model: Model, seed: int = 0) -> list[nn.Module]:
+    return [build(model, stage, seed) for stage in range(len(model.stages))]
+
+
+def parameters(parts: list[nn.Module]) -> dict[str, Tensor]:
+    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+@EVERY_CUT
+def test_a_cut_model_computes_what_the_whole_does(name, stages):
+    make, _ = TINY[name]
+    (whole,), parts = modules(make(1)), modules(make(stages), seed=1)
+    uncut = dict(whole.named_parameters())
+    cut = parameters(parts)
+    assert list(cut) == list(uncut)
+    with torch.no_grad():
+        for key, parameter in cut.items():
+            parameter.copy_(uncut[key])
+        data, _ = microbatch(make(1), TEXT, 0, 0, 0)
+        x = data
+        for part in parts:
+            x = part(x)
+        assert torch.equal(x, whole(data))
+
+
+@EVERY_CUT
+def test_stages_have_as_equal_numbers_of_layers_as_can_be(name, stages):
+    make, layers = TINY[name]
+    counts = [len(part) for part in modules(make(stages))]
+    assert sum(counts) == layers and max(counts) - min(counts) <= 1
+
+
+@BOTH
+def test_weights_depend_on_the_seed_and_not_on_what_was_built_before(name):
+    make, _ = TINY[name]
+    model = make(4)
+    forwards = {stage: build(model, stage, 5) for stage in range(4)}
+    torch.rand(3)
+    backwards = {stage: build(model, stage, 5) for stage in reversed(range(4))}
+    others = {stage: build(model, stage, 6) for stage in range(4)}
+    for stage in range(4):
+        for a, b in zip(forwards[stage].parameters(), backwards[stage].parameters(), strict=True):
+            assert torch.equal(a, b)
+        # Some begin as ones or zeros, whatever the seed; every stage has some that do not.
+        pairs = zip(forwards[stage].parameters(), others[stage].parameters(), strict=True)
+        assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_two_layers_of_one_shape_begin_with_different_weights():
+    blocks = parameters(modules(gpt.tiny(8)))
+    assert not torch.equal(blocks["block1.qkv.weight"], blocks["block2.qkv.weight"])
+
+
+@BOTH
+def test_a_module_given_as_it_is_is_copied(name):
+    make, _ = TINY[name]
+    model = make(2)
+    given = model._replace(stages=modules(model))
+    with torch.no_grad():
+        next(build(given, 0, 0).parameters()).fill_(7)
+    assert not (next(build(given, 0, 0).parameters()) == 7).any()
+
+
+def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
+    data, target = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
+    assert data.shape == target.shape == (4, 64)
+    assert torch.equal(data[:, 1:], target[:, :-1])
+    assert bytes(data[0].tolist()) + bytes(target[0, -1:].tolist()) in bytes(TEXT.tolist())
+
+
+def test_a_microbatch_of_mlp_is_16_bytes_of_text_and_the_next():
+    data, target = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
+    assert (data.shape, target.shape) == ((64, 16), (64,))
+    for before, after in zip(data.tolist(), target.tolist(), strict=True):
+        assert bytes([*before, after]) in bytes(TEXT.tolist())
+
+
+@BOTH
+def test_a_microbatch_depends_on_seed_step_and_number_alone(name):
+    model = TINY[name][0](1)
+    first = microbatch(model, TEXT, 3, 2, 1)
+    torch.rand(3)
+    again = microbatch(model, TEXT, 3, 2, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for other in ((4, 2, 1), (3, 1, 1), (3, 2, 0)):
+        assert not torch.equal(first[0], microbatch(model, TEXT, *other)[0])
+
+
+@BOTH
+def test_the_shortest_text_is_long_enough_and_a_shorter_is_not(name):
+    model = TINY[name][0](1)
+    data, _ = microbatch(model, TEXT[: model.length], 0, 0, 0)
+    assert (data[0] == data).all()  # there is one place only to begin
+    with pytest.raises(ValueError):  # numpy's, from rng.integers
+        microbatch(model, TEXT[: model.length - 1], 0, 0, 0)
+
+
+@BOTH
+def test_more_stages_than_layers_is_one_clear_error(name):
+    _, layers = TINY[name]
+    with pytest.raises(UsageError) as error:
+        load(f"mpirun.models.{name}:tiny", layers + 1, 0)
+    assert str(error.value) == (
+        f"--model mpirun.models.{name}:tiny: it has {layers} layers, too few for {layers + 1} stages"
+    )
+
+
+def test_the_small_models_have_the_sizes_they_say():
+    sizes = {make: sum(p.numel() for p in build(make(1), 0, 0).parameters()) for make in (gpt.small, mlp.small)}
+    assert round(sizes[gpt.small] / 1e6) == 10 and round(sizes[mlp.small] / 1e6) == 17  # as their docstrings say

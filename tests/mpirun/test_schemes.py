@@ -1,0 +1,161 @@
+"""Every scheme trains as one process does: to rounding, and in canonical mode to the bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GOLDEN = ("1f1b", "ddp", "fsdp", "fslpp", "fslpp-g4", "gpipe", "lpp", "lpp-g4")
+GPT, MLP = "mpirun.models.gpt:tiny", "mpirun.models.mlp:tiny"
+
+# 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
+DEPTH_FIRST = """
+    def n(s, b, d, *, stages):
+        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
+"""
+APART = """
+    def w(s, b, d):
+        return s % 4, (s + d) % 4
+"""
+JOINED = """
+    edges = [(0, 2), (1, 2), (2, 3), (0, 3)]
+    def w(s, b, d):
+        return s % 4, s % 4
+"""
+FAN = """
+    edges = [(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)]
+    def w(s, b, d):
+        return s % 4, s % 4
+"""
+TWO_OWNERS = """
+    def w(s, b, d):
+        return b % 2, b % 4
+"""
+AN_IDLE_WORKER = """
+    def w(s, b, d):
+        return b % 2, b % 3
+"""
+
+# scheme, options, model, and a pattern in the schedule without which the case would be no case
+COMPILED = {
+    "fsdp with evicted weights": ("fsdp", {"stages": 8, "weight_slots": 1}, GPT, None),
+    "lpp with 8 stages": ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"'),
+    "1f1b with 2 stages a worker": ("1f1b", {"stages": 8}, GPT, r"\[\[0, 1\], \[1, 2\], .*\[6, 7\]\]"),
+    "forward and backward apart": (APART, {"stages": 4}, GPT, r'"op": "RECOMPUTE"'),
+    "a DAG": (JOINED, {"stages": 4}, "models_for_tests:joined", r'"g\.0\.0\.3"'),
+    "a DAG with skips in its stages": (JOINED, {"stages": 4}, "models_for_tests:joined_with_skips", r'"g\.0\.0\.3"'),
+    "three consumers": (FAN, {"stages": 4}, "models_for_tests:fan", r'"g\.0\.0\.1"'),
+    "two owners of four workers": (TWO_OWNERS, {"stages": 4}, MLP, r'"owners": \[\[0, 1\], \[0, 1\]'),
+    "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, MLP, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
+}
+# Models that ask for care, on schemes that send weights, add gradients and sum over owners.
+CARE = [(trace, model) for model in ("peculiar", "bf16") for trace in ("fslpp", "lpp")]
+CARE += [("fslpp", "f64"), ("fslpp", "strided")]
+
+
+def differences(out: str) -> dict[str, float]:
+    """What --verify printed: the largest relative difference of losses, gradients and parameters."""
+    found = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", out, re.M))
+    assert set(found) == {"losses", "gradients", "parameters"}, out
+    return {what: float(size) for what, size in found.items()}
+
+
+def verify(schedule: Path, model: str, text: Path, *more: str) -> list[Any]:
+    return [schedule, "--model", model, "--text", text, "--steps", 3, "--clip", 1, "--verify", *more]
+
+
+@pytest.fixture(scope="module")
+def golden_runs(several, traces, text) -> dict[tuple[str, str], tuple[int, str]]:
+    """What came of every golden schedule, by name and mode."""
+    cases = {
+        (name, mode): verify(traces / f"{name}.json", GPT, text, *([mode] if mode else []))
+        for name in GOLDEN
+        for mode in ("", "--canonical")
+    }
+    return dict(zip(cases, several(4, list(cases.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled) -> dict[str, Path]:
+    made = {}
+    for name, (scheme, options, _, _) in COMPILED.items():
+        own = scheme if "\n" not in scheme else scheme + DEPTH_FIRST
+        made[name] = compiled(own, **{"workers": 4, "microbatches": 8} | options)
+    return made
+
+
+@pytest.fixture(scope="module")
+def canonical_runs(several, schedules, traces, text) -> dict[Any, tuple[int, str]]:
+    """What came of every compiled schedule, and of every model that asks for care."""
+    cases: dict[Any, list[Any]] = {
+        name: verify(schedules[name], model, text, "--canonical") for name, (_, _, model, _) in COMPILED.items()
+    }
+    for trace, model in CARE:
+        cases[trace, model] = verify(traces / f"{trace}.json", f"models_for_tests:{model}", text, "--canonical")
+    return dict(zip(cases, several(4, list(cases.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(compiled) -> Path:
+    return compiled("1f1b", stages=4, microbatches=4, workers=2)
+
+
+def test_the_golden_schedules_are_those_in_traces(traces):
+    assert sorted(path.stem for path in traces.glob("*.json")) == sorted(GOLDEN)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_gradient_is_that_of_one_process(golden_runs, name):
+    code, out = golden_runs[name, ""]
+    assert code == 0, out
+    assert differences(out)["gradients"] <= 1e-5  # float32 rounds at 6e-8; the default of --tolerance
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_in_canonical_mode_every_bit_is_that_of_one_process(golden_runs, name):
+    code, out = golden_runs[name, "--canonical"]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_schedule_gives_the_bits_of_one_process(canonical_runs, name):
+    code, out = canonical_runs[name]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+@pytest.mark.parametrize(("trace", "model"), CARE)
+def test_a_peculiar_model_gets_the_bits_of_one_process(canonical_runs, trace, model):
+    code, out = canonical_runs[trace, model]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("name", [name for name, case in COMPILED.items() if case[3]])
+def test_a_case_is_what_it_is_called(schedules, name):
+    assert re.search(COMPILED[name][3], schedules[name].read_text())
+
+
+def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(schedules):
+    programs = json.loads(schedules["fsdp with evicted weights"].read_text())["programs"]
+    fetched = [i["stage"] for i in programs[1] if i["op"] == "FETCH_W"]
+    assert len(fetched) > len(set(fetched))
+
+
+def test_the_command_itself_verifies(launch, two_ranks, text):
+    result = launch(2, *verify(two_ranks, MLP, text, "--canonical"))
+    assert result.code == 0, result.err
+    assert differences(result.out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert result.err == ""
+
+
+def test_verification_can_fail(launch, two_ranks, text):
+    result = launch(2, *verify(two_ranks, "models_for_tests:noisy", text))
+    assert result.code == 1, result.out
+    assert "verify: failed" in result.out
+    assert max(differences(result.out).values()) > 1e-5

@@ -1,0 +1,226 @@
+"""A Stage computes what its module computes, wherever its weights have been in the meantime."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from mpirun.model import Model, Shape, build, microbatch, shapes
+from mpirun.models import gpt, mlp
+from mpirun.stage import ALIGN, Stage
+from schedgen.errors import UsageError
+
+STAGES, SEED = 4, 3
+CHAIN = [(), (0,), (1,), (2,)]  # the producers of each stage
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
+
+MODELS = pytest.mark.parametrize("model", [mlp.tiny(STAGES), gpt.tiny(STAGES)], ids=["mlp", "gpt"])
+EVERY_STAGE = pytest.mark.parametrize("index", range(STAGES))
+
+
+def shape_of(module: nn.Module, *inputs: Tensor) -> Shape:
+    with torch.no_grad():
+        output = module(*inputs)
+    return Shape(tuple(output.shape), output.dtype, len(list(module.parameters())))
+
+
+def stage_of(model: Model, index: int, owned: bool = True) -> Stage:
+    return Stage(build(model, index, SEED), index, owned, shapes(model, CHAIN, TEXT)[index])
+
+
+def case(model: Model, index: int):
+    """An input of one stage, what finishes it (the last: its loss), and a gradient of its output."""
+    data, target = microbatch(model, TEXT, SEED, 0, 0)
+    with torch.no_grad():
+        for i in range(index):
+            data = build(model, i, SEED)(data)
+    if index == STAGES - 1:
+        return data, lambda output: model.loss(output, target), torch.ones(())
+    size = shapes(model, CHAIN, TEXT)[index].size
+    return data, None, torch.randn(size, generator=torch.Generator().manual_seed(1))
+
+
+def plain(module: nn.Module, x: Tensor, finish, gradient: Tensor):
+    """Output, gradient of the input (None: not a number), and of the parameters, by autograd alone."""
+    x = x.clone().requires_grad_(x.is_floating_point())
+    output = module(x)
+    output = finish(output) if finish else output
+    output.backward(gradient)
+    return output.detach(), x.grad, [p.grad for p in module.parameters() if p.requires_grad]
+
+
+def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@MODELS
+@EVERY_STAGE
+def test_forward_and_backward_are_those_of_autograd_to_the_bit(model, index):
+    x, finish, gradient = case(model, index)
+    expected, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    stage = stage_of(model, index)
+    output, saved = stage.forward([x], finish, save=True)
+    inputs, grads = stage.backward(saved, gradient)
+    assert torch.equal(output, expected)
+    assert same(grads, of_parameters)
+    assert of_input is None or same(inputs, [of_input])
+
+
+@MODELS
+@EVERY_STAGE
+def test_a_forward_that_saves_nothing_has_the_same_output(model, index):
+    x, finish, _ = case(model, index)
+    stage = stage_of(model, index)
+    output, saved = stage.forward([x], finish, save=False)
+    assert saved is None
+    assert torch.equal(output, stage.forward([x], finish, save=True)[0])
+
+
+@MODELS
+@EVERY_STAGE
+def test_weights_may_be_away_between_forward_and_backward(model, index):
+    x, finish, gradient = case(model, index)
+    owner, guest = stage_of(model, index), stage_of(model, index, owned=False)
+    _, expected = owner.backward(owner.forward([x], finish, save=True)[1], gradient)
+
+    def fetch() -> None:
+        """As MPI does: into the memory, unseen by autograd."""
+        weights = guest.acquire()
+        ctypes.memmove(weights.data_ptr(), owner.weights.data_ptr(), weights.nbytes)
+
+    fetch()
+    output, saved = guest.forward([x], finish, save=True)
+    assert torch.equal(output, owner.forward([x], finish, save=True)[0])
+    guest.release()
+    assert guest.weights.untyped_storage().size() == 0
+    fetch()
+    assert same(guest.backward(saved, gradient)[1], expected)
+
+
+@MODELS
+@EVERY_STAGE
+def test_inputs_and_the_gradient_are_left_as_they_are(model, index):
+    x, finish, gradient = case(model, index)
+    before, gradient_before = x.clone(), gradient.clone()
+    stage = stage_of(model, index)
+    _, saved = stage.forward([x], finish, save=True)
+    stage.backward(saved, gradient)
+    assert torch.equal(x, before) and torch.equal(gradient, gradient_before)
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
+    """x is still on its way to other ranks, or read by another stage here."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    before = x.clone()
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+    stage = Stage(module, 0, True, shape_of(module, x.clone()))
+    output, _ = stage.forward([x], None, save=save)
+    assert torch.equal(output, module[1](before.relu()))
+    assert torch.equal(x, before)
+
+
+@MODELS
+@EVERY_STAGE
+def test_the_module_computes_with_the_memory_of_weights(model, index):
+    module = build(model, index, SEED)
+    expected = {name: p.detach().clone() for name, p in module.named_parameters()}
+    stage = Stage(module, index, True, shapes(model, CHAIN, TEXT)[index])
+    assert dict(zip(stage.names, stage.views(stage.weights), strict=True)).keys() == expected.keys()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, expected[name])
+    stage.weights.fill_(7)
+    assert all((parameter == 7).all() for parameter in module.parameters())
+    assert all(a is b for a, b in zip(module.parameters(), stage.parameters, strict=True))
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 40), max_size=2), max_size=6),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_every_parameter_begins_at_64_bytes_and_none_overlap(sizes, dtype):
+    module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
+    stage = Stage(module, 0, True, Shape((), dtype, len(sizes)))
+    views = stage.views(stage.weights)
+    assert [list(view.shape) for view in views] == sizes
+    stage.release()
+    for place in (stage.acquire().zero_(), torch.zeros(stage.size, dtype=dtype)):  # weights fetched, and a gradient
+        assert all(view.data_ptr() % ALIGN == 0 for view in stage.views(place) if view.numel())
+    for k, view in enumerate(views):
+        view.fill_(k + 1)
+    assert Counter(stage.weights.tolist()) == Counter(
+        {k + 1: view.numel() for k, view in enumerate(views)} | {0: stage.size - sum(v.numel() for v in views)}
+    )
+
+
+@pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity()], ids=["tanh", "identity"])
+def test_a_stage_without_parameters(module):
+    x, gradient = torch.linspace(-1, 1, 6), torch.arange(6.0)
+    _, of_input, _ = plain(module, x, None, gradient)
+    stage = Stage(module, 0, False, shape_of(module, x))
+    assert len(stage.acquire()) == 0
+    _, saved = stage.forward([x], None, save=True)
+    inputs, grads = stage.backward(saved, gradient)
+    assert same(inputs, [of_input]) and grads == []
+
+
+class Tied(nn.Module):
+    """One matrix, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.there = nn.Linear(5, 5)
+        self.back = nn.Linear(5, 5, bias=False)
+        self.back.weight = self.there.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(torch.tanh(self.there(x)))
+
+
+def test_a_parameter_that_is_used_twice():
+    x, gradient = torch.linspace(-1, 1, 15).view(3, 5), torch.arange(15.0).view(3, 5)
+    _, of_input, of_parameters = plain(Tied(), x, None, gradient)
+    stage = Stage(Tied(), 0, True, shape_of(Tied(), x))
+    assert stage.names == ["there.weight", "there.bias"]
+    assert stage.module.back.weight is stage.module.there.weight
+    _, saved = stage.forward([x], None, save=True)
+    inputs, grads = stage.backward(saved, gradient)
+    assert same(inputs, [of_input]) and same(grads, of_parameters)
+
+
+def test_a_parameter_that_is_not_used_has_no_gradient():
+    module = nn.Linear(2, 2)
+    module.unused = nn.Parameter(torch.ones(3))
+    stage = Stage(module, 0, True, Shape((1, 2), torch.float32, 3))
+    _, saved = stage.forward([torch.ones(1, 2)], None, save=True)
+    _, grads = stage.backward(saved, torch.ones(1, 2))
+    assert [grad is None for grad in grads] == [name == "unused" for name in stage.names]
+
+
+def test_a_frozen_parameter_stays_out_of_the_weights():
+    module = nn.Linear(2, 3)
+    module.weight.requires_grad_(False)
+    stage = Stage(module, 0, True, Shape((1, 3), torch.float32, 1))
+    assert stage.names == ["bias"]
+
+
+def test_parameters_of_two_types_are_refused():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match=r"stage 3: parameters of one stage must have one type, not .*bfloat16"):
+        Stage(module, 3, True, Shape((1, 2), torch.bfloat16, 4))
+
+
+def test_an_output_of_another_shape_than_the_first_is_refused():
+    stage = Stage(nn.Tanh(), 1, True, Shape((2, 3), torch.float32, 0))
+    with pytest.raises(RuntimeError, match=r"stage 1 returned .*\(3, 2\), but on the first microbatch .*\(2, 3\)"):
+        stage.forward([torch.zeros(3, 2)], None, save=True)
