@@ -1,13 +1,16 @@
-"""How long a job takes, by direction: what greedy orders by and what times are measured in."""
+"""What things cost: how long a job takes, how long a message, how many bytes a buffer has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from schedgen.errors import UsageError
 from schedgen.program import Op
 
 DEFAULT_COST: dict[bool, Mapping[str, float]] = {False: {"F": 1, "B": 2}, True: {"F": 1, "I": 1, "W": 1}}
+# The direction whose duration an instruction takes.
+DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
 def durations(cost: Mapping[str, float] | None, split: bool) -> dict[str, float]:
@@ -19,5 +22,15 @@ def durations(cost: Mapping[str, float] | None, split: bool) -> dict[str, float]
     return dict(cost) if split or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}
 
 
-# The direction whose duration an instruction takes.
-DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
+class Machine(NamedTuple):
+    """Links and sizes. Time is in the unit of the jobs' durations, of which a message takes alpha + beta * bytes.
+
+    A link goes from one rank to another and carries one message at a time.
+    With alpha and beta both zero messages take no time and wait for nobody.
+    """
+
+    alpha: float = 0.0  # time a message
+    beta: float = 0.0  # time a byte
+    activation: int = 1  # bytes of x.s.b, of g.s.b too
+    weight: int = 1  # bytes of w.s, of dw.s too
+    saved: int = 1  # bytes a forward keeps for its backward

@@ -1,8 +1,11 @@
-"""When every instruction of a program happens, if messages take no time.
+"""When every instruction of a program happens: the list itself is executed against a cost model.
 
-The list itself is executed: an instruction starts when the one before it on
-its rank has ended and what it uses has been sent. Compute takes the duration
-of its direction, everything else none; only NORM holds ranks together.
+An instruction starts when the one before it on its rank has ended and what it
+uses has arrived. Compute takes its duration, everything else no time of its
+own. A message starts when its SEND and its RECV are both reached and its link
+is free, and takes alpha + beta * bytes; FREE and STEP wait until what they
+touch has left. ALLREDUCE starts when all members have come to it, takes what
+a ring takes, and NORM waits for it and for all ranks.
 """
 
 from __future__ import annotations
@@ -13,62 +16,175 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.check.deadlock import Waits, waits
-from schedgen.check.lives import lives
+from schedgen.check.deadlock import waits
+from schedgen.check.lives import Memory, lives
 from schedgen.check.messages import rule_3
-from schedgen.check.subject import Subject
-from schedgen.cost import DIRECTION, durations
-from schedgen.program import Op, Program
+from schedgen.check.subject import Numbers, Subject
+from schedgen.cost import DIRECTION, Machine, durations
+from schedgen.kernels import kernel
+from schedgen.order import settle
+from schedgen.program import Ints, Op, Program, Small
+
+Times = NDArray[np.float64]
+
+# Why a rank stands still: it waits for a message of a kind, for one of its own to leave, for other ranks.
+CAUSES = ("activation", "gradient", "weight", "weight_gradient", "send", "reduction")
 
 
-class Times(NamedTuple):
-    """When each row starts and ends, in the units of the cost."""
+class Simulation(NamedTuple):
+    """Times in the unit of the costs; arrays by row of the projected program, and by rank."""
 
-    start: NDArray[np.float64]
-    end: NDArray[np.float64]
+    start: Times  # when each row starts ...
+    end: Times  # ... and ends
+    arrival: Times  # of SEND rows: when the message is there; 0 for other rows
+    idle: Times  # (workers, len(CAUSES)): time each rank stood still, by cause
+    sizes: Numbers  # bytes of each SEND row's message; 0 for other rows
+    memory: Memory  # peak bytes of each rank, by kind
 
 
-def simulate(program: Program, cost: Mapping[str, float]) -> Times:
-    """Times of every row of a checked, projected program.
-
-    `cost`: the duration of F and B, or of F, I and W; see `schedgen.cost`.
-    """
+def simulate(program: Program, cost: Mapping[str, float], machine: Machine | None = None) -> Simulation:
+    """Execute a checked, projected program. `cost`: the duration of each direction; see `schedgen.cost`."""
+    machine = machine or Machine()
+    table, header = program.rows, program.header
     duration = np.zeros(len(program))
-    lengths = durations(cost, split="W" in program.header.cost)
+    lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
-        duration[program.rows.op == op] = lengths.get(direction, 0)
+        duration[table.op == op] = lengths.get(direction, 0)
+    of_kind = np.array([0, machine.activation, machine.activation, machine.weight, machine.weight])
+    sizes = np.where(table.op == Op.SEND, of_kind[table.kind], 0)
+    bytes_ = [machine.activation, machine.activation, machine.weight, machine.weight, machine.weight, machine.saved]
     subject = Subject(program, "")
-    start = np.array(_execute(subject, waits(subject, lives(subject), rule_3(subject)), duration.tolist()))
-    return Times(start, start + duration)
+    found = lives(subject, np.repeat(np.array(bytes_, np.int64)[:, None], header.stages, axis=1))
+    pairs = rule_3(subject)
+    needs = waits(subject, found, pairs)
+    free = machine.alpha == machine.beta == 0
+    message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
+    ring = 2 * (needs.members - 1)
+    ring_time = ring * (machine.alpha + machine.beta * machine.weight / np.maximum(needs.members, 1))
+    start, end, arrival, idle = _execute.sized(len(program))(
+        table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
+        needs.collective, needs.members, ring_time, _links(subject, pairs), duration, message, free, len(CAUSES),
+    )  # fmt: skip
+    return Simulation(start, end, arrival, idle, sizes, found.memory)
 
 
-def _execute(subject: Subject, needs: Waits, duration: list[float]) -> list[float]:
-    bounds, rank_of = subject.program.bounds.tolist(), subject.rank.tolist()
-    at, ends = bounds[:-1], bounds[1:]
-    norms = set(subject.having(Op.NORM).tolist())
-    start = [0.0] * len(rank_of)
-    clock = [0.0] * len(at)
-    asleep: dict[int, list[int]] = {}  # ranks by the SEND they wait for
-    runnable = list(range(len(at)))
-    waiting: list[int] = []  # ranks at NORM
-    while runnable:
-        rank = runnable.pop()
-        while at[rank] < ends[rank]:
-            row = at[rank]
-            if row in norms and len(waiting) < len(at):
-                waiting.append(rank)
-                if len(waiting) == len(at):
-                    clock = [max(clock)] * len(at)
-                    runnable = waiting[:]
+def _links(subject: Subject, pairs: tuple[Numbers, Numbers]) -> Ints:
+    """A number for the link of each SEND row, and of the row that receives from it."""
+    sends, receives = pairs
+    link = np.full(len(subject.program), -1, np.int32)
+    key = subject.rank[sends].astype(np.int64) * subject.header.workers + subject.peer[sends]
+    _, number = np.unique(key, return_inverse=True)
+    link[sends] = link[receives] = number
+    return link
+
+
+@kernel
+def _execute(
+    op: Small, rank: Ints, kind: Small, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, chain: Ints,
+    collective: Ints, members: Numbers, ring: Times, link: Ints, duration: Times, message: Times, free: bool,
+    causes: int,
+) -> tuple[Times, Times, Times, Times]:  # fmt: skip
+    """Ranks act in the order of their clocks, so that links carry messages in the order of time."""
+    rows, workers = len(op), len(bounds) - 1
+    start, end, arrival = np.zeros(rows), np.zeros(rows), np.full(rows, -1.0)
+    idle = np.zeros((workers, causes))
+    sender = np.full(rows, -1, np.int32)
+    for row in range(rows):
+        if receiver[row] >= 0:
+            sender[receiver[row]] = row
+    at, clock = bounds[:-1].copy(), np.zeros(workers)
+    reached = np.zeros(rows, np.bool_)  # of SEND and receiving rows
+    link_free = np.zeros(link.max() + 1 if rows else 0)
+    outside, done = members.copy(), np.zeros(len(members))
+    inside = np.full(rows, False)
+    reduced = 0.0  # when the last reduction is done
+    asleep = np.full(rows + len(members), -1, np.int32)
+    next_asleep = np.full(workers, -1, np.int32)
+    leaves = 1
+    while leaves < workers:
+        leaves *= 2
+    tree = np.full(2 * leaves, np.inf)
+    for r in range(workers):
+        settle(tree, leaves + r, 0.0 if at[r] < bounds[r + 1] else np.inf)
+    while tree[1] < np.inf:
+        place = 1
+        while place < leaves:
+            place = 2 * place if tree[2 * place] <= tree[2 * place + 1] else 2 * place + 1
+        r, now = place - leaves, tree[1]
+        again = np.inf
+        while at[r] < bounds[r + 1]:
+            row = at[r]
+            o = op[row]
+            # What it waits for: a row whose message has not started, or a time.
+            unknown, until, cause = -1, clock[r], 0
+            for k in range(first[row], first[row + 1]):
+                send = sends[k]
+                if arrival[send] < 0:
+                    unknown, cause = send, kind[send] - 1
+                elif arrival[send] > until:
+                    until, cause = arrival[send], kind[send] - 1
+            if o == 12 or o == 11:
+                send = chain[row]
+                while send >= 0 and not free:
+                    if arrival[send] < 0:
+                        unknown, cause = send, 4
+                    elif arrival[send] > until:
+                        until, cause = arrival[send], 4
+                    send = chain[send]
+            one = collective[row]
+            if one >= 0 and not inside[row]:
+                inside[row] = True
+                outside[one] -= 1
+                done[one] = max(done[one], clock[r])
+                if outside[one] == 0:
+                    reduced = max(reduced, done[one] + (ring[one] if o == 9 else 0.0))
+                    woken = asleep[rows + one]
+                    while woken >= 0:
+                        settle(tree, leaves + woken, done[one])
+                        woken = next_asleep[woken]
+            if o == 10:  # NORM waits for every rank, and all of them have started their reductions
+                if outside[one] > 0:
+                    unknown, cause = rows + one, 5
+                elif reduced > until:
+                    until, cause = reduced, 5
+            if unknown >= 0:
+                next_asleep[r] = asleep[unknown]
+                asleep[unknown] = r
                 break
-            sends = needs.sends[needs.first[row] : needs.first[row + 1]]
-            missing = next((send for send in sends if at[rank_of[send]] <= send), -1)
-            if missing >= 0:
-                asleep.setdefault(missing, []).append(rank)
+            if until > now:
+                idle[r, cause] += until - clock[r]
+                clock[r] = until
+                again = until
                 break
-            start[row] = max([clock[rank], *(start[send] for send in sends)])
-            clock[rank] = start[row] + duration[row]
-            at[rank] = row + 1
-            if row in asleep:
-                runnable += asleep.pop(row)
-    return start
+            if now > clock[r]:  # woken: it stood still since its clock
+                idle[r, cause_of(o, first, sends, kind, row)] += now - clock[r]
+                clock[r] = now
+            start[row] = clock[r]
+            clock[r] += duration[row]
+            end[row] = clock[r]
+            at[r] = row + 1
+            if link[row] >= 0:
+                reached[row] = True
+                send = row if receiver[row] >= 0 else sender[row]
+                if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
+                    begin = start[send] if free else max(now, link_free[link[send]])
+                    arrival[send] = begin + message[send]
+                    link_free[link[send]] = arrival[send]
+                    woken = asleep[send]
+                    asleep[send] = -1
+                    while woken >= 0:
+                        settle(tree, leaves + woken, arrival[send])
+                        woken = next_asleep[woken]
+            if clock[r] > now:
+                again = clock[r]
+                break
+        settle(tree, leaves + r, again)
+    return start, end, np.maximum(arrival, 0.0), idle
+
+
+@kernel
+def cause_of(o: int, first: Numbers, sends: Numbers, kind: Small, row: int) -> int:
+    """What a rank that was woken at a row had waited for."""
+    if first[row + 1] > first[row]:
+        return int(kind[sends[first[row]]]) - 1
+    return 4 if o == 12 or o == 11 else 5

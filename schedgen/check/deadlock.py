@@ -14,100 +14,116 @@ import numpy as np
 
 from schedgen.check.lives import Lives
 from schedgen.check.subject import Numbers, Subject
-from schedgen.program import Op
+from schedgen.kernels import kernel
+from schedgen.program import Ints, Op
 
 
 class Waits(NamedTuple):
     """What the rows of a program wait for, apart from the row before."""
 
-    first: list[int]  # row r uses what the SENDs sends[first[r]:first[r + 1]] brought
-    sends: list[int]
-    receiver: dict[int, int]  # the RECV or FETCH_W of each SEND
-    entrants: list[list[int]]  # the rows of each collective
-    collective: dict[int, int]  # which of these a row belongs to
+    first: Numbers  # row r uses what the SENDs in sends[first[r]:first[r + 1]] brought
+    sends: Numbers
+    receiver: Ints  # by row: the RECV or FETCH_W of a SEND; -1 for other rows
+    collective: Ints  # by row: which collective it enters; -1 for other rows
+    members: Numbers  # how many rows enter each collective
 
 
 def waits(subject: Subject, found: Lives, pairs: tuple[Numbers, Numbers]) -> Waits:
     """For a program with rules 3, 6 and 7 proved; `pairs` from rule 3."""
     sends, receives = pairs
-    sender = np.full(len(subject.program), -1)
-    sender[receives] = sends
-    used, brought = found.used, sender[found.received]
-    order = np.argsort(used, kind="stable")
-    first = np.searchsorted(used[order], np.arange(len(subject.program) + 1))
+    length = len(subject.program)
+    receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
+    receiver[sends], sender[receives] = receives, sends
+    # `found.used` is ascending: rows are followed in order.
+    first = np.searchsorted(found.used, np.arange(length + 1))
     rows = subject.having(Op.ALLREDUCE, Op.NORM)
-    entrants: list[list[int]] = []
-    for group, members in enumerate(subject.header.groups):
-        mine = rows[subject.peer[rows] == group]
-        entrants += mine.reshape(len(members), -1).T.tolist()
-    return Waits(
-        first.tolist(),
-        brought[order].tolist(),
-        dict(zip(sends.tolist(), receives.tolist(), strict=True)),
-        entrants,
-        {row: i for i, together in enumerate(entrants) for row in together},
-    )
+    rows = rows[np.argsort(subject.peer[rows], kind="stable")]
+    collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
+    bounds = np.searchsorted(subject.peer[rows], np.arange(len(subject.header.groups) + 1))
+    begin = 0
+    for group, ranks in enumerate(subject.header.groups):
+        mine = rows[bounds[group] : bounds[group + 1]]
+        rounds = len(mine) // len(ranks)  # rows stand by rank, and all ranks enter equally often
+        collective[mine] = np.tile(np.arange(begin, begin + rounds), len(ranks))
+        members.append(np.full(rounds, len(ranks)))
+        begin += rounds
+    return Waits(first, sender[found.received].astype(np.int64), receiver, collective, np.concatenate(members))
 
 
 def rule_4(subject: Subject, needs: Waits) -> None:
-    rank_of = subject.rank.tolist()
-    at = _walk(subject, needs, rank_of)
-    circle = _circle(subject, needs, rank_of, at)
+    bounds = subject.program.bounds
+    at = _walk.sized(len(subject.program))(subject.rank, bounds, *needs)
+    circle = _circle(subject, needs, at)
     if circle:
         others = "; ".join(f"line {subject.where(row)}" for row in circle[1:])
         subject.refuse(4, circle[0], f"waits for ever, in a circle with {others}")
 
 
-def _awaited(needs: Waits, row: int) -> list[int]:
-    """The rows that must be past before `row`, which is no collective, can be."""
-    brought = needs.sends[needs.first[row] : needs.first[row + 1]]
-    return [*brought, needs.receiver[row]] if row in needs.receiver else brought
-
-
-def _walk(subject: Subject, needs: Waits, rank_of: list[int]) -> list[int]:
-    """Take every rank as far as it gets; the row each stands at."""
-    bounds: list[int] = subject.program.bounds.tolist()
-    at, ends = bounds[:-1], bounds[1:]
-    outside = [len(together) for together in needs.entrants]  # members still to arrive
-    asleep: dict[int, list[int]] = {}  # ranks by the row (or -1 - collective) they wait for
-    runnable = list(range(len(at)))
-    while runnable:
-        rank = runnable.pop()
-        while at[rank] < ends[rank]:
-            row = at[rank]
-            if row in needs.collective:
-                one = needs.collective[row]
+@kernel
+def _walk(
+    rank: Ints, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, collective: Ints, members: Numbers
+) -> Numbers:
+    """Take every rank as far as it gets; the row each ends up at."""
+    workers = len(bounds) - 1
+    at = bounds[:-1].copy()
+    outside = members.copy()  # of each collective, members still to arrive
+    # Ranks asleep on a row (or, behind all rows, on a collective), as linked lists.
+    asleep = np.full(len(rank) + len(members), -1, np.int32)
+    next_asleep = np.full(workers, -1, np.int32)
+    runnable = np.arange(workers)
+    top = workers
+    while top:
+        top -= 1
+        r = runnable[top]
+        while at[r] < bounds[r + 1]:
+            row = at[r]
+            wait = -1
+            if collective[row] >= 0:
+                one = collective[row]
                 outside[one] -= 1
                 if outside[one] > 0:
-                    asleep.setdefault(-1 - one, []).append(rank)
-                    break
-                for other in asleep.pop(-1 - one, []):
-                    at[other] += 1
-                    runnable.append(other)
+                    wait = len(rank) + one
+                else:
+                    woken = asleep[len(rank) + one]
+                    while woken >= 0:
+                        at[woken] += 1
+                        runnable[top] = woken
+                        top += 1
+                        woken = next_asleep[woken]
             else:
-                missing = next((r for r in _awaited(needs, row) if at[rank_of[r]] <= r), -1)
-                if missing >= 0:
-                    asleep.setdefault(missing, []).append(rank)
-                    break
-            at[rank] = row + 1
-            if row in asleep:
-                runnable += asleep.pop(row)
+                for k in range(first[row], first[row + 1]):
+                    if at[rank[sends[k]]] <= sends[k]:
+                        wait = sends[k]
+                if receiver[row] >= 0 and at[rank[receiver[row]]] <= receiver[row]:
+                    wait = receiver[row]
+            if wait >= 0:
+                next_asleep[r] = asleep[wait]
+                asleep[wait] = r
+                break
+            at[r] = row + 1
+            woken = asleep[row]
+            asleep[row] = -1
+            while woken >= 0:
+                runnable[top] = woken
+                top += 1
+                woken = next_asleep[woken]
     return at
 
 
-def _circle(subject: Subject, needs: Waits, rank_of: list[int], at: list[int]) -> list[int]:
+def _circle(subject: Subject, needs: Waits, at: Numbers) -> list[int]:
     """The rows that wait for one another; empty where every rank has ended."""
-    ends = subject.program.bounds[1:].tolist()
-    stuck = [rank for rank in range(len(at)) if at[rank] < ends[rank]]
-    if not stuck:
+    stuck = np.flatnonzero(at < subject.program.bounds[1:])
+    if not len(stuck):
         return []
     path: list[int] = []
-    row = at[stuck[0]]
+    row = int(at[stuck[0]])
     while row not in path:
         path.append(row)
-        if row in needs.collective:
-            missing = next(r for r in needs.entrants[needs.collective[row]] if at[rank_of[r]] < r)
+        if needs.collective[row] >= 0:
+            awaited = np.flatnonzero(needs.collective == needs.collective[row])
+            awaited = awaited[at[subject.rank[awaited]] < awaited]
         else:
-            missing = next(r for r in _awaited(needs, row) if at[rank_of[r]] <= r)
-        row = at[rank_of[missing]]
+            awaited = np.append(needs.sends[needs.first[row] : needs.first[row + 1]], needs.receiver[row])
+            awaited = awaited[(awaited >= 0) & (at[subject.rank[awaited]] <= awaited)]
+        row = int(at[subject.rank[awaited[0]]])
     return path[path.index(row) :]

@@ -76,10 +76,14 @@ class Lives(NamedTuple):
     memory: Memory
     used: Numbers  # rows that are the first to use what was received ...
     received: Numbers  # ... and the rows that received it
+    chain: Ints  # by row, for SEND, FREE and STEP: the SEND of the same buffer before it; -1 if there is none
 
 
-def lives(subject: Subject) -> Lives:
-    """Follow every buffer of every rank through the program, up to the first fault."""
+def lives(subject: Subject, sizes: Numbers | None = None) -> Lives:
+    """Follow every buffer of every rank through the program, up to the first fault.
+
+    `sizes`: what a buffer of each kind of `Memory` (rows) and stage (columns) counts; default: one.
+    """
     header, (rank, op, kind, stage, mb, via, peer) = subject.header, subject.program.rows
     events = [(o, what, thing, which) for o in Op for what, thing, which in EVENTS[o]]
     first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
@@ -96,16 +100,18 @@ def lives(subject: Subject) -> Lives:
     by_consumer = np.lexsort((ends[:, 0], ends[:, 1]))
     first_in = np.searchsorted(ends[by_consumer, 1], np.arange(header.stages + 1))
     first_out = np.searchsorted(ends[:, 0], np.arange(header.stages + 1))
-    code, row, slot_of_fault, peaks, used, received, count = _follow.sized(4 * len(op))(
+    if sizes is None:
+        sizes = np.ones((6, header.stages), np.int64)
+    code, row, slot_of_fault, peaks, used, received, chain, count = _follow.sized(4 * len(op))(
         rank, op, kind, stage, mb, via, partial, np.array(events, np.int64), first_event, ends, by_consumer, first_in,
-        first_out, redone, subject.owner, header.stages, header.microbatches, len(partials),
+        first_out, redone, subject.owner, sizes, header.stages, header.microbatches, len(partials),
         int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
     )  # fmt: skip
     fault = None
     if code:
         words = f"{_name(subject, slot_of_fault, int(row), ends)} {FAULTS[code]}"
         fault = (2 if code in (UNDEFINED, NOTHING) else 7, int(row), words)
-    return Lives(fault, Memory(*peaks.T), used[:count], received[:count])
+    return Lives(fault, Memory(*peaks.T), used[:count], received[:count], chain)
 
 
 def rule_2(subject: Subject, found: Lives) -> None:
@@ -141,9 +147,10 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
 def _follow(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, partial: Ints, events: Numbers,
     first_event: Numbers, ends: Numbers, by_consumer: Numbers, first_in: Numbers, first_out: Numbers,
-    redone: NDArray[np.bool_], owner: NDArray[np.bool_], stages: int, batches: int, partials: int, receives: int,
-) -> tuple[int, int, tuple[int, int], Numbers, Numbers, Numbers, int]:  # fmt: skip
-    """(fault, row, (thing, number), peaks, used, received, how many of these); fault 0: none.
+    redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, stages: int, batches: int,
+    partials: int, receives: int,
+) -> tuple[int, int, tuple[int, int], Numbers, Numbers, Numbers, Ints, int]:  # fmt: skip
+    """(fault, row, (thing, number), peaks, used, received, chain, how many used); fault 0: none.
 
     Buffers are numbered within their kind: x and saved by job, g by job of the
     producer, or of the edge where there are several, dw and w by stage.
@@ -157,6 +164,7 @@ def _follow(
     state = np.zeros(base[6], np.int8)  # 0 not defined, 1 alive, 2 ended
     arrived = np.full(base[6], -1, np.int32)  # the row that receives it, until it is used
     last = np.zeros(base[6], np.int32)
+    sent, chain = np.full(base[6], -1, np.int32), np.full(len(op), -1, np.int32)
     workers = len(owner)
     alive, peaks = np.zeros(6, np.int64), np.zeros((workers, 6), np.int64)
     used, received = np.empty(receives, np.int64), np.empty(receives, np.int64)
@@ -203,7 +211,7 @@ def _follow(
                             if ends[edge, 1] == via[row]:
                                 number = (stages + edge) * batches + b
                     if number < 0:
-                        return 6, row, (thing, number), peaks, used, received, count
+                        return 6, row, (thing, number), peaks, used, received, chain, count
                 slot = base[thing] + number
                 own = thing == 2 and owner[r, s]
                 now = state[slot] if seen[slot] == r else (1 if own else 0)
@@ -217,12 +225,13 @@ def _follow(
                 elif now == 0 and what >= 2:
                     fault = 1
                 if fault:
-                    return fault, row, (thing, number), peaks, used, received, count
+                    return fault, row, (thing, number), peaks, used, received, chain, count
                 if seen[slot] != r:
                     seen[slot] = r
                     arrived[slot] = -1
+                    sent[slot] = -1
                 if now != 1:
-                    alive[thing] += 1
+                    alive[thing] += sizes[thing, s if thing >= 2 or which != 1 else ends[edge, 0]]
                     peaks[r, thing] = max(peaks[r, thing], alive[thing])
                     arrived[slot] = row if o <= 1 else -1
                 elif arrived[slot] >= 0:
@@ -231,9 +240,13 @@ def _follow(
                     arrived[slot] = -1
                 state[slot] = 1
                 last[slot] = row
+                if o == 2 or o == 12 or (o == 11 and thing == 2):
+                    chain[row] = sent[slot]
+                    sent[slot] = row
                 if what == 3:
                     state[slot] = 2
-                    alive[thing] -= 1
+                    sent[slot] = -1
+                    alive[thing] -= sizes[thing, s]
         if alive.max() > 0 and (row + 1 == len(op) or rank[row + 1] != r):
             # Something is left at the rank's end: the one whose last use comes first.
             first, left = len(op), -1
@@ -244,5 +257,5 @@ def _follow(
             thing = 0
             while left >= base[thing + 1]:
                 thing += 1
-            return 5, first, (thing, left - base[thing]), peaks, used, received, count
-    return 0, 0, (0, 0), peaks, used, received, count
+            return 5, first, (thing, left - base[thing]), peaks, used, received, chain, count
+    return 0, 0, (0, 0), peaks, used, received, chain, count

@@ -7,7 +7,7 @@ from typing import NoReturn
 import numpy as np
 
 from schedgen.check.subject import Numbers, Subject
-from schedgen.program import Op
+from schedgen.program import Ints, Kind, Op, Small
 
 
 def rule_3(subject: Subject) -> tuple[Numbers, Numbers]:
@@ -21,8 +21,8 @@ def rule_3(subject: Subject) -> tuple[Numbers, Numbers]:
     for rows in (sends, receives):
         for row in rows[peer[rows] == rank[rows]][:1]:
             subject.refuse(3, int(row), "a rank does not send to itself")
-    sends = sends[np.lexsort((sends, kind[sends], peer[sends], rank[sends]))]
-    receives = receives[np.lexsort((receives, kind[receives], rank[receives], peer[receives]))]
+    sends = sends[_by_channel(rank[sends], peer[sends], kind[sends], subject.header.workers)]
+    receives = receives[_by_channel(peer[receives], rank[receives], kind[receives], subject.header.workers)]
     length = min(len(sends), len(receives))
     a, b = sends[:length], receives[:length]
     channel = (rank[a] == peer[b]) & (peer[a] == rank[b]) & (kind[a] == kind[b])
@@ -37,6 +37,11 @@ def rule_3(subject: Subject) -> tuple[Numbers, Numbers]:
     if i < length or len(sends) != len(receives):
         _unmatched(subject, sends[i : i + 1], receives[i : i + 1])
     return sends, receives
+
+
+def _by_channel(source: Ints, to: Ints, kind: Small, workers: int) -> Numbers:
+    """The order that sorts messages by channel and leaves each channel's in theirs."""
+    return np.argsort((source.astype(np.int64) * workers + to) * len(Kind) + kind, kind="stable")
 
 
 def _unmatched(subject: Subject, send: Numbers, receive: Numbers) -> NoReturn:
