@@ -11,20 +11,24 @@ against the header's bounds before anything is built from it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from schedgen import text
 from schedgen.decode import KEYS, Bounds, Wrong, clip, read_bounds
 from schedgen.decode import header as decode_header
 from schedgen.decode import instruction as decode_instruction
 from schedgen.errors import RefusedFile
-from schedgen.program import DIRECTIONS, AnyInts, Header, Instruction, Ints, Program, Rows, rows
+from schedgen.program import DIRECTIONS, Header, Instruction, Ints, Program, Rows, concatenate, rows
 
 VERSION = 1
+CHUNK = 2**16  # rows written at a time
+BLOCK = 2**22  # bytes read at a time
 
 _PROGRAMS = ' "programs": ['
 
@@ -35,30 +39,23 @@ _PROGRAMS = ' "programs": ['
 def write(program: Program, out: BinaryIO) -> None:
     """Write a projected program as one canonical file."""
     digest = hashlib.sha256()
-    for line in _body(program):
-        data = line.encode("ascii") + b"\n"
+
+    def put(data: bytes | memoryview) -> None:
         digest.update(data)
         out.write(data)
+
+    put("".join(f"{line}\n" for line in header_lines(program.header)).encode("ascii"))
+    buffer = np.empty(min(len(program), CHUNK) * text.LONGEST, np.uint8)
+    bounds = program.bounds.tolist()
+    for rank, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        put(b"  [\n")
+        for first in range(begin, end, CHUNK):
+            last = min(first + CHUNK, end)
+            size = text.lines(program.rows, first, last, last == end, buffer)
+            put(buffer[:size].data)
+        put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
+    put(b" ],\n")
     out.write(f' "sha256": "{digest.hexdigest()}"\n}}\n'.encode("ascii"))
-
-
-def _body(program: Program) -> Iterator[str]:
-    yield from header_lines(program.header)
-    workers = program.header.workers
-    texts: dict[Instruction, str] = {}
-    for rank in range(workers):
-        yield "  ["
-        last = ""
-        for instruction in program.instructions(rank):
-            if last:
-                yield last + ","
-            if (text := texts.get(instruction)) is None:
-                text = texts[instruction] = f"   {instruction}"
-            last = text
-        if last:
-            yield last
-        yield "  ]," if rank + 1 < workers else "  ]"
-    yield " ],"
 
 
 def header_lines(header: Header) -> list[str]:
@@ -128,15 +125,14 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
         raise RefusedFile(f"{name}:{line}: the header is not JSON: {getattr(error, 'msg', error)}") from None
     try:
         bounds = read_bounds(raw)
-        counts: list[int] = []
-        numbers = np.concatenate([np.empty((0, 6), np.int32), *_programs(lines, bounds, counts)])
-        header = decode_header(raw, bounds, jobs=len(numbers))
+        found = _programs(lines, bounds)
+        header = decode_header(raw, bounds, jobs=len(found.op))
     except Wrong as wrong:
         raise RefusedFile(f"{name}:{_key_line(header_text, wrong.key)}: {wrong}") from None
     for number, (got, expected) in enumerate(zip(header_text, header_lines(header), strict=False), start=1):
         if got != expected:
             raise RefusedFile(f"{name}:{number}: not in canonical form; `schedgen seal` rewrites it")
-    program = Program(header, _rows(np.repeat(np.arange(bounds.workers), counts), numbers))
+    program = Program(header, found)
     digest = lines.digest.hexdigest()
     stored = re.fullmatch(r' "sha256": "([0-9a-f]{64})"', next(lines))
     if stored is None:
@@ -149,10 +145,10 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     return program, fault
 
 
-def parse(text: str, name: str) -> Program:
+def parse(content: str, name: str) -> Program:
     """The program in a file that may be edited by hand: any JSON layout, any or no hash."""
     try:
-        raw = json.loads(text)
+        raw = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RefusedFile(f"{name}:{getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
@@ -175,12 +171,8 @@ def parse(text: str, name: str) -> Program:
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
     ranks = np.repeat(np.arange(bounds.workers), [len(listed) for listed in programs])
-    return Program(header, _rows(ranks, np.array(numbers, np.int32).reshape(-1, 6)))
-
-
-def _rows(rank: AnyInts, numbers: Ints) -> Rows:
-    op, kind, stage, mb, via, peer = numbers.T
-    return rows(op, rank, kind=kind, stage=stage, mb=mb, via=via, peer=peer)
+    op, kind, stage, mb, via, peer = np.array(numbers, np.int32).reshape(-1, 6).T
+    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
 
 
 class _Lines:
@@ -188,9 +180,14 @@ class _Lines:
 
     def __init__(self, source: BinaryIO, name: str) -> None:
         self.source, self.name, self.number, self.digest = source, name, 0, hashlib.sha256()
+        self.rest = b""  # read from the source, but not taken yet
 
     def __next__(self) -> str:
-        data = self.source.readline()
+        end = self.rest.find(b"\n") + 1
+        if end:
+            data, self.rest = self.rest[:end], self.rest[end:]
+        else:
+            data, self.rest = self.rest + self.source.readline(), b""
         self.number += 1
         if not data.endswith(b"\n"):
             raise self.refuse("the file ends here, before its end" if not data else "the line is cut short")
@@ -200,47 +197,59 @@ class _Lines:
         except UnicodeDecodeError:
             raise self.refuse("not ASCII text") from None
 
+    def more(self) -> bool:
+        """Read on; False at the end of the source."""
+        data = self.source.read(BLOCK)
+        self.rest += data
+        return bool(data)
+
+    def take(self, size: int, count: int) -> None:
+        """Count `count` lines of `size` bytes in all as read."""
+        self.digest.update(memoryview(self.rest)[:size])
+        self.rest = self.rest[size:]
+        self.number += count
+
     def ended(self) -> bool:
-        return not self.source.read(1)
+        return not self.rest and not self.source.read(1)
 
     def refuse(self, reason: str) -> RefusedFile:
         return RefusedFile(f"{self.name}:{self.number}: {reason}")
 
 
-def _programs(lines: _Lines, bounds: Bounds, counts: list[int]) -> Iterator[Ints]:
-    """Every rank's instructions as an array (length, 6); fills `counts` with the lengths."""
-    known: dict[str, Instruction] = {}
-    for rank in range(bounds.workers):
-        if next(lines) != "  [":
-            raise lines.refuse(f"the program of rank {rank} should begin here, with '  ['")
-        end = "  ]," if rank + 1 < bounds.workers else "  ]"
-        found: list[Instruction] = []
-        comma = True
-        while (line := next(lines)) != end:
-            if not comma:
-                raise lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
-            text, comma = (line[:-1], True) if line.endswith(",") else (line, False)
-            instruction = known.get(text)
-            if instruction is None:
-                instruction = known[text] = _parse_line(lines, rank, text, bounds)
-            found.append(instruction)
-        if found and comma:
-            raise lines.refuse(f"rank {rank}: the list ends here, but a comma stands before")
-        counts.append(len(found))
-        yield np.array(found, np.int32).reshape(-1, 6)
+def _programs(lines: _Lines, bounds: Bounds) -> Rows:
+    """Every rank's list, up to and with the bracket that ends them all."""
+    state = text.State()
+    parts: list[Rows] = []
+    while state.rank < bounds.workers:
+        more = lines.more()
+        found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
+        parts.append(found)
+        lines.take(size, count)
+        if wrong or not more:
+            raise _wrong_line(lines, state, bounds)
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
+    return concatenate(parts)
 
 
-def _parse_line(lines: _Lines, rank: int, text: str, bounds: Bounds) -> Instruction:
+def _wrong_line(lines: _Lines, state: text.State, bounds: Bounds) -> RefusedFile:
+    """What is wrong with the next line, which is not what `write` makes."""
+    rank, line = state.rank, next(lines)
+    if not state.inside:
+        return lines.refuse(f"the program of rank {rank} should begin here, with '  ['")
+    if line.startswith("  ]"):
+        end = "  ]," if rank + 1 < bounds.workers else "  ]"
+        reason = "a comma stands before this end of its list" if line == end else f"its list should end with '{end}'"
+        return lines.refuse(f"rank {rank}: {reason}")
+    if not state.comma:
+        return lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
+    item = line.removesuffix(",")
     try:
-        instruction = decode_instruction(json.loads(text), bounds)
+        decode_instruction(json.loads(item), bounds)
     except (ValueError, RecursionError) as error:
         reason = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise lines.refuse(f"rank {rank}: {clip(text)}: {reason}") from None
-    if text != f"   {instruction}":
-        raise lines.refuse(f"rank {rank}: {clip(text)}: not in canonical form; `schedgen seal` rewrites it")
-    return instruction
+        return lines.refuse(f"rank {rank}: {clip(item)}: {reason}")
+    return lines.refuse(f"rank {rank}: {clip(item)}: not in canonical form; `schedgen seal` rewrites it")
 
 
 def _key_line(lines: Iterable[str], key: str) -> int:

@@ -28,9 +28,9 @@ class kernel(Generic[P, T]):
         """The Python function; inside a compiled kernel this is the compiled one."""
         return self.function(*args, **kwargs)
 
-    def sized(self, work: int) -> Callable[P, T]:
+    def sized(self, work: int) -> Callable[..., T]:
         """The function to call for so many elements of work."""
-        return self.function if work < SMALL else cast(Callable[P, T], _compiled(self.function))
+        return self.function if work < SMALL else cast(Callable[..., T], _compiled(self.function))
 
 
 @cache
