@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpirun.errors import Stop
+
+T = TypeVar("T", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +51,7 @@ def _die(comm: MPI.Comm, place: str, error: BaseException) -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
+    time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
     comm.Abort(1)
     raise SystemExit(1)
 
@@ -82,7 +86,7 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
     add("--tolerance", type=_positive, default=1e-5, metavar="X", help="relative difference that --verify allows")
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
-    add("--threads", type=_count, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
+    add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
     options = parser.parse_args(arguments)
     if options.help:
         if comm.rank == 0:
@@ -94,28 +98,23 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
     return options
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 2**31:
-        raise ValueError
-    return value
+def _number(name: str, kind: type[T], lowest: float, highest: float) -> Callable[[str], T]:
+    """What argparse reads a number with; it says `name` where the text is none."""
+
+    def read(text: str) -> T:
+        value = kind(text)
+        if not lowest <= value < highest:
+            raise ValueError
+        return value
+
+    read.__name__ = name
+    return read
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
-_count.__name__, _positive.__name__, _fraction.__name__ = "whole number", "positive number", "number of at least 0"
+_count = _number("whole number", int, 0, 2**31)
+_threads = _number("number from 1 to 1024", int, 1, 1025)
+_positive = _number("positive number", float, 1e-300, float("inf"))
+_fraction = _number("number of at least 0", float, 0, float("inf"))
 
 if __name__ == "__main__":
     sys.exit(main())

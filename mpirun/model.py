@@ -46,6 +46,7 @@ class Shape(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     parameters: int
+    overwrites: bool = False  # whether it changes its inputs in place
 
 
 def load(name: str, stages: int, seed: int) -> Model:
@@ -55,7 +56,7 @@ def load(name: str, stages: int, seed: int) -> Model:
         raise UsageError(f"--model {name}: should be MODULE:FUNCTION")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--model {name}: cannot import {module_name}: {type(error).__name__}: {error}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -65,10 +66,12 @@ def load(name: str, stages: int, seed: int) -> Model:
         model = function(stages)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--model {name}: {function_name}({stages}) raised {type(error).__name__}: {error}") from None
     if not isinstance(model, Model):
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
+    if not isinstance(model.stages, Sequence):
+        raise UsageError(f"--model {name}: stages should be a list, not {type(model.stages).__name__}")
     if len(model.stages) != stages:
         raise UsageError(f"--model {name}: has {len(model.stages)} stages, but the schedule has {stages}")
     return model
@@ -80,7 +83,10 @@ def build(model: Model, stage: int, seed: int) -> nn.Module:
     if isinstance(entry, nn.Module):
         return copy.deepcopy(entry)
     torch.manual_seed(int(np.random.SeedSequence([seed, stage]).generate_state(1)[0]))
-    module = entry()
+    try:
+        module = entry()
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"stage {stage} of the model cannot be built: {type(error).__name__}: {error}") from None
     if not isinstance(module, nn.Module):
         raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
     return module
@@ -92,25 +98,34 @@ def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tup
 
 
 def shapes(model: Model, producers: Sequence[Sequence[int]], text: Tensor) -> list[Shape]:
-    """The output of every stage, found by running all of them on the meta device: no data, no messages."""
-    data, target = (part.to("meta") for part in microbatch(model, text, 0, 0, 0))
+    """What every stage gives, found by running all stages on the meta device: no data, no messages."""
+    try:
+        data, target = (part.to("meta") for part in microbatch(model, text, 0, 0, 0))
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
     outputs: list[Tensor] = []
-    counts: list[int] = []
-    for stage, entry in enumerate(model.stages):
-        try:
-            with torch.device("meta"), torch.no_grad():
-                module = copy.deepcopy(entry).to("meta") if isinstance(entry, nn.Module) else entry()
-                output = module(*([outputs[p] for p in producers[stage]] or [data]))
-        except Exception as error:
-            raise UsageError(f"stage {stage} fails on the shapes it gets: {type(error).__name__}: {error}") from None
+    found: list[Shape] = []
+    for stage in range(len(model.stages)):
+        inputs = [outputs[p] for p in producers[stage]] or [data]
+        with torch.device("meta"), torch.no_grad():
+            module = build(model, stage, 0).to("meta")
+            versions = [x._version for x in inputs]
+            try:
+                output = module(*inputs)
+            except (Exception, SystemExit) as error:
+                raise UsageError(
+                    f"stage {stage} fails on the shapes it gets: {type(error).__name__}: {error}"
+                ) from None
         if not isinstance(output, Tensor):
             raise UsageError(f"stage {stage} should return one tensor, not {type(output).__name__}")
+        overwrites = versions != [x._version for x in inputs]
+        count = sum(parameter.requires_grad for parameter in module.parameters())
+        found.append(Shape(tuple(output.shape), output.dtype, count, overwrites))
         outputs.append(output)
-        counts.append(sum(parameter.requires_grad for parameter in module.parameters()))
     try:
         loss = model.loss(outputs[-1], target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("the loss should be one number")
-    return [Shape(tuple(output.shape), output.dtype, count) for output, count in zip(outputs, counts, strict=True)]
+    return found

@@ -29,14 +29,14 @@ class Optimizer:
 
     def norms(self, stage: int, gradient: Tensor) -> list[float]:
         """The norm of each parameter's gradient."""
-        return [float(torch.linalg.vector_norm(view)) for view in self.stages[stage].views(gradient)]
+        return [norm(view) for view in self.stages[stage].views(gradient)]
 
     def step(self, stage: int, gradient: Tensor, norm: float) -> None:
         """One step of an owned stage, its gradient (flat, shape (n,)) clipped by the norm of the whole."""
         if stage not in self.steppers:
             return
-        if self.clip is not None:  # as torch.nn.utils.clip_grad_norm_ does
-            gradient.mul_(torch.clamp(self.clip / (torch.tensor(norm) + 1e-6), max=1.0))
+        if self.clip is not None:
+            gradient.mul_(clip_factor(norm, self.clip))
         for parameter, view in zip(self.stages[stage].parameters, self.stages[stage].views(gradient), strict=True):
             parameter.grad = view
         self.steppers[stage].step()
@@ -44,9 +44,19 @@ class Optimizer:
             parameter.grad = None
 
 
+def norm(gradient: Tensor) -> float:
+    """The 2-norm, summed up in float32 at least."""
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+
+
 def whole_norm(norms: Sequence[float]) -> float:
     """The norm of the whole gradient from those of its parts, in the order of the model."""
-    return float(torch.linalg.vector_norm(torch.tensor(norms))) if len(norms) else 0.0
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64))) if len(norms) else 0.0
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What a gradient of this norm is multiplied by, as torch.nn.utils.clip_grad_norm_ does."""
+    return min(limit / (norm + 1e-6), 1.0)
 
 
 def share(comm: MPI.Comm, length: int, mine: dict[int, float]) -> list[float]:

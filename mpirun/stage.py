@@ -73,7 +73,8 @@ class Stage:
         """The output, run through `finish` (the last stage's loss) if given, and what backward needs if `save`."""
         leaves = [x.detach().requires_grad_(save and x.is_floating_point()) for x in inputs]
         with torch.set_grad_enabled(save):
-            output = self.module(*leaves)
+            # A stage that begins in place would change what others still read, and a leaf besides.
+            output = self.module(*([x.clone() for x in leaves] if self.shape.overwrites else leaves))
             if (tuple(output.shape), output.dtype) != self.shape[:2]:
                 raise RuntimeError(
                     f"stage {self.index} returned {output.dtype} of shape {tuple(output.shape)}, "

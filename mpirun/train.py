@@ -19,8 +19,9 @@ from tqdm import tqdm
 import mpirun.data
 import mpirun.model
 from mpirun import verify
-from mpirun.errors import on_rank_0, together
+from mpirun.errors import Stop, on_rank_0, together
 from mpirun.interpreter import Interpreter, Result
+from mpirun.model import Shape
 from mpirun.optimizer import Optimizer, maker
 from mpirun.stage import Stage
 from mpirun.transport import Transport
@@ -37,25 +38,28 @@ class Run:
         self.comm, self.options = comm, options
         self.header, self.instructions, self.first_line = _schedule(comm, options.file)
         torch.set_num_threads(options.threads or _threads(comm))
-        stages = self.header.stages
-        self.model = together(comm, lambda: mpirun.model.load(options.model, stages, options.seed))
+        self.model = together(comm, lambda: mpirun.model.load(options.model, self.header.stages, options.seed))
         self.text = mpirun.data.load(comm, options.text, self.model.length)
         self.make = maker(options.optimizer, options.lr, options.momentum, options.weight_decay)
-        self.tokens = 0
-        self.interpreter = together(comm, self._interpreter)
+        self.tokens, shapes, stages = together(comm, self._stages)
+        self.interpreter = self._interpreter(shapes, stages)
         self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
 
-    def _interpreter(self) -> Interpreter:
+    def _stages(self) -> tuple[int, list[Shape], dict[int, Stage]]:
+        """Tokens of a step, what every stage gives, and the stages this rank owns or computes."""
         shapes = mpirun.model.shapes(self.model, self.header.producers, self.text)
-        target = mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1]
-        self.tokens = target.numel() * self.header.microbatches
+        tokens = mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1].numel()
         owned = {stage for stage, owners in enumerate(self.header.owners) if self.comm.rank in owners}
-        needed = {i.stage for i in self.instructions if i.op in COMPUTE}
+        needed = owned | {i.stage for i in self.instructions if i.op in COMPUTE}
+        seed = self.options.seed
         stages = {
-            stage: Stage(mpirun.model.build(self.model, stage, self.options.seed), stage, stage in owned, shapes[stage])
-            for stage in sorted(owned | needed)
+            stage: Stage(mpirun.model.build(self.model, stage, seed), stage, stage in owned, shapes[stage])
+            for stage in sorted(needed)
         }
-        optimizer = Optimizer(self.make, {stage: stages[stage] for stage in owned}, self.options.clip)
+        return tokens * self.header.microbatches, shapes, stages
+
+    def _interpreter(self, shapes: list[Shape], stages: dict[int, Stage]) -> Interpreter:
+        owned = {stage: one for stage, one in stages.items() if self.comm.rank in self.header.owners[stage]}
         return Interpreter(
             self.header,
             self.instructions,
@@ -65,7 +69,7 @@ class Run:
             self.model,
             self.text,
             self.options.seed,
-            optimizer,
+            Optimizer(self.make, owned, self.options.clip),
             self.options.canonical,
         )
 
@@ -85,6 +89,9 @@ class Run:
             begin = time.perf_counter()
             result = interpreter.run(step)
             seconds = time.perf_counter() - begin
+            if not np.isfinite([*result.losses, result.grad_norm]).all():
+                loss = mean(result.losses)
+                raise Stop(f"step {step}: the loss is {loss} and the gradient's norm {result.grad_norm}", 1, speaker=0)
             record.losses.append(result.losses)
             if progress is not None:
                 progress.step(step, result, seconds)

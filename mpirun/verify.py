@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.model import Model, build, microbatch
-from mpirun.optimizer import Make
+from mpirun.optimizer import Make, clip_factor, norm, whole_norm
 from mpirun.stage import Stage
 from schedgen.program import Header
 
@@ -77,22 +77,51 @@ def reference(
         losses.append([])
         for mb in range(header.microbatches):
             data, target = microbatch(model, text, seed, step, mb)
-            outputs: list[Tensor] = []
-            for module, producers in zip(modules, header.producers, strict=True):
-                outputs.append(module(*([outputs[p] for p in producers] or [data])))
-            loss = model.loss(outputs[-1], target)
-            losses[-1].append(loss.item())
-            (loss / header.microbatches).backward()
+            losses[-1].append(_forward_backward(model, header, modules, data, target))
         for parameter in parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients.append({key: p.grad.clone() for key, p in parameters.items() if p.grad is not None})
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
+            factor = clip_factor(whole_norm([norm(gradient) for gradient in gradients[-1].values()]), clip)
+            for parameter in parameters.values():
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
     return Record(losses, gradients, {key: parameter.detach() for key, parameter in parameters.items()})
+
+
+def _forward_backward(
+    model: Model, header: Header, modules: Sequence[torch.nn.Module], data: Tensor, target: Tensor
+) -> float:
+    """One microbatch through all stages and back; its loss.
+
+    The graph is cut at the borders of stages, so that gradients which several
+    stages return for one value are added in the order of these stages.
+    Autograd's own order for a graph in one piece is another, and gives other
+    bits though the same sum.
+    """
+    outputs: list[Tensor] = []
+    leaves: list[list[Tensor]] = []
+    for module, producers in zip(modules, header.producers, strict=True):
+        inputs = [outputs[p].detach() for p in producers] or [data]
+        leaves.append([x.requires_grad_(x.is_floating_point()) for x in inputs])
+        outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
+    loss = model.loss(outputs[-1], target)
+    outputs[-1] = loss / header.microbatches
+    shares: list[list[Tensor]] = [[] for _ in modules]  # of each output's gradient, last consumer first
+    shares[-1] = [torch.ones_like(outputs[-1])]
+    for stage in range(len(modules) - 1, -1, -1):
+        if outputs[stage].requires_grad:
+            gradient = shares[stage].pop()
+            while shares[stage]:
+                gradient = gradient + shares[stage].pop()
+            outputs[stage].backward(gradient.contiguous())
+        for producer, leaf in zip(header.producers[stage], leaves[stage], strict=False):
+            shares[producer].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+    return loss.item()
 
 
 class Difference(NamedTuple):
@@ -125,9 +154,9 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]]) -> Di
     for suffix, ours, theirs in pairs:
         norms = {key: float(torch.linalg.vector_norm(value.double())) for key, value in theirs.items()}
         floor = float(np.linalg.norm(list(norms.values()))) * torch.finfo(torch.float32).eps
-        for key, norm in norms.items():
+        for key, size_of in norms.items():
             apart = float(torch.linalg.vector_norm(ours[key].double() - theirs[key].double()))
-            size = 0.0 if apart == 0 else apart / max(norm, floor, 1e-300)
+            size = 0.0 if apart == 0 else apart / max(size_of, floor, 1e-300)
             if not size <= worst.size:
                 worst = Difference(what, size, f"{key[1]} of stage {key[0]}{suffix}")
     return worst

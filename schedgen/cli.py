@@ -63,7 +63,7 @@ def checked(name: str) -> Program:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    sizes = Sizes(options.stages, options.microbatches, options.workers, options.groups)
+    sizes = Sizes(options.stages, options.microbatches, options.workers, options.groups, options.chunks)
     program = compile_scheme(
         load(options.scheme, sizes), sizes, options.mode, options.n, options.cost, options.weight_slots
     )
@@ -198,6 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--microbatches", type=_count, required=True, metavar="B")
     sub.add_argument("--workers", type=_count, metavar="W", help="default: what the scheme needs")
     sub.add_argument("--groups", type=_count, metavar="G", help="groups of workers (lpp, fslpp)")
+    sub.add_argument("--chunks", type=_count, metavar="V", help="stages a worker (looped schemes)")
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
     sub.add_argument("--n", choices=tuple(ORDERS), help="replaces the scheme's own order")
     sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations that greedy orders by")

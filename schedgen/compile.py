@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 import schedgen
 from schedgen.cost import durations
 from schedgen.errors import UsageError
@@ -12,7 +14,7 @@ from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
 from schedgen.passes import lower
 from schedgen.program import Header, Program
-from schedgen.scheme import Scheme, Sizes, caps, place, priorities
+from schedgen.scheme import Scheme, Sizes, caps, place, priorities, wholes
 from schedgen.schemes.orders import ORDERS
 
 
@@ -48,11 +50,14 @@ def compile_scheme(
     edges = chain(S) if scheme.edges is None else scheme.edges
     jobs = graph(S, batches, directions, edges)
     ranks = priorities(scheme, S, batches, directions).ravel()
-    lengths = tuple(cost.values())
+    length = np.repeat(np.array(list(cost.values()), np.float64), S * batches)
+    whole = wholes(scheme, S, batches)
+    if whole.any():
+        length.reshape(3, -1)[:, whole.ravel()] = np.array([[cost["F"]], [cost["I"] + cost["W"]], [0.0]])
     if mode == "greedy":
-        start = greedy(jobs, compute.ravel(), ranks, lengths, limits)
+        start = greedy(jobs, compute.ravel(), ranks, length, limits)
     else:
-        start = strict(jobs, compute.ravel(), ranks, lengths)
+        start = strict(jobs, compute.ravel(), ranks, length)
     header = Header(
         scheme={"name": scheme.name, "workers": workers, "stages": S, "microbatches": batches, **scheme.parameters},
         mode=mode,
@@ -67,4 +72,4 @@ def compile_scheme(
     )
     several = {owners for owners in header.owners if len(owners) > 1}
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
-    return lower(replace(header, groups=groups), start)
+    return lower(replace(header, groups=groups), start, whole)

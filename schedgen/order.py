@@ -31,11 +31,15 @@ def greedy(
     graph: Graph,
     worker: Ints,
     n: NDArray[Any],
-    cost: tuple[float, ...],
+    length: Times,
     caps: list[int] | None = None,
     memory: int | None = None,
 ) -> Times:
-    """`caps[s]`: microbatches in flight on a stage, per worker; `memory`: saved forwards on a worker."""
+    """When each job starts, with durations `length[job]`.
+
+    `caps[s]`: the most microbatches in flight on a stage, for each worker that
+    computes it; `memory`: the most saved forwards on a worker.
+    """
     jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
     by_rank = np.lexsort((np.arange(jobs), n))
@@ -51,7 +55,7 @@ def greedy(
         rank,
         by_rank,
         *_arrays(graph),
-        np.array(cost, np.float64),
+        length,
         graph.stages,
         graph.microbatches,
         limits,
@@ -63,7 +67,7 @@ def greedy(
     return start
 
 
-def strict(graph: Graph, worker: Ints, n: NDArray[Any], cost: tuple[float, ...]) -> Times:
+def strict(graph: Graph, worker: Ints, n: NDArray[Any], length: Times) -> Times:
     order = np.lexsort((n, worker))
     within = worker[order][1:] == worker[order][:-1]
     same = np.flatnonzero(within & (n[order][1:] == n[order][:-1]))
@@ -78,8 +82,7 @@ def strict(graph: Graph, worker: Ints, n: NDArray[Any], cost: tuple[float, ...])
     follows[order[:-1][within]] = order[1:][within]
     waits, first_after, after = _arrays(graph)
     waits[order[1:][within]] += 1
-    durations = np.array(cost, np.float64)
-    start = _strict.sized(len(worker))(follows, waits, first_after, after, durations, graph.stages, graph.microbatches)
+    start = _strict.sized(len(worker))(follows, waits, first_after, after, length, graph.microbatches)
     if (start < 0).any():
         raise UsageError(f"n stops the schedule: {_circle(graph, worker, start, order)}")
     return start
@@ -93,9 +96,7 @@ def _arrays(graph: Graph) -> tuple[Numbers, Numbers, Numbers]:
 
 
 @kernel
-def _strict(
-    follows: Numbers, waits: Numbers, first: Numbers, after: Numbers, cost: Times, stages: int, batches: int
-) -> Times:
+def _strict(follows: Numbers, waits: Numbers, first: Numbers, after: Numbers, length: Times, batches: int) -> Times:
     """Longest paths; -1 for jobs that never start. Uses up `waits`."""
     start = np.zeros(len(follows))
     ready = np.flatnonzero(waits == 0)
@@ -106,7 +107,7 @@ def _strict(
         top -= 1
         job = stack[top]
         node = job // batches
-        end = start[job] + cost[node // stages]
+        end = start[job] + length[job]
         for k in range(first[node], first[node + 1] + 1):
             # The jobs behind this one in the graph, and at last the next on its worker.
             other = after[k] * batches + job % batches if k < first[node + 1] else follows[job]
@@ -131,7 +132,7 @@ def _greedy(
     waits: Numbers,
     first: Numbers,
     after: Numbers,
-    cost: Times,
+    length: Times,
     stages: int,
     batches: int,
     caps: Numbers,
@@ -147,6 +148,7 @@ def _greedy(
     """
     jobs, workers = len(worker), worker.max() + 1
     limited = memory < jobs or caps.min() < jobs
+    last = jobs // (stages * batches) - 1  # the direction that ends a microbatch on a stage
     start = np.full(jobs, -1.0)
     ready = np.zeros(2 * jobs)  # of jobs, and of the room they make
     free = np.zeros(workers)
@@ -189,7 +191,7 @@ def _greedy(
             node = (moved - jobs) // batches
             if node // stages == 1:
                 flying[v, node % stages] -= 1
-            if node // stages == len(cost) - 1:
+            if node // stages == last:
                 saved[v] -= 1
             while held_size[v]:
                 held_size[v] -= 1
@@ -211,7 +213,7 @@ def _greedy(
             node = job // batches
             d, s, b = node // stages, node % stages, job % batches
             start[job] = time
-            free[v] = time + cost[d]
+            free[v] = time + length[job]
             end = free[v]
             if d == 0:
                 flying[v, s] += 1

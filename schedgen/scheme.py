@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
     microbatches: int
     workers: int | None = None
     groups: int | None = None
+    chunks: int | None = None
 
 
 class Scheme(NamedTuple):
@@ -49,6 +50,7 @@ class Scheme(NamedTuple):
     order: str  # what n is called
     mode: str  # what n means: "greedy" or "strict"
     split: bool = False  # whether the backward is two jobs: I, gradient of the input, and W, of the weights
+    whole: Function | None = None  # where it is split: whole(s, b), microbatches whose I and W are one job after all
     parameters: Mapping[str, int] = {}  # the scheme's own, for the file's header
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
@@ -105,6 +107,14 @@ def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) 
     if not good.all():
         raise UsageError(f"n must return finite numbers, not {_at(n, int(np.argmin(good)))}")
     return np.ascontiguousarray(n.transpose(2, 0, 1))
+
+
+def wholes(scheme: Scheme, stages: int, microbatches: int) -> NDArray[np.bool_]:
+    """whole(s, b) on every stage and microbatch, (S, B)."""
+    if scheme.whole is None:
+        return np.zeros((stages, microbatches), bool)
+    s, b = np.ix_(np.arange(stages), np.arange(microbatches))
+    return np.broadcast_to(np.asarray(scheme.whole(s, b), bool), (stages, microbatches))
 
 
 def caps(scheme: Scheme, stages: int) -> list[int] | None:

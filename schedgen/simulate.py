@@ -49,7 +49,7 @@ def simulate(program: Program, cost: Mapping[str, float], machine: Machine | Non
     duration = np.zeros(len(program))
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
-        duration[table.op == op] = lengths.get(direction, 0)
+        duration[table.op == op] = lengths.get(direction) or lengths.get("I", 0) + lengths.get("W", 0)
     of_kind = np.array([0, machine.activation, machine.activation, machine.weight, machine.weight])
     sizes = np.where(table.op == Op.SEND, of_kind[table.kind], 0)
     bytes_ = [machine.activation, machine.activation, machine.weight, machine.weight, machine.weight, machine.saved]

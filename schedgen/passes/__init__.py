@@ -8,6 +8,9 @@ SEND blocks until it is matched. Projecting that per rank is the last step.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from schedgen.order import Times
 from schedgen.passes.compute import compute
 from schedgen.passes.free import free
@@ -20,9 +23,12 @@ from schedgen.program import Header, Program
 PIPELINE = (weights, transfers, reduce, step, free)
 
 
-def lower(header: Header, start: Times) -> Program:
-    """The projected program for jobs that start at `start` (flat, indexed by job)."""
-    program = compute(header, start)
+def lower(header: Header, start: Times, whole: NDArray[np.bool_]) -> Program:
+    """The projected program for jobs that start at `start` (flat, indexed by job).
+
+    `whole`, (S, B): microbatches whose split backward is one instruction after all.
+    """
+    program = compute(header, start, whole)
     for one in PIPELINE:
         program = one(program)
     return program.project()

@@ -23,7 +23,8 @@ def reduce(program: Program) -> Program:
     done = np.flatnonzero((table.op == Op.BWD) | (table.op == Op.BWD_W))
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     np.maximum.at(final, (table.stage[done], table.rank[done]), done)
-    ended = program.time[final] + list(header.cost.values())[-1]
+    last_job = header.cost.get("W", header.cost.get("B", 0))
+    ended = program.time[final] + np.where(table.op[final] == Op.BWD, last_job + header.cost.get("I", 0), last_job)
     # The last row that happens before that backward has ended.
     last = np.where(final < 0, -1, np.maximum(np.searchsorted(program.time, ended) - 1, final))
     fields: list[tuple[int, int, int, int, int]] = []  # op, rank, stage, peer, after

@@ -15,7 +15,26 @@ from types import ModuleType
 from schedgen.errors import UsageError
 from schedgen.graph import check_edges
 from schedgen.scheme import Scheme, Sizes, fill
-from schedgen.schemes import ddp, fsdp, fslpp, gpipe, lpp, one_f_one_b
+from schedgen.schemes import (
+    breadth_first,
+    chimera,
+    ddp,
+    depth_first,
+    dualpipe_v,
+    fsdp,
+    fslpp,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    lpp,
+    one_f_one_b,
+    pipedream_flush,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from schedgen.schemes.orders import ORDERS
 
 SCHEMES: dict[str, ModuleType] = {
@@ -25,6 +44,18 @@ SCHEMES: dict[str, ModuleType] = {
     "1f1b": one_f_one_b,
     "lpp": lpp,
     "fslpp": fslpp,
+    "interleaved-1f1b": interleaved_1f1b,
+    "looped-bfs": looped_bfs,
+    "depth-first": depth_first,
+    "breadth-first": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+    "chimera": chimera,
+    "pipedream-flush": pipedream_flush,
 }
 
 
@@ -32,8 +63,9 @@ def load(name: str, sizes: Sizes) -> Scheme:
     """The scheme called `name`, or the one that the file `name` defines."""
     if name in SCHEMES:
         module = SCHEMES[name]
-        if sizes.groups is not None and "groups" not in module.PARAMETERS:
-            raise UsageError(f"{name} takes no --groups")
+        for option in ("groups", "chunks"):
+            if getattr(sizes, option) is not None and option not in module.PARAMETERS:
+                raise UsageError(f"{name} takes no --{option}")
         scheme: Scheme = module.scheme(sizes)
         return scheme
     if not name.endswith(".py"):
@@ -78,7 +110,7 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         order=path.stem,
         mode=mode,
         split=bool(getattr(module, "split", False)),
-        parameters={} if sizes.groups is None else {"groups": sizes.groups},
+        parameters={k: options[k] for k in ("groups", "chunks") if options[k] is not None},
         cap=None if cap is None else fill(cap, options),
         edges=None if edges is None else check_edges(edges, sizes.stages),
     )

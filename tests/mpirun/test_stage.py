@@ -122,7 +122,7 @@ def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
     x = torch.linspace(-1, 1, 6).view(2, 3)
     before = x.clone()
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
-    stage = Stage(module, 0, True, shape_of(module, x.clone()))
+    stage = Stage(module, 0, True, shape_of(module, x.clone())._replace(overwrites=True))
     output, _ = stage.forward([x], None, save=save)
     assert torch.equal(output, module[1](before.relu()))
     assert torch.equal(x, before)

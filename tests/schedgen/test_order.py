@@ -156,7 +156,9 @@ def test_a_microbatch_is_in_flight_until_its_backward_has_ended():
     # starts: with cap(1) = 1 it has to wait until that backward ends, at 2 + B = 6.
     compute = np.zeros((2, 2, 3), np.int32)
     compute[F] = [[2, 2, 3], [1, 1, 1]]
-    start = greedy(graph(2, 3, 2, chain(2)), compute.ravel(), np.arange(12), (1, 4), [3, 1]).reshape(2, 2, 3)
+    start = greedy(graph(2, 3, 2, chain(2)), compute.ravel(), np.arange(12), np.repeat([1.0, 4.0], 6), [3, 1]).reshape(
+        2, 2, 3
+    )
     assert start[F, 0, 1] + 1 == start[B, 1, 0] == 2
     assert start[F, 1, 1] >= 2 + 4
 

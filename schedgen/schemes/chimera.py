@@ -1,0 +1,34 @@
+"""Chimera: two pipelines in opposite directions over the same workers, each stage on two of them.
+w(s, b, d) = (h(s, b), h(s, b)), h(s, b) = s for even b, S - 1 - s for odd b   [Li, Hoefler 2021, section 3.1; W = S]
+n: 1F1B in both directions, merged; units of S microbatches one behind the other, strict
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from schedgen.errors import UsageError
+from schedgen.program import F
+from schedgen.scheme import Scheme, Sizes
+
+PARAMETERS = ("workers",)
+
+
+def scheme(sizes: Sizes) -> Scheme:
+    S = sizes.stages
+    if S % 2 or sizes.workers not in (None, S):
+        raise UsageError(
+            f"chimera needs an even number of stages and as many workers, not {S} and {sizes.workers or S}"
+        )
+
+    def h(s: Any, b: Any) -> Any:
+        return np.where(b % 2 == 0, s, S - 1 - s)
+
+    def n(s: Any, b: Any, d: Any) -> Any:
+        # 1F1B's slots, n(F) = s + 2k and n(B) = 2S - 1 - s + 2k for the k-th of S/2 microbatches of a direction:
+        # those of the other direction fall between them.
+        return np.where(d == F, s, 2 * S - 1 - s) + 2 * (b % S // 2) + 2 * S * (b // S)
+
+    return Scheme("chimera", S, lambda s, b, d: (h(s, b), h(s, b)), n, "chimera", "strict")

@@ -1,0 +1,33 @@
+"""What schemes with several stages a worker share: the sizes they need, and two placements.
+
+looped  stage s on worker s mod W: the pipeline goes round v times
+vee     stage s on worker min(s, 2W - 1 - s): down the workers and up again
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from schedgen.errors import UsageError
+from schedgen.scheme import Sizes
+
+
+def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, int]:
+    """(W, v) with S = v W; `chunks` where the scheme itself says v."""
+    v = chunks or sizes.chunks
+    if v is None:
+        v = sizes.stages // sizes.workers if sizes.workers else 2
+    if sizes.stages % v or v < 1:
+        raise UsageError(f"{name} has {v} stages a worker: {sizes.stages} stages do not divide")
+    workers = sizes.stages // v
+    if sizes.workers not in (None, workers):
+        raise UsageError(
+            f"{name} with {sizes.stages} stages, {v} a worker, needs {workers} workers, not {sizes.workers}"
+        )
+    return workers, v
+
+
+def vee(s: Any, S: int) -> Any:
+    return np.minimum(s, S - 1 - s)

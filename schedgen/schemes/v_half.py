@@ -1,0 +1,52 @@
+"""V-Half: ZB-V's placement with half of 1F1B's activation memory.
+w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2024, "Controllable memory", section 3; S = 2W]
+n: a building block repeated every 6 jobs, W jobs in the gaps, strict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from schedgen.program import B, F, W
+from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes.lists import Job, n_of
+from schedgen.schemes.looped import chunked, vee
+
+PARAMETERS = ("workers",)
+
+# When worker r of p runs F and then I of a microbatch, on its first stage going down and its second going up:
+# (F first, F second, I second, I first).
+Block = Callable[[int, int], tuple[int, int, int, int]]
+
+
+def scheme(sizes: Sizes) -> Scheme:
+    def block(r: int, p: int) -> tuple[int, int, int, int]:
+        gap = 3 if p % 2 == 0 else 0
+        return 2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2
+
+    return blocks("v-half", sizes, block)
+
+
+def blocks(name: str, sizes: Sizes, block: Block) -> Scheme:
+    """A schedule of one building block a microbatch, six time slots apart: F and I of two stages, and two W."""
+    p, _ = chunked(name, sizes, chunks=2)
+    S = sizes.stages
+    n = n_of(sizes, (_list(r, p, sizes.microbatches, block(r, p)) for r in range(p)))
+    return Scheme(name, p, lambda s, b, d: (vee(s, S), vee(s, S)), n, name, "strict", split=True)
+
+
+def _list(r: int, p: int, batches: int, block: tuple[int, int, int, int]) -> list[Job]:
+    first, second = r, 2 * p - 1 - r
+    kinds = ((F, first), (F, second), (B, second), (B, first))
+    at = {slot + 6 * b: (d, s, b) for slot, (d, s) in zip(block, kinds, strict=True) for b in range(batches)}
+    jobs: list[Job] = []
+    waiting: list[Job] = []
+    for slot in range(max(at) + 1):
+        if slot in at:
+            d, s, b = at[slot]
+            jobs.append((d, s, b))
+            if d == B:
+                waiting.append((W, s, b))
+        elif waiting:
+            jobs.append(waiting.pop(0))
+    return jobs + waiting

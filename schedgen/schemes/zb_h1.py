@@ -1,0 +1,33 @@
+"""ZB-H1: 1F1B with a split backward; W jobs fill the bubble, with 1F1B's memory.
+w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3; W = S]
+n(F) = b, n(I) = b + h (W-1-s), n(W) = b + h (W-1), h = 1, ties F < I < W, strict
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from schedgen.errors import UsageError
+from schedgen.program import B, F
+from schedgen.scheme import Scheme, Sizes
+
+PARAMETERS = ("workers",)
+
+
+def scheme(sizes: Sizes) -> Scheme:
+    return handcrafted("zb-h1", sizes, h=1)
+
+
+def handcrafted(name: str, sizes: Sizes, h: int) -> Scheme:
+    """The paper's hand-made schedules: h = 1 keeps 1F1B's memory, h = 2 has no bubble and twice that."""
+    p = sizes.stages
+    if sizes.workers not in (None, p):
+        raise UsageError(f"{name} has one stage a worker: {p} stages need {p} workers, not {sizes.workers}")
+
+    def n(s: Any, b: Any, d: Any) -> Any:
+        place = np.where(d == F, b, np.where(d == B, b + h * (p - 1 - s), b + h * (p - 1)))
+        return 3 * place + d
+
+    return Scheme(name, p, lambda s, b, d: (s, s), n, name, "strict", split=True)
