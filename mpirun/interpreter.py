@@ -14,6 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.backward import WeightHalf
 from mpirun.gradient import Gradient
 from mpirun.model import Model, Shape, microbatch
 from mpirun.optimizer import Optimizer, share, whole_norm
@@ -63,6 +64,8 @@ class Interpreter:
             Op.SEND: self.send,
             Op.FWD: self.fwd,
             Op.BWD: self.bwd,
+            Op.BWD_I: self.bwd_i,
+            Op.BWD_W: self.bwd_w,
             Op.RECOMPUTE: self.recompute,
             Op.ADD: self.add,
             Op.ALLREDUCE: self.allreduce,
@@ -71,13 +74,14 @@ class Interpreter:
             Op.FREE: self.free,
         }
         self.code = [(self.table[instruction.op], instruction) for instruction in instructions]
-        self.saves = {(i.stage, i.mb) for i in instructions if i.op == Op.BWD}
+        self.saves = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.saves -= {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
         self.keys = self._row_keys(instructions)
         self.now = 0  # the step being executed
         self.at = 0  # the instruction being executed, for error messages
         self.values: dict[Key, Tensor] = {}
         self.saved: dict[tuple[int, int], Saved] = {}
+        self.halves: dict[tuple[int, int], WeightHalf | None] = {}  # of backwards whose BWD_W is still to come
         self.gradients: dict[int, Gradient] = {}
         self.partials: dict[tuple[int, int], Tensor] = {}  # received dw by (stage, sender)
         self.sums: dict[int, Sum] = {}  # reductions under way, by stage
@@ -95,7 +99,7 @@ class Interpreter:
         """
         own: dict[int, list[int]] = {}
         for i in instructions:
-            if i.op == Op.BWD:
+            if i.op in (Op.BWD, Op.BWD_W):
                 own.setdefault(i.stage, []).append(i.mb)
         adds = [(i.stage, i.peer) for i in instructions if i.op == Op.ADD]
         parts = self.transport.comm.allgather((own, adds))
@@ -186,17 +190,35 @@ class Interpreter:
         return microbatch(self.model, self.text, self.seed, self.now, mb)
 
     def bwd(self, i: Instruction) -> None:
-        consumers = self.header.consumers[i.stage]
-        if consumers:
-            shares = [self.get((Kind.G, i.stage, i.mb, self.header.share(i.stage, c))) for c in consumers]
-            gradient = shares[0] if len(shares) == 1 else sum(shares[1:], shares[0])
-        else:
-            gradient = torch.ones(())  # of the loss with respect to itself
-        stage = self.weights(i.stage)
+        gradient, stage = self.incoming(i), self.weights(i.stage)
         inputs, grads = stage.backward(self.saved.pop((i.stage, i.mb)), gradient)
+        self.outgoing(i, inputs)
+        self.gradient(i.stage).add_grads(self.row(i), grads)
+
+    def bwd_i(self, i: Instruction) -> None:
+        gradient, stage = self.incoming(i), self.weights(i.stage)
+        inputs, self.halves[i.stage, i.mb] = stage.backward_input(self.saved.pop((i.stage, i.mb)), gradient)
+        self.outgoing(i, inputs)
+
+    def bwd_w(self, i: Instruction) -> None:
+        grads = self.weights(i.stage).backward_weight(self.halves.pop((i.stage, i.mb)))
+        self.gradient(i.stage).add_grads(self.row(i), grads)
+
+    def incoming(self, i: Instruction) -> Tensor:
+        """The gradient of the stage's output: its consumers' shares added in their order."""
+        consumers = self.header.consumers[i.stage]
+        if not consumers:
+            return torch.ones(())  # of the loss with respect to itself
+        shares = [self.get((Kind.G, i.stage, i.mb, self.header.share(i.stage, c))) for c in consumers]
+        return shares[0] if len(shares) == 1 else sum(shares[1:], shares[0])
+
+    def outgoing(self, i: Instruction, inputs: Sequence[Tensor]) -> None:
         for producer, value in zip(self.header.producers[i.stage], inputs, strict=False):
             self.values[Kind.G, producer, i.mb, self.header.share(producer, i.stage)] = value
-        self.gradient(i.stage).add_grads(i.mb if self.canonical else self.rank, grads)
+
+    def row(self, i: Instruction) -> int:
+        """The row of dw that a backward adds to."""
+        return i.mb if self.canonical else self.rank
 
     # Sums and the end of the step
 

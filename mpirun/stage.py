@@ -7,13 +7,14 @@ same kernels run on them, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from mpirun.backward import WeightHalf, input_half, weight_half
 from mpirun.model import Shape
 from schedgen.errors import UsageError
 
@@ -25,6 +26,17 @@ class Saved(NamedTuple):
 
     inputs: list[Tensor]
     output: GradientEdge | None  # None: nothing here needs a gradient
+
+    def leaves(self) -> list[Tensor]:
+        """The inputs that have a gradient."""
+        return [x for x in self.inputs if x.requires_grad]
+
+    def filled(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Gradients of all inputs from those of `leaves()`: zero where there is none."""
+        of_leaf = iter(grads)
+        found = [next(of_leaf) if x.requires_grad else None for x in self.inputs]
+        pairs = zip(self.inputs, found, strict=True)
+        return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in pairs]
 
 
 class Stage:
@@ -87,18 +99,23 @@ class Stage:
 
     def backward(self, saved: Saved, gradient: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
         """Gradients of the inputs and of `parameters` (None: not used), from that of the output."""
-        leaves = [x for x in saved.inputs if x.requires_grad]
+        leaves = saved.leaves()
+        wanted = [*leaves, *self.parameters]
+        if saved.output is None or not wanted:
+            return saved.filled([None] * len(leaves)), [None] * len(self.parameters)
+        grads = torch.autograd.grad([saved.output], wanted, [gradient], allow_unused=True)
+        return saved.filled(grads[: len(leaves)]), list(grads[len(leaves) :])
+
+    def backward_input(self, saved: Saved, gradient: Tensor) -> tuple[list[Tensor], WeightHalf | None]:
+        """Gradients of the inputs, and what `backward_weight` goes on with."""
         if saved.output is None:
-            grads: tuple[Tensor | None, ...] = (None,) * (len(leaves) + len(self.parameters))
-        else:
-            wanted = [*leaves, *self.parameters]
-            grads = torch.autograd.grad([saved.output], wanted, [gradient], allow_unused=True) if wanted else ()
-        of_leaf = iter(grads)
-        inputs = []
-        for x in saved.inputs:
-            grad = next(of_leaf) if x.requires_grad else None
-            inputs.append(torch.zeros_like(x) if grad is None else grad.contiguous())
-        return inputs, list(grads[len(leaves) :])
+            return saved.filled([None] * len(saved.leaves())), None
+        grads, half = input_half(saved.output, gradient, saved.leaves(), self.parameters)
+        return saved.filled(grads), half
+
+    def backward_weight(self, half: WeightHalf | None) -> list[Tensor | None]:
+        """Gradients of `parameters` (None: not used)."""
+        return [None] * len(self.parameters) if half is None else weight_half(half, self.parameters)
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
