@@ -46,13 +46,15 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Every golden schedule has 4 workers, 4 stages and 8 microbatches.
-GOLDEN := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4
+# Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8.
+ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush
+TWO_STAGES := interleaved-1f1b looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
+GOLDEN     := $(ONE_STAGE) $(TWO_STAGES)
 traces: $(GOLDEN:%=traces/%.json)
 .PHONY: $(GOLDEN:%=traces/%.json)
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
-	$(BIN)/schedgen compile $(firstword $(subst -, ,$*)) --stages 4 --microbatches 8 --workers 4 \
-	    $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) --output $@
+	$(BIN)/schedgen compile $(patsubst %-g4,%,$*) --stages $(if $(filter $*,$(TWO_STAGES)),8,4) --microbatches 8 \
+	    --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) --output $@
 
 clean:
 	rm -rf build .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ from typing import BinaryIO, NoReturn
 import schedgen
 from schedgen.check import check
 from schedgen.compile import compile_scheme
+from schedgen.cost import Machine
 from schedgen.diff import diff
 from schedgen.errors import RefusedFile, UsageError, one_line
 from schedgen.file import parse, read, write
@@ -27,7 +28,8 @@ from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Sizes
 from schedgen.schemes import SCHEMES, describe, load
 from schedgen.schemes.orders import ORDERS
-from schedgen.stats import stats, table
+from schedgen.simulate import report, simulate, trace
+from schedgen.stats import stats, summary, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,8 +66,18 @@ def checked(name: str) -> Program:
 
 def _compile(options: argparse.Namespace) -> int:
     sizes = Sizes(options.stages, options.microbatches, options.workers, options.groups, options.chunks)
+    recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
     program = compile_scheme(
-        load(options.scheme, sizes), sizes, options.mode, options.n, options.cost, options.weight_slots
+        load(options.scheme, sizes),
+        sizes,
+        options.mode,
+        options.n,
+        options.cost,
+        options.weight_slots,
+        options.fan_out,
+        options.prefetch,
+        recompute,
+        options.memory_limit,
     )
     check(program, "internal error, the compiled schedule")
     with _output(options.output) as out:
@@ -99,6 +111,18 @@ def _seal(options: argparse.Namespace) -> int:
 def _stats(options: argparse.Namespace) -> int:
     numbers = stats(checked(options.file), options.cost)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    program = checked(options.file)
+    sizes = {"activation": options.activation, "weight": options.weight, "saved": options.saved}
+    run = simulate(program, options.cost or program.header.cost, Machine(options.alpha, options.beta, **sizes))
+    if options.trace:
+        with _output(options.trace) as out:
+            out.write(json.dumps(trace(program, run)).encode())
+    numbers = report(program, run)
+    print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
 
 
@@ -160,6 +184,24 @@ def _count(text: str) -> int:
     return value
 
 
+def _natural(text: str) -> int:
+    return 0 if text == "0" else _count(text)
+
+
+def _time(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e18:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time of at least 0")
+    return value
+
+
+def _stages(text: str) -> str | list[int]:
+    return text if text == "all" else [_natural(part) for part in text.split(",")]
+
+
 def _cost(text: str) -> dict[str, float]:
     cost: dict[str, float] = {}
     for part in text.split(","):
@@ -203,6 +245,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--n", choices=tuple(ORDERS), help="replaces the scheme's own order")
     sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations that greedy orders by")
     sub.add_argument("--weight-slots", type=_count, default=2, metavar="K", help="foreign weight copies held at a time")
+    add = sub.add_argument
+    add("--fan-out", type=_count, default=2, metavar="K", help="copies of a stage one worker sends; others relay")
+    sub.add_argument("--prefetch", type=_natural, default=0, metavar="K", help="jobs by which receives stand earlier")
+    add("--recompute", type=_stages, default=(), metavar="all|S,...", help="stages that redo their forward")
+    sub.add_argument("--memory-limit", type=_count, metavar="M", help="saved forwards a worker may hold (greedy)")
     sub.add_argument("-o", "--output", required=True, metavar="FILE", help="- is standard output")
 
     sub = command("check", _check, "prove schedules right, or say what is wrong", "schedgen check 1f1b.json")
@@ -215,6 +262,22 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("file", metavar="FILE")
     sub.add_argument("--json", action="store_true")
     sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+
+    sub = command(
+        "simulate", _simulate, "execute a schedule against a cost model",
+        "schedgen simulate 1f1b.json --cost F=1,B=2 --alpha 0.01 --beta 1e-9 --activation 1000000 --trace trace.json",
+    )  # fmt: skip
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    sub.add_argument("--alpha", type=_time, default=0.0, metavar="T", help="time a message takes, in the same unit")
+    sub.add_argument("--beta", type=_time, default=0.0, metavar="T", help="and time each of its bytes takes")
+    sub.add_argument("--activation", type=_count, default=1, metavar="N", help="bytes of an activation or its gradient")
+    sub.add_argument(
+        "--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient"
+    )
+    sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
+    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
 
     sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
     sub.add_argument("a", metavar="A")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +13,9 @@ from schedgen.errors import UsageError
 from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
 from schedgen.passes import lower
-from schedgen.program import Header, Program
-from schedgen.scheme import Scheme, Sizes, caps, place, priorities, wholes
+from schedgen.passes.options import Options
+from schedgen.program import B, F, Header, Program
+from schedgen.scheme import Scheme, Sizes, caps, marks, place, priorities
 from schedgen.schemes.orders import ORDERS
 
 
@@ -25,6 +26,10 @@ def compile_scheme(
     n: str | None = None,
     cost: Mapping[str, float] | None = None,
     weight_slots: int = 2,
+    fan_out: int = 2,
+    prefetch: int = 0,
+    recompute: Collection[int] = (),
+    memory: int | None = None,
 ) -> Program:
     """The projected program of `scheme`.
 
@@ -32,6 +37,11 @@ def compile_scheme(
     cost     duration of each direction, which greedy orders by and which
              decides how transfers of different workers interleave
     weight_slots  foreign weight copies a worker may hold at a time
+    fan_out  copies of one stage's weights, or sums of its gradients, that go
+             through one worker at a time; the others pass them on
+    prefetch  jobs by which receives stand before the place where they are sent
+    recompute  stages whose forwards keep nothing and are redone before backward
+    memory   saved forwards a worker may hold at a time (greedy)
 
     Raises UsageError where sizes, w, n or cap make no schedule.
     """
@@ -44,26 +54,40 @@ def compile_scheme(
         scheme = scheme._replace(n=ORDERS[n](sizes), order=n)
     mode = mode or scheme.mode
     limits = caps(scheme, S)
-    if limits is not None and mode == "strict":
-        raise UsageError("cap works with --mode greedy: a strict n leaves nothing to hold back")
+    if mode == "strict" and (limits is not None or memory is not None):
+        what = "--memory-limit" if limits is None else "cap"
+        raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
     weights, compute, workers = place(scheme, S, batches, directions)
     edges = chain(S) if scheme.edges is None else scheme.edges
     jobs = graph(S, batches, directions, edges)
     ranks = priorities(scheme, S, batches, directions).ravel()
     length = np.repeat(np.array(list(cost.values()), np.float64), S * batches)
-    whole = wholes(scheme, S, batches)
+    whole, paired = (marks(function, S, batches) for function in (scheme.whole, scheme.paired))
     if whole.any():
         length.reshape(3, -1)[:, whole.ravel()] = np.array([[cost["F"]], [cost["I"] + cost["W"]], [0.0]])
+    redo = np.zeros((S, batches), bool)
+    for stage in recompute:
+        if not 0 <= stage < S:
+            raise UsageError(f"--recompute {stage}: there is no such stage in 0..{S - 1}")
+        redo[stage] = True
+    length.reshape(directions, -1)[B, (redo | (compute[F] != compute[B])).ravel()] += cost["F"]
     if mode == "greedy":
-        start = greedy(jobs, compute.ravel(), ranks, length, limits)
+        start = greedy(jobs, compute.ravel(), ranks, length, limits, memory)
     else:
-        start = strict(jobs, compute.ravel(), ranks, length)
+        late = np.zeros(len(length), bool)
+        late[: S * batches] = paired.ravel()
+        start = strict(jobs, compute.ravel(), ranks, length, late)
     header = Header(
         scheme={"name": scheme.name, "workers": workers, "stages": S, "microbatches": batches, **scheme.parameters},
         mode=mode,
         n=scheme.order,
         cost=cost,
-        weight_slots=weight_slots,
+        lowering={
+            "weight_slots": weight_slots,
+            "fan_out": fan_out,
+            "prefetch": prefetch,
+            "recompute": sorted(set(recompute)),
+        },
         edges=edges,
         groups=(),
         compute=compute,
@@ -72,4 +96,4 @@ def compile_scheme(
     )
     several = {owners for owners in header.owners if len(owners) > 1}
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
-    return lower(replace(header, groups=groups), start, whole)
+    return lower(replace(header, groups=groups), start, Options(whole, paired, redo, weight_slots, fan_out, prefetch))

@@ -25,8 +25,9 @@ def durations(cost: Mapping[str, float] | None, split: bool) -> dict[str, float]
 class Machine(NamedTuple):
     """Links and sizes. Time is in the unit of the jobs' durations, of which a message takes alpha + beta * bytes.
 
-    A link goes from one rank to another and carries one message at a time.
-    With alpha and beta both zero messages take no time and wait for nobody.
+    Every rank has one link out and one link in, and a link carries one message
+    at a time. With alpha and beta both zero messages take no time and wait for
+    nobody.
     """
 
     alpha: float = 0.0  # time a message

@@ -18,7 +18,7 @@ from schedgen.graph import check_edges
 from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, OPERANDS, Header, Instruction, Ints, Kind, Op
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
-KEYS = ("generator", "scheme", "order", "weight_slots", "edges", "owners", "groups", "weights", "compute")
+KEYS = ("generator", "scheme", "order", "lowering", "edges", "owners", "groups", "weights", "compute")
 
 _KIND = {name: kind for kind, name in KIND_NAME.items()}
 # How many numbers follow the kind in a buffer's name.
@@ -122,9 +122,7 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     shape = (len(cost), bounds.stages, bounds.microbatches)
     if shape[0] * shape[1] * shape[2] > jobs or bounds.workers > jobs:
         raise Wrong("scheme", f"the sizes ask for more jobs or workers than the {jobs} instructions of the file hold")
-    slots, generator = raw.get("weight_slots"), raw.get("generator")
-    if type(slots) is not int or not 1 <= slots <= LIMIT:
-        raise Wrong("weight_slots", "weight_slots must be a whole number of at least 1")
+    generator = raw.get("generator")
     if not isinstance(generator, str) or not _printable(generator):
         raise Wrong("generator", "generator must be a printable string")
     found = Header(
@@ -132,7 +130,7 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         mode=order["mode"],
         n=order["n"],
         cost=cost,
-        weight_slots=slots,
+        lowering=_lowering(raw.get("lowering"), bounds),
         edges=_edges(raw.get("edges"), bounds),
         groups=_rank_lists("groups", raw.get("groups"), bounds),
         compute=_placement(raw, "compute", shape, bounds),
@@ -144,6 +142,19 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     if set(raw) - {"schedgen", "programs", "sha256"} != set(KEYS):
         raise Wrong("schedgen", f"the header must have exactly {', '.join(KEYS)}")
     return found
+
+
+def _lowering(value: object, bounds: Bounds) -> dict[str, int | list[int]]:
+    least = {"weight_slots": 1, "fan_out": 1, "prefetch": 0}
+    if not isinstance(value, dict) or set(value) != {*least, "recompute"}:
+        raise Wrong("lowering", f"lowering must have {', '.join(least)} and recompute")
+    for key, low in least.items():
+        if type(value[key]) is not int or not low <= value[key] <= LIMIT:
+            raise Wrong("lowering", f"lowering: {key} must be a whole number of at least {low}")
+    stages = value["recompute"]
+    if not isinstance(stages, list) or not all(type(s) is int and 0 <= s < bounds.stages for s in stages):
+        raise Wrong("lowering", "lowering: recompute must be a list of stages")
+    return value
 
 
 def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:

@@ -23,7 +23,7 @@ def _headers(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
     for key in dict.fromkeys([*a.scheme, *b.scheme]):
         if a.scheme.get(key) != b.scheme.get(key):
             yield key, a.scheme.get(key), b.scheme.get(key)
-    for what in ("mode", "n", "cost", "weight_slots", "edges", "owners", "generator"):
+    for what in ("mode", "n", "cost", "lowering", "edges", "owners", "generator"):
         if getattr(a, what) != getattr(b, what):
             yield what, getattr(a, what), getattr(b, what)
     if a.compute.shape != b.compute.shape or (a.compute != b.compute).any():

@@ -64,7 +64,7 @@ def header_lines(header: Header) -> list[str]:
         header.generator,
         dict(header.scheme),
         {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
-        header.weight_slots,
+        dict(header.lowering),
         header.edges,
         header.owners,
         header.groups,

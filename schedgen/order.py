@@ -67,7 +67,10 @@ def greedy(
     return start
 
 
-def strict(graph: Graph, worker: Ints, n: NDArray[Any], length: Times) -> Times:
+def strict(
+    graph: Graph, worker: Ints, n: NDArray[Any], length: Times, paired: NDArray[np.bool_] | None = None
+) -> Times:
+    """When each job starts; `paired[job]`: others have what it gives only when the job behind it has ended too."""
     order = np.lexsort((n, worker))
     within = worker[order][1:] == worker[order][:-1]
     same = np.flatnonzero(within & (n[order][1:] == n[order][:-1]))
@@ -80,9 +83,12 @@ def strict(graph: Graph, worker: Ints, n: NDArray[Any], length: Times) -> Times:
     # The job that follows on the same worker; -1 after the last.
     follows = np.full(len(worker), -1)
     follows[order[:-1][within]] = order[1:][within]
+    ahead = np.full(len(worker), -1)
+    ahead[order[1:][within]] = order[:-1][within]
     waits, first_after, after = _arrays(graph)
     waits[order[1:][within]] += 1
-    start = _strict.sized(len(worker))(follows, waits, first_after, after, length, graph.microbatches)
+    late = np.zeros(len(worker), bool) if paired is None else paired & (follows >= 0)
+    start = _strict.sized(len(worker))(follows, ahead, late, waits, first_after, after, length, graph.microbatches)
     if (start < 0).any():
         raise UsageError(f"n stops the schedule: {_circle(graph, worker, start, order)}")
     return start
@@ -96,7 +102,10 @@ def _arrays(graph: Graph) -> tuple[Numbers, Numbers, Numbers]:
 
 
 @kernel
-def _strict(follows: Numbers, waits: Numbers, first: Numbers, after: Numbers, length: Times, batches: int) -> Times:
+def _strict(
+    follows: Numbers, ahead: Numbers, late: NDArray[np.bool_], waits: Numbers, first: Numbers, after: Numbers,
+    length: Times, batches: int,
+) -> Times:  # fmt: skip
     """Longest paths; -1 for jobs that never start. Uses up `waits`."""
     start = np.zeros(len(follows))
     ready = np.flatnonzero(waits == 0)
@@ -106,17 +115,26 @@ def _strict(follows: Numbers, waits: Numbers, first: Numbers, after: Numbers, le
     while top:
         top -= 1
         job = stack[top]
-        node = job // batches
         end = start[job] + length[job]
-        for k in range(first[node], first[node + 1] + 1):
-            # The jobs behind this one in the graph, and at last the next on its worker.
-            other = after[k] * batches + job % batches if k < first[node + 1] else follows[job]
-            if other >= 0:
+        # What the job gives, or the one before it whose results leave together with its own; then its worker.
+        for given in (job, ahead[job]):
+            if given < 0 or late[given] != (given != job):
+                continue
+            node = given // batches
+            for k in range(first[node], first[node + 1]):
+                other = after[k] * batches + given % batches
                 start[other] = max(start[other], end)
                 waits[other] -= 1
                 if waits[other] == 0:
                     stack[top] = other
                     top += 1
+        other = follows[job]
+        if other >= 0:
+            start[other] = max(start[other], end)
+            waits[other] -= 1
+            if waits[other] == 0:
+                stack[top] = other
+                top += 1
     for job in range(len(waits)):
         if waits[job]:
             start[job] = -1.0

@@ -171,7 +171,7 @@ class Header:
     mode: str  # "greedy" or "strict": what n means
     n: str  # name of the order
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
-    weight_slots: int  # foreign weight copies a worker may hold at a time
+    lowering: Mapping[str, int | list[int]]  # weight_slots, fan_out, prefetch, recompute: see `passes.options`
     edges: tuple[tuple[int, int], ...]  # (producer, consumer) stages
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
     compute: Ints

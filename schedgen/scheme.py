@@ -51,6 +51,7 @@ class Scheme(NamedTuple):
     mode: str  # what n means: "greedy" or "strict"
     split: bool = False  # whether the backward is two jobs: I, gradient of the input, and W, of the weights
     whole: Function | None = None  # where it is split: whole(s, b), microbatches whose I and W are one job after all
+    paired: Function | None = None  # paired(s, b): x.s.b leaves only when the worker's next job is done too (strict)
     parameters: Mapping[str, int] = {}  # the scheme's own, for the file's header
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
@@ -109,12 +110,12 @@ def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) 
     return np.ascontiguousarray(n.transpose(2, 0, 1))
 
 
-def wholes(scheme: Scheme, stages: int, microbatches: int) -> NDArray[np.bool_]:
-    """whole(s, b) on every stage and microbatch, (S, B)."""
-    if scheme.whole is None:
+def marks(function: Function | None, stages: int, microbatches: int) -> NDArray[np.bool_]:
+    """A function of s and b, whole or paired, on every stage and microbatch, (S, B); none marks nothing."""
+    if function is None:
         return np.zeros((stages, microbatches), bool)
     s, b = np.ix_(np.arange(stages), np.arange(microbatches))
-    return np.broadcast_to(np.asarray(scheme.whole(s, b), bool), (stages, microbatches))
+    return np.broadcast_to(np.asarray(function(s, b), bool), (stages, microbatches))
 
 
 def caps(scheme: Scheme, stages: int) -> list[int] | None:

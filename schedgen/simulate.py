@@ -2,8 +2,8 @@
 
 An instruction starts when the one before it on its rank has ended and what it
 uses has arrived. Compute takes its duration, everything else no time of its
-own. A message starts when its SEND and its RECV are both reached and its link
-is free, and takes alpha + beta * bytes; FREE and STEP wait until what they
+own. A message starts when its SEND and its RECV are both reached and the sender's
+link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
 a ring takes, and NORM waits for it and for all ranks.
 """
@@ -11,7 +11,7 @@ a ring takes, and NORM waits for it and for all ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Machine, durations
 from schedgen.kernels import kernel
 from schedgen.order import settle
-from schedgen.program import Ints, Op, Program, Small
+from schedgen.program import COMPUTE, KIND_WORDS, Ints, Op, Program, Small
 
 Times = NDArray[np.float64]
 
@@ -55,33 +55,65 @@ def simulate(program: Program, cost: Mapping[str, float], machine: Machine | Non
     bytes_ = [machine.activation, machine.activation, machine.weight, machine.weight, machine.weight, machine.saved]
     subject = Subject(program, "")
     found = lives(subject, np.repeat(np.array(bytes_, np.int64)[:, None], header.stages, axis=1))
-    pairs = rule_3(subject)
-    needs = waits(subject, found, pairs)
+    needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
     ring = 2 * (needs.members - 1)
     ring_time = ring * (machine.alpha + machine.beta * machine.weight / np.maximum(needs.members, 1))
     start, end, arrival, idle = _execute.sized(len(program))(
         table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
-        needs.collective, needs.members, ring_time, _links(subject, pairs), duration, message, free, len(CAUSES),
+        needs.collective, needs.members, ring_time, table.peer, duration, message, free, len(CAUSES),
     )  # fmt: skip
     return Simulation(start, end, arrival, idle, sizes, found.memory)
 
 
-def _links(subject: Subject, pairs: tuple[Numbers, Numbers]) -> Ints:
-    """A number for the link of each SEND row, and of the row that receives from it."""
-    sends, receives = pairs
-    link = np.full(len(subject.program), -1, np.int32)
-    key = subject.rank[sends].astype(np.int64) * subject.header.workers + subject.peer[sends]
-    _, number = np.unique(key, return_inverse=True)
-    link[sends] = link[receives] = number
-    return link
+def report(program: Program, run: Simulation) -> dict[str, Any]:
+    """What a simulation comes to: times, idle by cause, bytes by kind and link, peak memory."""
+    table, workers = program.rows, program.header.workers
+    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
+    latency, makespan = float(run.end[compute].max()), float(run.end.max())
+    busy = np.bincount(table.rank[compute], (run.end - run.start)[compute], minlength=workers)
+    sends = np.flatnonzero(table.op == Op.SEND)
+    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
+    traffic = np.bincount(number, run.sizes[sends], minlength=len(link)).astype(np.int64)
+    return {
+        "latency": latency,
+        "makespan": makespan,
+        "bubble": float(1 - busy.sum() / (latency * workers)),
+        "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
+        "bytes": {words: int(run.sizes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
+        "links": [
+            {"from": int(one // workers), "to": int(one % workers), "bytes": int(size)}
+            for one, size in zip(link, traffic, strict=True)
+        ],
+        "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
+        "workers": [
+            {"worker": r, "busy": float(busy[r]), "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True))}
+            for r in range(workers)
+        ],
+    }
+
+
+def trace(program: Program, run: Simulation) -> dict[str, Any]:
+    """The simulation as Chrome trace events, one row a rank, a unit of time as a microsecond; Perfetto opens it."""
+    events: list[dict[str, Any]] = []
+    for row in np.flatnonzero(run.end > run.start).tolist():
+        instruction = program.instruction(row)
+        name = f"{Op(instruction.op).name} {instruction.stage} {instruction.mb}"
+        begin, length = float(run.start[row]), float(run.end[row] - run.start[row])
+        events.append({"name": name, "ph": "X", "pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length,
+                       "args": {"instruction": str(instruction)}})  # fmt: skip
+    for row in np.flatnonzero((program.rows.op == Op.SEND) & (run.arrival > run.start)).tolist():
+        one = {"name": str(program.instruction(row)), "cat": "message", "id": row, "pid": 0}
+        events.append({**one, "ph": "s", "tid": int(program.rows.rank[row]), "ts": float(run.start[row])})
+        events.append({**one, "ph": "f", "bp": "e", "tid": int(program.rows.peer[row]), "ts": float(run.arrival[row])})
+    return {"traceEvents": events}
 
 
 @kernel
 def _execute(
     op: Small, rank: Ints, kind: Small, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, chain: Ints,
-    collective: Ints, members: Numbers, ring: Times, link: Ints, duration: Times, message: Times, free: bool,
+    collective: Ints, members: Numbers, ring: Times, peer: Ints, duration: Times, message: Times, free: bool,
     causes: int,
 ) -> tuple[Times, Times, Times, Times]:  # fmt: skip
     """Ranks act in the order of their clocks, so that links carry messages in the order of time."""
@@ -94,7 +126,7 @@ def _execute(
             sender[receiver[row]] = row
     at, clock = bounds[:-1].copy(), np.zeros(workers)
     reached = np.zeros(rows, np.bool_)  # of SEND and receiving rows
-    link_free = np.zeros(link.max() + 1 if rows else 0)
+    out_free, in_free = np.zeros(workers), np.zeros(workers)
     outside, done = members.copy(), np.zeros(len(members))
     inside = np.full(rows, False)
     reduced = 0.0  # when the last reduction is done
@@ -163,13 +195,14 @@ def _execute(
             clock[r] += duration[row]
             end[row] = clock[r]
             at[r] = row + 1
-            if link[row] >= 0:
+            if o <= 2:  # FETCH_W, RECV, SEND
                 reached[row] = True
                 send = row if receiver[row] >= 0 else sender[row]
                 if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
-                    begin = start[send] if free else max(now, link_free[link[send]])
+                    source, to = rank[send], peer[send]
+                    begin = start[send] if free else max(now, out_free[source], in_free[to])
                     arrival[send] = begin + message[send]
-                    link_free[link[send]] = arrival[send]
+                    out_free[source] = in_free[to] = arrival[send]
                     woken = asleep[send]
                     asleep[send] = -1
                     while woken >= 0:

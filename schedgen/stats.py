@@ -105,5 +105,17 @@ def table(numbers: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(numbers: Mapping[str, Any]) -> str:
+    """What `simulate.report` says, to read: single numbers, then the groups of numbers that have names."""
+    lines = []
+    for key, value in numbers.items():
+        if isinstance(value, dict):
+            parts = ((name.replace("_", " "), max(n) if isinstance(n, list) else n) for name, n in value.items())
+            value = ", ".join(f"{name} {_short(n)}" for name, n in parts if n)
+        if not isinstance(value, list):
+            lines.append(f"{key.replace('_', ' '):22}{_short(value)}")
+    return "\n".join(lines)
+
+
 def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

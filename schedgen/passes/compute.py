@@ -1,22 +1,24 @@
 """Compute: one FWD and one BWD (or BWD_I and BWD_W) for every stage and microbatch, in time order.
 
-A backward on another worker than its forward needs the stage's saved
-activations there, so it redoes the forward first: RECOMPUTE.
+Where memory is to be saved, the forward keeps nothing and is redone before the
+backward: RECOMPUTE. So it is where the backward is on another worker than the
+forward, which has what was saved.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.order import Times
+from schedgen.passes.options import Options
 from schedgen.program import B, F, Header, Op, Program, W, rows
 
 OPS = {2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}
 
 
-def compute(header: Header, start: Times, whole: NDArray[np.bool_]) -> Program:
-    """`start`: when every job starts, flat over (direction, stage, microbatch); `whole` as in `lower`."""
+def compute(header: Header, start: Times, options: Options) -> Program:
+    """`start`: when every job starts, flat over (direction, stage, microbatch)."""
+    whole = options.whole
     d, s, b = (index.ravel() for index in np.indices(header.compute.shape, np.int32))
     worker = header.compute.ravel()
     order = np.lexsort((worker, start))
@@ -25,7 +27,7 @@ def compute(header: Header, start: Times, whole: NDArray[np.bool_]) -> Program:
         ops[(d == B) & whole[s, b]] = Op.BWD
         order = order[~((d == W) & whole[s, b])[order]]
     program = Program(header, rows(ops[order], worker[order], stage=s[order], mb=b[order]), start[order])
-    moved = (header.compute[F] != header.compute[B])[s[order], b[order]] & (d[order] == B)
-    again = np.flatnonzero(moved)
+    redone = options.recompute | (header.compute[F] != header.compute[B])
+    again = np.flatnonzero(redone[s[order], b[order]] & (d[order] == B))
     new = rows(Op.RECOMPUTE, worker[order][again], stage=s[order][again], mb=b[order][again])
     return program.insert(new, after=again - 1)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.passes.lookup import Places, neighbours, next_compute
+from schedgen.passes.options import Options
 from schedgen.program import COMPUTE, Ints, Kind, Op, Program, rows
 
 BACKWARD = (Op.BWD, Op.BWD_I, Op.BWD_W)
 
 
-def free(program: Program) -> Program:
+def free(program: Program, _: Options) -> Program:
     header, table = program.header, program.rows
     at, kind, stage, mb, via = _accesses(program)
     rank = table.rank[at]

@@ -37,6 +37,19 @@ def home(program: Program, rank: int, stage: int) -> int:
     return int(header.weights[d, stage, b])
 
 
+def earlier_compute(program: Program, at: Places, count: int, rank: Ints | None = None) -> Places:
+    """The `count`-th compute row before row `at` on its rank (or on `rank`); the first if there are fewer; else 0."""
+    table = program.rows
+    rank = table.rank[at] if rank is None else rank
+    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
+    length = len(program) + 1
+    keys = np.sort(table.rank[compute].astype(np.int64) * length + compute)
+    first = np.searchsorted(keys, rank.astype(np.int64) * length)
+    place = np.maximum(np.searchsorted(keys, rank.astype(np.int64) * length + at) - count, first)
+    found = np.append(keys, -1)[place]
+    return np.where(found // length == rank, np.minimum(found % length, at), at)
+
+
 def next_compute(program: Program, at: Places, rank: Ints | None = None) -> Places:
     """The next compute row behind row `at` on its rank (or on `rank`); the program's last row if there is none."""
     table = program.rows

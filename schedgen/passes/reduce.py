@@ -1,11 +1,12 @@
 """Reduction: every owner of a stage gets the sum of its weight gradients, in a fixed order.
 
-A worker that does not own the stage sends dw.s to its owner once, when its
-last backward of the stage is done. An owner adds what arrives in order of
-arrival, one message behind the receives and the last one behind its next job,
-so that a transfer overlaps other work and at most two partials of a stage lie
-there at a time. Several owners then sum up among themselves: one ALLREDUCE,
-as soon as the last of them has its part.
+A worker that does not own the stage sends dw.s on once, when its last backward
+of the stage is done and the sums it passes on have come in. Workers that send
+to one owner form a tree with at most `fan_out` branches at each, those that
+are done first furthest from the owner. Who receives adds in order of arrival,
+one message behind the receives and the last one behind its next job, so that
+a transfer overlaps other work. Several owners then sum up among themselves:
+one ALLREDUCE, as soon as the last of them has its part.
 """
 
 from __future__ import annotations
@@ -13,37 +14,62 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.passes.lookup import home, next_compute
+from schedgen.passes.options import Options
 from schedgen.program import Kind, Op, Program, rows
 
+Field = tuple[int, int, int, int, int]  # op, rank, stage, peer, after
 
-def reduce(program: Program) -> Program:
+
+def reduce(program: Program, options: Options) -> Program:
     header, table = program.header, program.rows
     assert program.time is not None
     groups = {group: index for index, group in enumerate(header.groups)}
-    done = np.flatnonzero((table.op == Op.BWD) | (table.op == Op.BWD_W))
+    done = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     np.maximum.at(final, (table.stage[done], table.rank[done]), done)
     last_job = header.cost.get("W", header.cost.get("B", 0))
     ended = program.time[final] + np.where(table.op[final] == Op.BWD, last_job + header.cost.get("I", 0), last_job)
     # The last row that happens before that backward has ended.
     last = np.where(final < 0, -1, np.maximum(np.searchsorted(program.time, ended) - 1, final))
-    fields: list[tuple[int, int, int, int, int]] = []  # op, rank, stage, peer, after
+    fields: list[Field] = []
     for stage, owners in enumerate(header.owners):
-        complete = int(last[stage, list(owners)].max())
-        partials = [rank for rank in np.flatnonzero(last[stage] >= 0).tolist() if rank not in owners]
-        waiting: dict[int, int] = {}  # owner -> sender whose partial is not added yet
-        for rank in sorted(partials, key=lambda r: int(last[stage, r])):
-            owner, at = home(program, rank, stage), int(last[stage, rank])
-            fields += [(Op.SEND, rank, stage, owner, at), (Op.RECV, owner, stage, rank, at)]
-            if owner in waiting:
-                fields.append((Op.ADD, owner, stage, waiting[owner], at))
-            waiting[owner] = rank
-            complete = max(complete, at)
-        for owner, sender in sorted(waiting.items()):
-            at = int(next_compute(program, np.array([complete]), np.array([owner]))[0])
-            fields.append((Op.ADD, owner, stage, sender, at))
-            complete = max(complete, at)
+        senders: dict[int, list[int]] = {owner: [] for owner in owners}
+        for rank in np.flatnonzero(last[stage] >= 0).tolist():
+            if rank not in senders:
+                senders[home(program, rank, stage)].append(rank)
+        ends = {rank: int(last[stage, rank]) for rank in range(header.workers)}
+        complete = max(
+            _gather(program, fields, stage, owner, ranks, ends, options.fan_out) for owner, ranks in senders.items()
+        )
         if len(owners) > 1:
             fields += [(Op.ALLREDUCE, owner, stage, groups[owners], complete) for owner in owners]
     op, rank_, stage_, peer, after = np.array(fields, np.int64).reshape(-1, 5).T
     return program.insert(rows(op, rank_, kind=Kind.DW, stage=stage_, peer=peer), after=after)
+
+
+def _gather(
+    program: Program, fields: list[Field], stage: int, owner: int, ranks: list[int], ends: dict[int, int], fan_out: int
+) -> int:
+    """Sums of `ranks` to `owner` through a tree; the row behind which the owner has them all.
+
+    ends[rank]: the row behind which the rank's own part is there.
+    """
+    # A heap: the branches of place i are fan_out * i + 1 and those behind it.
+    tree = [owner, *sorted(ranks, key=lambda rank: (-ends[rank], rank))]
+    ready = [ends[rank] for rank in tree]  # behind which row each sum is complete
+    for i in range(len(tree) - 1, -1, -1):
+        branches = range(fan_out * i + 1, min(fan_out * i + fan_out, len(tree) - 1) + 1)
+        arrivals = sorted((ready[j], tree[j]) for j in branches)
+        waiting = -1  # the sender whose sum is not added yet
+        for at, sender in arrivals:
+            fields += [(Op.SEND, sender, stage, tree[i], at), (Op.RECV, tree[i], stage, sender, at)]
+            if waiting >= 0:
+                fields.append((Op.ADD, tree[i], stage, waiting, at))
+            waiting = sender
+        if arrivals:
+            at = max(arrivals[-1][0], ready[i])
+            if i == 0:  # the owner has time; who passes a sum on has not
+                at = int(next_compute(program, np.array([at]), np.array([tree[i]]))[0])
+            fields.append((Op.ADD, tree[i], stage, waiting, at))
+            ready[i] = at
+    return ready[0]

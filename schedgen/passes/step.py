@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.passes.options import Options
 from schedgen.program import Op, Program, concatenate, rows
 
 
-def step(program: Program) -> Program:
+def step(program: Program, _: Options) -> Program:
     header = program.header
     everyone = header.groups.index(tuple(range(header.workers)))
     norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), peer=everyone)

@@ -8,17 +8,19 @@ worker of p's, behind that backward. SEND and RECV are inserted side by side.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from schedgen.passes.lookup import Places, rows_of
+from schedgen.passes.lookup import Places, next_compute, rows_of
+from schedgen.passes.options import Options
 from schedgen.program import B, F, Ints, Kind, Op, Program, Rows, concatenate, rows
 
 
-def transfers(program: Program) -> Program:
-    parts = [_activations(program), _gradients(program)]
+def transfers(program: Program, options: Options) -> Program:
+    parts = [_activations(program, options.paired), _gradients(program)]
     return program.insert(concatenate([new for new, _ in parts]), after=np.concatenate([after for _, after in parts]))
 
 
-def _activations(program: Program) -> tuple[Rows, Places]:
+def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Places]:
     header = program.header
     b = np.arange(header.microbatches)
     wanted = [
@@ -30,9 +32,10 @@ def _activations(program: Program) -> tuple[Rows, Places]:
     source = header.compute[F, stage, mb]
     far = source != to
     stage, mb, to, source = stage[far], mb[far], to[far], source[far]
-    return _pairs(Kind.X, stage, mb, np.full_like(stage, -1), source, to), np.repeat(
-        rows_of(program, Op.FWD)[stage, mb], 2
-    )
+    after = rows_of(program, Op.FWD)[stage, mb]
+    late = paired[stage, mb]
+    after[late] = next_compute(program, after[late])
+    return _pairs(Kind.X, stage, mb, np.full_like(stage, -1), source, to), np.repeat(after, 2)
 
 
 def _gradients(program: Program) -> tuple[Rows, Places]:

@@ -1,61 +1,128 @@
-"""Weights: a worker that computes a stage it does not own fetches w.s from its owner.
+"""Weights: a worker that computes a stage it does not own fetches w.s from someone who has it.
 
 At most `weight_slots` foreign copies are held at a time. The future is known,
 so the copy needed furthest ahead goes first, which gives the fewest fetches
 possible [Belady, "A study of replacement algorithms", 1966].
 
-A fetch stands before the job its owner is busy with when the copy is needed:
-there the owner can still send it in time. It never stands earlier than the
-slot it takes is empty.
+A fetch stands before the job its server is busy with when the copy is needed:
+there the server can still send it in time. It never stands earlier than the
+slot it takes is empty. Owner and copies each serve at most `fan_out` fetches
+at a time; who comes later asks a copy, so that the copies form a tree.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.passes.lookup import home
+from schedgen.passes.lookup import Places, home
+from schedgen.passes.options import Options
 from schedgen.program import COMPUTE, Kind, Op, Program, rows
 
 
-def weights(program: Program) -> Program:
+class Copy(NamedTuple):
+    """A foreign copy on a worker. All numbers but the first are rows or ranks."""
+
+    job: int  # the first job that needs it
+    rank: int
+    stage: int
+    owner: int
+    room: int  # its slot is empty behind this row
+    early: int  # prefetch asks for it behind this row, if there is room
+    end: int  # its last use
+
+
+@dataclass
+class Held:
+    """A copy on a worker that may serve others."""
+
+    rank: int
+    at: int  # it is there behind this row ...
+    end: int  # ... and up to this
+    direct: bool  # it came from the owner
+    served: int = 0  # copies it has sent out
+
+
+def weights(program: Program, options: Options) -> Program:
     header, table = program.header, program.rows
     owned = np.zeros((header.workers, header.stages), bool)
     for stage, ranks in enumerate(header.owners):
         owned[list(ranks), stage] = True
     compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    foreign = compute[~owned[table.rank[compute], table.stage[compute]]]
-    busy = [compute[table.rank[compute] == rank] for rank in range(header.workers)] if len(foreign) else []
+    compute = compute[np.argsort(table.rank[compute], kind="stable")]
+    busy = np.split(compute, np.searchsorted(table.rank[compute], np.arange(1, header.workers)))
+    copies: list[Copy] = []
+    for rank, jobs in enumerate(busy):
+        foreign = jobs[~owned[rank, table.stage[jobs]]]
+        if len(foreign):
+            copies += _copies(program, rank, foreign, jobs, options)
     fields: list[tuple[int, int, int, int, int]] = []  # op, rank, stage, peer, after
-    for rank in np.unique(table.rank[foreign]).tolist():
-        jobs = foreign[table.rank[foreign] == rank]
-        uses = table.stage[jobs].tolist()
-        next_use = _next_uses(uses)
-        serves = {stage: home(program, rank, stage) for stage in set(uses)}
-        held: dict[int, int] = {}  # stage -> index of its last use so far
-        empty = [-1] * min(header.weight_slots, len(serves))  # rows behind which the free slots are empty
-        left: dict[int, int] = {}  # stage -> row behind which its last copy went
-
-        def drop(stage: int) -> None:
-            left[stage] = int(jobs[held.pop(stage)])
-            heappush(empty, left[stage])
-            fields.append((Op.FREE, rank, stage, -1, left[stage]))
-
-        for i, stage in enumerate(uses):
-            if stage not in held:
-                if not empty:
-                    drop(max(held, key=lambda s: next_use[held[s]]))
-                owner = serves[stage]
-                before = busy[owner][: np.searchsorted(busy[owner], jobs[i])]
-                in_time = int(before[-1] if len(before) else jobs[i]) - 1
-                at = max(in_time, heappop(empty), left.get(stage, -1))
-                fields += [(Op.SEND, owner, stage, rank, at), (Op.FETCH_W, rank, stage, owner, at)]
-            held[stage] = i
-            if next_use[i] == len(uses):
-                drop(stage)
+    # What is freed behind a row makes room for what is fetched there.
+    fields += [(Op.FREE, copy.rank, copy.stage, -1, copy.end) for copy in copies]
+    for copy, server, at in _served(copies, busy, options.fan_out):
+        fields += [(Op.SEND, server, copy.stage, copy.rank, at), (Op.FETCH_W, copy.rank, copy.stage, server, at)]
     op, rank_, stage_, peer, after = np.array(fields, np.int64).reshape(-1, 5).T
     return program.insert(rows(op, rank_, kind=Kind.W, stage=stage_, peer=peer), after=after)
+
+
+def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options: Options) -> list[Copy]:
+    """The copies that `rank` fetches; `foreign`: those of its jobs whose stage it does not own."""
+    uses = program.rows.stage[foreign].tolist()
+    next_use = _next_uses(uses)
+    places = np.searchsorted(jobs, foreign)
+    earlier = (jobs[np.maximum(places - options.prefetch, 0)] - 1).tolist()
+    owners = {stage: home(program, rank, stage) for stage in set(uses)}
+    begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row behind which there is room
+    last: dict[int, int] = {}  # by held stage: index of its last use so far
+    empty = [-1] * min(options.weight_slots, len(owners))  # rows behind which the free slots are empty
+    left: dict[int, int] = {}  # stage -> row behind which its last copy went
+    copies: list[Copy] = []
+
+    def drop(stage: int) -> None:
+        first, room = begun.pop(stage)
+        left[stage] = int(foreign[last.pop(stage)])
+        heappush(empty, left[stage])
+        copies.append(Copy(int(foreign[first]), rank, stage, owners[stage], room, earlier[first], left[stage]))
+
+    for i, stage in enumerate(uses):
+        if stage not in begun:
+            if not empty:
+                drop(max(begun, key=lambda s: next_use[last[s]]))
+            begun[stage] = i, max(heappop(empty), left.get(stage, -1))
+        last[stage] = i
+        if next_use[i] == len(uses):
+            drop(stage)
+    return copies
+
+
+def _served(copies: list[Copy], busy: list[Places], fan_out: int) -> list[tuple[Copy, int, int]]:
+    """(copy, who sends it, behind which row): the owner, or else the oldest copy that can in time."""
+    found: list[tuple[Copy, int, int]] = []
+    held: dict[tuple[int, int], list[Held]] = {}
+    for copy in sorted(copies):
+
+        def place(server: int, copy: Copy = copy) -> int:
+            """Before the job that `server` is busy with when the copy is needed."""
+            theirs = busy[server]
+            then = int(np.searchsorted(theirs, copy.job))
+            in_time = int(theirs[then - 1] if then else copy.job) - 1
+            return max(min(in_time, copy.early) if copy.early < copy.job - 1 else in_time, copy.room)
+
+        alive = held.setdefault((copy.stage, copy.owner), [])
+        alive[:] = [one for one in alive if one.end > copy.room and one.end > place(copy.owner)]
+        server, at = copy.owner, place(copy.owner)
+        if sum(one.direct for one in alive) >= fan_out:
+            for one in alive:
+                if one.served < fan_out and one.at <= place(one.rank) < one.end:
+                    server, at = one.rank, place(one.rank)
+                    one.served += 1
+                    break
+        found.append((copy, server, at))
+        alive.append(Held(copy.rank, at, copy.end, direct=server == copy.owner))
+    return found
 
 
 def _next_uses(uses: list[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """DualPipeV: DualPipe cut in half: two stages a worker, down and up again; forwards and backwards in pairs.
 w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [DeepSeek-AI 2025, DualPipe, section "DualPipeV"; S = 2W]
-n: a list a worker in eight steps, the forward of a pair before its backward, strict; B >= 2W
+n: a list a worker in eight steps; in a pair F runs before B and their messages leave together, strict; B >= 2W
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.errors import UsageError
+from schedgen.program import F
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes.lists import Counter, n_of
 from schedgen.schemes.looped import chunked, vee
@@ -21,9 +22,10 @@ def scheme(sizes: Sizes) -> Scheme:
         raise UsageError(f"dualpipe-v needs at least 2W microbatches: {sizes.microbatches} are too few for {W} workers")
     S = sizes.stages
     lists = [_list(r, W, sizes.microbatches) for r in range(W)]
-    whole = np.zeros((S, sizes.microbatches), bool)
+    whole, paired = np.zeros((2, S, sizes.microbatches), bool)
     for one in lists:
         whole[tuple(np.array(one.whole, np.int64).reshape(-1, 2).T)] = True
+        paired[tuple(np.array(one.paired, np.int64).reshape(-1, 2).T)] = True
     return Scheme(
         "dualpipe-v",
         W,
@@ -33,12 +35,20 @@ def scheme(sizes: Sizes) -> Scheme:
         "strict",
         split=True,
         whole=lambda s, b: whole[s, b],
+        paired=lambda s, b: paired[s, b],
     )
 
 
 def _list(r: int, p: int, batches: int) -> Counter:
     one = Counter(r, 2 * p - 1 - r)
     above = p - 1 - r  # workers between this one and the turn
+
+    def pair(forward: int, backward: int) -> None:
+        """A forward and a backward that DualPipe overlaps: their messages leave together."""
+        one.paired.append((one.stages[forward], one.done[F, forward]))
+        one.f(forward)
+        one.b(backward)
+
     # Step 1: nF0
     for _ in range(2 * above):
         one.f(0)
@@ -52,16 +62,17 @@ def _list(r: int, p: int, batches: int) -> Counter:
         one.w()
         one.f(1)
     # Step 4, the main step: nF0B1F1B0
-    for _ in range(batches - 2 * p + r + 1):
-        one.f(0)
-        one.b(1)
-        one.f(1)
-        one.b(0)
+    for k in range(batches - 2 * p + r + 1):
+        if k == 0 and above == 0:  # at the turn the first two are no pair
+            one.f(0)
+            one.b(1)
+        else:
+            pair(0, 1)
+        pair(1, 0)
     # Step 5: nB1F1B0
     for _ in range(above):
         one.b(1)
-        one.f(1)
-        one.b(0)
+        pair(1, 0)
     # Step 6: nB1B0, split from the middle on
     late = False
     for k in range(r + 1):

@@ -35,6 +35,7 @@ class Counter:
         self.jobs: list[Job] = []
         self.done = {(d, chunk): 0 for d in (F, B) for chunk in (0, 1)}
         self.waiting: list[tuple[int, int]] = []  # (stage, microbatch) of W jobs
+        self.paired: list[tuple[int, int]] = []  # (stage, microbatch) of forwards that send with the next job
         self.whole: list[tuple[int, int]] = []  # (stage, microbatch) of backwards that are not split
 
     def f(self, chunk: int) -> None:

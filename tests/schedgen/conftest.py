@@ -17,6 +17,7 @@ from schedgen.cli import main
 from schedgen.compile import compile_scheme
 from schedgen.program import DIRECTIONS, B, F, Kind, Op
 from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes import SCHEMES
 
 # The same examples every time; a slow machine fails nothing; every example writes its files anew.
 settings.register_profile(
@@ -29,14 +30,17 @@ settings.register_profile(
 settings.load_profile("schedgen")
 
 # The six schemes at W=4, S=4, B=8, the sizes of the seed's pictures.
+FOUR_STAGES = ("ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush")
 GOLDEN = {
     "ddp": ("--workers", "4"),
-    "fsdp": ("--workers", "4"),
+    "fsdp": ("--workers", "4", "--fan-out", "3"),  # gradients go straight to the owner
     "gpipe": ("--workers", "4"),
     "1f1b": ("--workers", "4"),
     "lpp": ("--workers", "4", "--groups", "2"),
     "fslpp": ("--workers", "4", "--groups", "2"),
 }
+# The schemes with two stages a worker have 8 stages.
+GOLDEN |= {name: ("--workers", "4") for name in SCHEMES if name not in GOLDEN}
 
 
 class Result(NamedTuple):
@@ -77,8 +81,12 @@ def refused():
 @pytest.fixture(scope="session")
 def golden() -> dict[str, str]:
     """The text of every scheme's file at W=4, S=4, B=8."""
-    sizes = ("--stages", "4", "--microbatches", "8", "-o", "-")
-    return {scheme: _run("compile", scheme, *options, *sizes).out for scheme, options in GOLDEN.items()}
+    texts = {}
+    for scheme, options in GOLDEN.items():
+        stages = 4 if scheme in FOUR_STAGES else 8
+        sizes = ("--stages", str(stages), "--microbatches", "8", "-o", "-")
+        texts[scheme] = _run("compile", scheme, *options, *sizes).out
+    return texts
 
 
 class Case(NamedTuple):
@@ -91,6 +99,9 @@ class Case(NamedTuple):
     edges: tuple[tuple[int, int], ...]
     cost: dict[str, int]
     weight_slots: int
+    fan_out: int
+    prefetch: int
+    recompute: list[int]
 
     def compile(self):
         def w(s, b, d):
@@ -106,7 +117,15 @@ class Case(NamedTuple):
             split=len(self.cost) == 3,
             edges=self.edges,
         )
-        return compile_scheme(scheme, self.sizes, cost=self.cost, weight_slots=self.weight_slots)
+        return compile_scheme(
+            scheme,
+            self.sizes,
+            cost=self.cost,
+            weight_slots=self.weight_slots,
+            fan_out=self.fan_out,
+            prefetch=self.prefetch,
+            recompute=self.recompute,
+        )
 
 
 @st.composite
@@ -134,7 +153,10 @@ def _cases(draw) -> Case:
         draw(arrays(np.int32, shape, elements=st.integers(0, 9))),
         tuple(edges),
         {name: draw(st.integers(1, 3)) for name in DIRECTIONS[directions]},
-        draw(st.integers(1, 3)),
+        weight_slots=draw(st.integers(1, 3)),
+        fan_out=draw(st.integers(1, 3)),
+        prefetch=draw(st.integers(0, 2)),
+        recompute=sorted(draw(st.sets(st.integers(0, S - 1), max_size=1))),
     )
 
 

@@ -61,7 +61,7 @@ def test_schemes_lists_all_with_their_formula(run):
     result = run("schemes")
     assert (result.code, result.err) == (0, "")
     headings = [line.split()[0] for line in result.out.splitlines() if line[:1].strip()]
-    assert headings[:-1] == list(SCHEMES) == ["ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp"]
+    assert headings[:-1] == list(SCHEMES)
     assert result.out.count("w(s, b, d) = ") == len(SCHEMES)
 
 

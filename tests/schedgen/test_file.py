@@ -78,8 +78,9 @@ def test_one_instruction_more_is_one_line_more(cases, data):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_same_bytes_whatever_the_hash_seed(scheme, golden, tmp_path):
-    head = json.loads(golden[scheme])["scheme"]
-    options = [f"--{key}={value}" for key, value in head.items() if key != "name"]
+    header = json.loads(golden[scheme])
+    options = [f"--{key}={value}" for key, value in header["scheme"].items() if key != "name"]
+    options.append(f"--fan-out={header['lowering']['fan_out']}")
     for seed in ("1", "2") if scheme in ("lpp", "fsdp") else ("3",):
         command = [sys.executable, "-m", "schedgen", "compile", scheme, *options, "-o", "-"]
         environment = {**os.environ, "PYTHONHASHSEED": seed}

@@ -22,6 +22,11 @@ from schedgen.schemes import load
 COSTS = {2: (1, 2), 3: (1, 1, 2)}
 
 
+def lengths(jobs):
+    """The duration of every job of a graph."""
+    return np.repeat(np.array(COSTS[jobs.directions], float), jobs.stages * jobs.microbatches)
+
+
 def pred(job, stages, directions, edges):
     """What job (d, s, b) waits for, by the seed's formulas; W after I where the backward is split."""
     d, s, b = job
@@ -52,7 +57,7 @@ class Jobs:
 def ordered(how, case, n, *caps):
     directions, S, batches = case.compute.shape
     jobs = graph(S, batches, directions, case.edges)
-    return Jobs(case, how(jobs, case.compute.ravel(), n.ravel(), COSTS[directions], *caps))
+    return Jobs(case, how(jobs, case.compute.ravel(), n.ravel(), lengths(jobs), *caps))
 
 
 def topological(draw, case):
@@ -198,10 +203,10 @@ def test_strict_ties_name_both_jobs():
 def test_strict_refuses_every_tie_within_a_worker_and_no_tie_between_workers(n):
     jobs = graph(3, 2, 2, chain(3))
     alone = np.arange(n.size, dtype=np.int32)  # every job on a worker of its own
-    strict(jobs, alone, n.ravel(), COSTS[2])
+    strict(jobs, alone, n.ravel(), lengths(jobs))
     if len(np.unique(n)) < n.size:
         with pytest.raises(UsageError, match="must differ within a worker"):
-            strict(jobs, alone * 0, n.ravel(), COSTS[2])
+            strict(jobs, alone * 0, n.ravel(), lengths(jobs))
 
 
 def test_an_n_that_deadlocks_names_the_jobs_that_wait_for_each_other():

@@ -14,6 +14,7 @@ from schedgen.check import check
 from schedgen.compile import compile_scheme
 from schedgen.passes import PIPELINE
 from schedgen.passes.compute import compute
+from schedgen.passes.options import Options
 from schedgen.program import COMPUTE, B, F, Kind, Op
 from schedgen.scheme import Sizes
 from schedgen.schemes import load
@@ -95,7 +96,7 @@ def assert_fewest_fetches(program):
         mine = program.instructions(rank)
         uses = [i.stage for i in mine if i.op in COMPUTE and rank not in program.header.owners[i.stage]]
         fetches = sum(i.op == Op.FETCH_W for i in mine)
-        assert fetches == fewest_fetches(uses, program.header.weight_slots)
+        assert fetches == fewest_fetches(uses, program.header.lowering["weight_slots"])
 
 
 @given(st.data())
@@ -139,9 +140,11 @@ def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
     # Any start times that respect pred will do: forwards by stage, then backwards, then W.
     d, s, _ = np.indices(case.compute.shape)
     start = np.where(d == F, s, (d + 1) * S + (S - 1 - s)).ravel() * float(batches)
-    program = compute(header, start)
+    no = np.zeros((S, batches), bool)
+    options = Options(no, no, no, case.weight_slots, case.fan_out, prefetch=0)
+    program = compute(header, start, options)
     for one in PIPELINE:
-        program = one(program)
+        program = one(program, options)
     posted = set()
     for row in range(len(program)):
         rank, i = int(program.rows.rank[row]), program.instruction(row)
