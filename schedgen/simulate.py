@@ -101,8 +101,8 @@ def trace(program: Program, run: Simulation) -> dict[str, Any]:
         instruction = program.instruction(row)
         name = f"{Op(instruction.op).name} {instruction.stage} {instruction.mb}"
         begin, length = float(run.start[row]), float(run.end[row] - run.start[row])
-        events.append({"name": name, "ph": "X", "pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length,
-                       "args": {"instruction": str(instruction)}})  # fmt: skip
+        place = {"pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length}
+        events.append({"name": name, "ph": "X", **place, "args": {"instruction": str(instruction)}})
     for row in np.flatnonzero((program.rows.op == Op.SEND) & (run.arrival > run.start)).tolist():
         one = {"name": str(program.instruction(row)), "cat": "message", "id": row, "pid": 0}
         events.append({**one, "ph": "s", "tid": int(program.rows.rank[row]), "ts": float(run.start[row])})
