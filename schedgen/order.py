@@ -71,7 +71,7 @@ def strict(
     graph: Graph, worker: Ints, n: NDArray[Any], length: Times, paired: NDArray[np.bool_] | None = None
 ) -> Times:
     """When each job starts; `paired[job]`: others have what it gives only when the job behind it has ended too."""
-    order = np.lexsort((n, worker))
+    order = by_worker(worker, n)
     within = worker[order][1:] == worker[order][:-1]
     same = np.flatnonzero(within & (n[order][1:] == n[order][:-1]))
     if len(same):
@@ -99,6 +99,14 @@ def _arrays(graph: Graph) -> tuple[Numbers, Numbers, Numbers]:
     waits = np.repeat(np.array([len(before) for before in graph.pred], np.int64), graph.microbatches)
     first = np.cumsum([0, *(len(behind) for behind in graph.succ)])
     return waits, first, np.array([node for behind in graph.succ for node in behind], np.int64)
+
+
+def by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
+    """The jobs sorted by worker and then by key."""
+    order = np.argsort(key, kind="stable")
+    few = len(worker) == 0 or worker.max() < 2**16  # numpy sorts 16 bits in linear time
+    mine = worker[order].astype(np.uint16) if few else worker[order]
+    return order[np.argsort(mine, kind="stable")]
 
 
 @kernel

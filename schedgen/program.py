@@ -232,10 +232,11 @@ class Program:
         return len(self.rows.op)
 
     def insert(self, new: Rows, after: NDArray[np.int64]) -> Program:
-        """Global only: put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
-        assert self.time is not None
-        order = np.argsort(after, kind="stable")
-        after = after[order]
+        """Put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
+        order: slice | NDArray[np.int64] = slice(None)
+        if (after[1:] < after[:-1]).any():
+            order = np.argsort(after, kind="stable")
+            after = after[order]
         old = np.ones(len(self) + len(after), bool)
         old[after + 1 + np.arange(len(after))] = False
 
@@ -246,7 +247,8 @@ class Program:
 
         pairs = zip(self.rows.columns(), new.columns(), strict=True)
         rows = Rows(*(merge(mine, theirs[order]) for mine, theirs in pairs))
-        return Program(self.header, rows, merge(self.time, self.time[np.maximum(after, 0)]))
+        time = None if self.time is None else merge(self.time, self.time[np.maximum(after, 0)])
+        return Program(self.header, rows, time)
 
     def project(self) -> Program:
         """The same instructions grouped by rank, each rank in global order."""

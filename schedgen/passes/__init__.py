@@ -4,7 +4,8 @@
 order and the options, and returns a program; a SEND and its RECV are inserted
 together, so running the global order one instruction after another always
 works, even if every SEND blocks until it is matched. Taking a RECV or FETCH_W
-forward (`hoist`) keeps that true. Projecting per rank is the last step.
+forward (`hoist`) keeps that true. At last it is projected per rank, and each
+rank frees what it has used for the last time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from schedgen.passes.transfers import transfers
 from schedgen.passes.weights import weights
 from schedgen.program import Header, Program
 
-PIPELINE = (weights, transfers, reduce, step, hoist, free)
+PIPELINE = (weights, transfers, reduce, step, hoist)
 
 
 def lower(header: Header, start: Times, options: Options) -> Program:
@@ -28,4 +29,4 @@ def lower(header: Header, start: Times, options: Options) -> Program:
     program = compute(header, start, options)
     for one in PIPELINE:
         program = one(program, options)
-    return program.project()
+    return free(program.project(), options)

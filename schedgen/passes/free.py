@@ -1,78 +1,136 @@
 """FREE behind the last use of every x, g and dw (the weights pass frees weight copies).
 
 Where the last use is a SEND, the FREE, which waits for it, stands behind the
-rank's next compute instruction: the message has that long to leave.
+rank's next compute instruction: the message has that long to leave. Ranks do
+not matter to one another here, so this pass works on the projected program.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedgen.passes.lookup import Places, neighbours, next_compute
+from schedgen.kernels import kernel
 from schedgen.passes.options import Options
-from schedgen.program import COMPUTE, Ints, Kind, Op, Program, rows
+from schedgen.program import Ints, Kind, Op, Program, Small, rows
 
-BACKWARD = (Op.BWD, Op.BWD_I, Op.BWD_W)
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def free(program: Program, _: Options) -> Program:
     header, table = program.header, program.rows
-    at, kind, stage, mb, via = _accesses(program)
-    rank = table.rank[at]
-    key = rank.astype(np.int64)
-    for part, size in ((kind, len(Kind)), (stage, header.stages), (mb, header.microbatches), (via, header.stages)):
-        key = key * (size + 1) + part + 1
-    order = np.lexsort((at, key))
-    final = order[np.append(key[order][1:] != key[order][:-1], True)]  # the last access of each buffer
-    last = at[final]
-    sends = table.op[last] == Op.SEND
-    last[sends] = next_compute(program, last[sends])
-    order = np.argsort(last, kind="stable")
-    final, last = final[order], last[order]
-    new = rows(Op.FREE, rank[final], kind=kind[final], stage=stage[final], mb=mb[final], via=via[final])
-    return program.insert(new, after=last)
+    stages, batches = header.stages, header.microbatches
+    ends = np.array(header.edges, np.int64).reshape(-1, 2)
+    order = np.lexsort((ends[:, 0], ends[:, 1]))  # header.edges is sorted by producer, this is by consumer
+    first_in = np.searchsorted(ends[order, 1], np.arange(stages + 1))
+    first_out = np.searchsorted(ends[:, 0], np.arange(stages + 1))
+    # At most so many buffers: outputs, received ones, gradients, sums.
+    backward = np.isin(table.op, (Op.BWD, Op.BWD_I))
+    sums = (table.op == Op.STEP) | ((table.op == Op.SEND) & (table.kind == Kind.DW))
+    most = int(np.isin(table.op, (Op.FWD, Op.RECV)).sum() + np.diff(first_in)[table.stage[backward]].sum() + sums.sum())
+    last, buffer, count = _last_uses.sized(4 * len(program))(
+        table.rank, table.op, table.kind, table.stage, table.mb, table.via, ends, order, first_in, first_out,
+        stages, batches, most,
+    )  # fmt: skip
+    last, buffer = last[:count], buffer[:count]
+    number, mb = np.divmod(buffer, batches)
+    kind, stage, via = np.full(count, Kind.X, np.int8), number.astype(np.int32), np.full(count, -1, np.int32)
+    gradient = number >= stages
+    kind[gradient], stage[gradient] = Kind.G, number[gradient] - stages
+    share = number >= 2 * stages
+    edge = np.minimum(number[share] - 2 * stages, len(ends) - 1)
+    if len(ends):
+        stage[share], via[share] = ends[edge].T
+    whole = buffer >= (2 * stages + len(ends)) * batches
+    kind[whole], stage[whole], via[whole] = Kind.DW, buffer[whole] - (2 * stages + len(ends)) * batches, -1
+    mb[whole] = -1
+    new = rows(Op.FREE, table.rank[last], kind=kind, stage=stage, mb=mb, via=via)
+    return program.insert(new, after=last.astype(np.int64))
 
 
-def _accesses(program: Program) -> tuple[Places, Ints, Ints, Ints, Ints]:
-    """(row, kind, stage, mb, via) of every definition and use of an x, g or dw."""
-    header, table = program.header, program.rows
-    found: list[tuple[Places, int, Ints, Ints, Ints]] = []
+@kernel
+def _last_uses(
+    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, ends: Numbers, order: Numbers,
+    first_in: Numbers, first_out: Numbers, stages: int, batches: int, most: int,
+) -> tuple[Ints, Numbers, int]:  # fmt: skip
+    """(row behind which to free, number of the buffer, how many), by row.
 
-    def access(at: Places, kind: int, stage: Ints, via: Ints | None = None) -> None:
-        none = np.full(len(at), -1, np.int32)
-        mb = none if kind == Kind.DW else table.mb[at]
-        found.append((at, kind, stage, mb, none if via is None else via))
-
-    for kind in (Kind.X, Kind.G, Kind.DW):
-        # A received partial of a dw is freed by its ADD.
-        named = (table.kind == kind) & ~((table.op == Op.RECV) & (kind == Kind.DW))
-        at = np.flatnonzero(named)
-        access(at, kind, table.stage[at], table.via[at])
-
-    forward = np.flatnonzero(table.op == Op.FWD)
-    access(forward, Kind.X, table.stage[forward])
-    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    i, producer = neighbours(table.stage[compute], header.producers)
-    access(compute[i], Kind.X, producer)
-
-    share = np.full((header.stages, header.stages), -1, np.int32) if _forks(program) else None
-    if share is not None:
-        for p, c in header.edges:
-            share[p, c] = header.share(p, c)
-    backward = np.flatnonzero(np.isin(table.op, BACKWARD))
-    at, stage = backward, table.stage[backward]
-    i, consumer = neighbours(stage, header.consumers)
-    access(at[i], Kind.G, stage[i], None if share is None else share[stage[i], consumer])
-    gives = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_I)))
-    i, producer = neighbours(table.stage[gives], header.producers)
-    access(gives[i], Kind.G, producer, None if share is None else share[producer, table.stage[gives][i]])
-
-    sums = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W, Op.STEP)))
-    access(sums, Kind.DW, table.stage[sums])
-    columns = zip(*((at, np.full(len(at), k, np.int32), s, b, v) for at, k, s, b, v in found), strict=True)
-    at, *rest = (np.concatenate(column) for column in columns)
-    return at, rest[0], rest[1], rest[2], rest[3]
-
-
-def _forks(program: Program) -> bool:
-    return any(len(consumers) > 1 for consumers in program.header.consumers)
+    Buffers are numbered: x by job, then g by job or, where several stages read
+    an output, by edge and microbatch, then dw by stage.
+    """
+    g, shares = stages * batches, 2 * stages * batches
+    dw = shares + len(ends) * batches
+    seen = np.full(dw + stages, -1, np.int32)  # the rank that last touched a buffer ...
+    last = np.zeros(dw + stages, np.int32)  # ... and its row
+    following = np.full(dw + stages, -1, np.int32)  # buffers that are freed behind the same row, as lists
+    length = len(op)
+    head = np.full(length, -1, np.int32)
+    next_compute = np.zeros(length, np.int32)
+    for row in range(length - 1, -1, -1):
+        at_end = row + 1 == length or rank[row + 1] != rank[row]
+        # A compute instruction behind this one, or else the rank's last instruction.
+        if at_end:
+            next_compute[row] = row
+        else:
+            next_compute[row] = row + 1 if 3 <= op[row + 1] <= 7 else next_compute[row + 1]
+    touched = np.empty(dw + stages, np.int32)
+    found = np.empty(8, np.int64)
+    behind, buffer = np.empty(most, np.int32), np.empty(most, np.int64)
+    count, total, begin = 0, 0, 0
+    for row in range(length):
+        o, s, b = op[row], stage[row], mb[row]
+        few = 0
+        if o == 1 or o == 2:  # RECV, SEND: x, g or dw; a received partial of a dw is freed by its ADD
+            if kind[row] == 1:
+                found[0], few = s * batches + b, 1
+            elif kind[row] == 2:
+                found[0], few = g + s * batches + b, 1
+                for edge in range(first_out[s], first_out[s + 1]):
+                    if ends[edge, 1] == via[row]:
+                        found[0] = shares + edge * batches + b
+            elif kind[row] == 4 and o == 2:
+                found[0], few = dw + s, 1
+        elif o == 8 or o == 9 or o == 11:  # ADD, ALLREDUCE, STEP
+            found[0], few = dw + s, 1
+        elif 3 <= o <= 7:
+            ins, outs = first_in[s + 1] - first_in[s], first_out[s + 1] - first_out[s]
+            if len(found) < 2 * ins + outs + 1:
+                found = np.empty(4 * (ins + outs), np.int64)
+            for k in range(first_in[s], first_in[s + 1]):
+                producer = ends[order[k], 0]
+                found[few] = producer * batches + b
+                few += 1
+                if o == 4 or o == 5:  # BWD, BWD_I
+                    several = first_out[producer + 1] - first_out[producer] > 1
+                    found[few] = shares + order[k] * batches + b if several else g + producer * batches + b
+                    few += 1
+            if o == 3:
+                found[few] = s * batches + b
+                few += 1
+            if 4 <= o <= 6:
+                for edge in range(first_out[s], first_out[s + 1]):
+                    found[few] = shares + edge * batches + b if outs > 1 else g + s * batches + b
+                    few += 1
+            if o == 4 or o == 6:
+                found[few] = dw + s
+                few += 1
+        for k in range(few):
+            slot = found[k]
+            if seen[slot] != rank[row]:
+                seen[slot] = rank[row]
+                touched[count] = slot
+                count += 1
+            last[slot] = row
+        if row + 1 == length or rank[row + 1] != rank[row]:
+            for k in range(count - 1, -1, -1):
+                slot = touched[k]
+                at = next_compute[last[slot]] if op[last[slot]] == 2 else last[slot]
+                following[slot] = head[at]
+                head[at] = slot
+            for at in range(begin, row + 1):
+                slot = head[at]
+                while slot >= 0:
+                    behind[total], buffer[total] = at, slot
+                    total += 1
+                    slot = following[slot]
+            count, begin = 0, row + 1
+    return behind, buffer, total

@@ -12,56 +12,63 @@ from numpy.typing import NDArray
 
 from schedgen.passes.lookup import Places, next_compute, rows_of
 from schedgen.passes.options import Options
-from schedgen.program import B, F, Ints, Kind, Op, Program, Rows, concatenate, rows
+from schedgen.program import AnyInts, B, F, Ints, Kind, Op, Program, Rows, concatenate, rows
 
 
 def transfers(program: Program, options: Options) -> Program:
-    parts = [_activations(program, options.paired), _gradients(program)]
-    return program.insert(concatenate([new for new, _ in parts]), after=np.concatenate([after for _, after in parts]))
+    activations, behind_forward = _activations(program, options.paired)
+    gradients, behind_backward = _gradients(program)
+    new = concatenate([activations, gradients])
+    return program.insert(new, after=np.concatenate([behind_forward, behind_backward]))
 
 
 def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Places]:
     header = program.header
     b = np.arange(header.microbatches)
-    wanted = [
-        np.stack([np.full_like(b, producer), b, header.compute[d, consumer]], axis=1)
-        for producer, consumer in header.edges
-        for d in (F, B)
-    ]
-    stage, mb, to = np.unique(np.concatenate(wanted), axis=0).T if wanted else np.empty((3, 0), np.int64)
+    keys = [np.empty(0, np.int64)]  # (producer, microbatch, worker) as one number
+    for producer, consumer in header.edges:
+        job = (producer * header.microbatches + b) * header.workers
+        ways = (F, B) if (header.compute[F, consumer] != header.compute[B, consumer]).any() else (F,)
+        keys += [job + header.compute[d, consumer] for d in ways]
+    wanted = np.concatenate(keys)
+    if (wanted[1:] <= wanted[:-1]).any():
+        wanted = np.unique(wanted)
+    job, to = np.divmod(wanted, header.workers)
+    stage, mb = np.divmod(job, header.microbatches)
     source = header.compute[F, stage, mb]
     far = source != to
     stage, mb, to, source = stage[far], mb[far], to[far], source[far]
     after = rows_of(program, Op.FWD)[stage, mb]
     late = paired[stage, mb]
     after[late] = next_compute(program, after[late])
-    return _pairs(Kind.X, stage, mb, np.full_like(stage, -1), source, to), np.repeat(after, 2)
+    return _pairs(Kind.X, stage, mb, np.full_like(stage, -1), source, to, after)
 
 
 def _gradients(program: Program) -> tuple[Rows, Places]:
     header = program.header
-    backward = rows_of(program, Op.BWD, Op.BWD_I)
-    new, after = [], []
-    for producer, consumer in header.edges:
-        source, to = header.compute[B, consumer], header.compute[B, producer]
-        mb = np.flatnonzero(source != to)
-        stage = np.full_like(mb, producer)
-        via = np.full_like(mb, header.share(producer, consumer))
-        new.append(_pairs(Kind.G, stage, mb, via, source[mb], to[mb]))
-        after.append(np.repeat(backward[consumer, mb], 2))
-    if not new:
-        return _pairs(Kind.G, *([np.empty(0, np.int64)] * 5)), np.empty(0, np.int64)
-    return concatenate(new), np.concatenate(after)
+    edges = np.array(header.edges, np.int64).reshape(-1, 2)
+    source, to = header.compute[B, edges[:, 1]], header.compute[B, edges[:, 0]]
+    edge, mb = np.nonzero(source != to)
+    via = np.array([header.share(p, c) for p, c in header.edges], np.int64)
+    after = rows_of(program, Op.BWD, Op.BWD_I)[edges[edge, 1], mb]
+    return _pairs(Kind.G, edges[edge, 0], mb, via[edge], source[edge, mb], to[edge, mb], after)
 
 
-def _pairs(kind: Kind, stage: Places, mb: Places, via: Places, source: Places | Ints, to: Places | Ints) -> Rows:
-    """A SEND and its RECV for every message, one after the other."""
+def _pairs(
+    kind: Kind, stage: Places, mb: Places, via: Places, source: Places | Ints, to: Places | Ints, after: Places
+) -> tuple[Rows, Places]:
+    """A SEND and its RECV for every message, one after the other, in the order of `after`."""
+    order = np.argsort(after, kind="stable")
+    stage, mb, via, after = stage[order], mb[order], via[order], after[order]
 
-    def twice(sender: Places | Ints, receiver: Places | Ints) -> Ints:
-        return np.stack([sender, receiver], axis=1).ravel().astype(np.int32)
+    def twice(sender: AnyInts, receiver: AnyInts) -> Ints:
+        both = np.empty(2 * len(sender), np.int32)
+        both[::2], both[1::2] = sender, receiver
+        return both
 
-    return rows(
-        twice(np.full_like(stage, Op.SEND), np.full_like(stage, Op.RECV)),
-        twice(source, to),
-        kind=kind, stage=twice(stage, stage), mb=twice(mb, mb), via=twice(via, via), peer=twice(to, source),
+    ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(stage))
+    new = rows(
+        ops, twice(source[order], to[order]), kind=kind, stage=twice(stage, stage), mb=twice(mb, mb), via=twice(via, via),
+        peer=twice(to[order], source[order]),
     )  # fmt: skip
+    return new, np.repeat(after, 2)
