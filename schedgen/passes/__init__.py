@@ -29,4 +29,5 @@ def lower(header: Header, start: Times, options: Options) -> Program:
     program = compute(header, start, options)
     for one in PIPELINE:
         program = one(program, options)
-    return free(program.project(), options)
+    program = program.project()  # not nested: the global program is a third of the memory
+    return free(program, options)
