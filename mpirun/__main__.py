@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         return stop.code
     except BaseException as error:
+        if run is not None and run.options.traceback:
+            traceback.print_exception(error)
         _die(comm, f"{run.place()}: " if run is not None else "", error)
 
 
@@ -72,26 +74,35 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
     add("-h", "--help", action="store_true", help="show this and exit")
     add("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
     add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
-    add("--steps", type=_count, default=20, metavar="N")
+    add("--steps", type=_count, default=20, metavar="N", help="default: 20")
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
     add(
         "--seed", type=_count, default=0, metavar="N", help="of the weights and of the microbatches' places in the text"
     )
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    add("--lr", type=_positive, default=1e-3, metavar="X")
-    add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd")
-    add("--weight-decay", type=_fraction, default=0.01, metavar="X")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
+    add("--lr", type=_positive, default=1e-3, metavar="X", help="learning rate; default: 0.001")
+    add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
+    add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
-    add("--tolerance", type=_positive, default=1e-5, metavar="X", help="relative difference that --verify allows")
+    add(
+        "--tolerance",
+        type=_fraction,
+        default=1e-5,
+        metavar="X",
+        help="relative difference that --verify allows; default: 1e-5",
+    )
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
+    add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
     options = parser.parse_args(arguments)
     if options.help:
         if comm.rank == 0:
             parser.print_help()
         raise Stop("", 0, speaker=-1)
+    if options.momentum and options.optimizer != "sgd":
+        parser.error("--momentum is of --optimizer sgd")
     for name in ("file", "model"):
         if getattr(options, name) is None:
             parser.error(f"{'FILE' if name == 'file' else '--model'} is missing")
@@ -99,19 +110,21 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
 
 
 def _number(name: str, kind: type[T], lowest: float, highest: float) -> Callable[[str], T]:
-    """What argparse reads a number with; it says `name` where the text is none."""
+    """What argparse reads a number with; `name` says which numbers it takes."""
 
     def read(text: str) -> T:
-        value = kind(text)
-        if not lowest <= value < highest:
-            raise ValueError
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value < highest:
+            raise argparse.ArgumentTypeError(f"'{text}' is no {name}")
         return value
 
-    read.__name__ = name
     return read
 
 
-_count = _number("whole number", int, 0, 2**31)
+_count = _number("whole number of at least 0", int, 0, 2**31)
 _threads = _number("number from 1 to 1024", int, 1, 1025)
 _positive = _number("positive number", float, 1e-300, float("inf"))
 _fraction = _number("number of at least 0", float, 0, float("inf"))

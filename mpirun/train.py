@@ -91,7 +91,9 @@ class Run:
             seconds = time.perf_counter() - begin
             if not np.isfinite([*result.losses, result.grad_norm]).all():
                 loss = mean(result.losses)
-                raise Stop(f"step {step}: the loss is {loss} and the gradient's norm {result.grad_norm}", 1, speaker=0)
+                raise Stop(
+                    f"step {step + 1}: the loss is {loss} and the gradient's norm {result.grad_norm}", 1, speaker=0
+                )
             record.losses.append(result.losses)
             if progress is not None:
                 progress.step(step, result, seconds)

@@ -142,9 +142,9 @@ def compare(ours: Record, theirs: Record) -> list[Difference]:
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         size = float(np.max(np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30)))
         if not size <= losses.size:
-            losses = Difference("losses", size, f"step {step}")
+            losses = Difference("losses", size, f"step {step + 1}")
     pairs = [
-        (f" in step {step}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
+        (f" in step {step + 1}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
     return [losses, _worst("gradients", pairs), _worst("parameters", [("", ours.parameters, theirs.parameters)])]
 

@@ -77,7 +77,7 @@ def header_lines(header: Header) -> list[str]:
 
 
 def _placement_lines(key: str, placement: Ints) -> list[str]:
-    """One stage a line: its worker, or one by microbatch. A direction equal to the one before is left out."""
+    """A worker by stage, or a stage a line by microbatch. A direction equal to the one before is left out."""
     lines = [f' "{key}": {{']
     for d, name in enumerate(DIRECTIONS[len(placement)]):
         if d and (placement[d] == placement[d - 1]).all():
@@ -85,7 +85,10 @@ def _placement_lines(key: str, placement: Ints) -> list[str]:
         if d:
             lines[-1] += ","
         rows = [int(row[0]) if (row == row[0]).all() else row.tolist() for row in placement[d]]
-        lines += [f'  "{name}": [', *(f"   {row}," for row in rows[:-1]), f"   {rows[-1]}", "  ]"]
+        if all(type(row) is int for row in rows):
+            lines.append(f'  "{name}": {rows}')
+        else:
+            lines += [f'  "{name}": [', *(f"   {row}," for row in rows[:-1]), f"   {rows[-1]}", "  ]"]
     return [*lines, " },"]
 
 
@@ -110,7 +113,10 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     first = next(lines)
     version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
     if version is None:
-        raise lines.refuse('not a schedule file: it should begin with {"schedgen": 1,')
+        reason = (
+            "lines must end in a line feed alone" if first.endswith("\r") else 'it should begin with {"schedgen": 1,'
+        )
+        raise lines.refuse(f"not a schedule file: {reason}")
     if int(version[1]) > VERSION:
         raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
     if int(version[1]) < VERSION:
@@ -190,7 +196,7 @@ class _Lines:
             data, self.rest = self.rest + self.source.readline(), b""
         self.number += 1
         if not data.endswith(b"\n"):
-            raise self.refuse("the file ends here, before its end" if not data else "the line is cut short")
+            raise self.refuse("the file ends here, before its end" if not data else "the file ends within this line")
         self.digest.update(data)
         try:
             return data[:-1].decode("ascii")

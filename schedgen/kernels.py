@@ -35,8 +35,10 @@ class kernel(Generic[P, T]):
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    from numba import njit
-
+    try:
+        from numba import njit
+    except ImportError:  # no wheel for this Python yet, say: the same, slower
+        return function
     known = function.__globals__
     used = {name: known[name] for name in function.__code__.co_names if isinstance(known.get(name), kernel)}
     names = {**known, **{name: _compiled(one.function) for name, one in used.items()}}

@@ -23,6 +23,7 @@ Function = Callable[..., Any]
 
 
 MOST_WORKERS = 2**20
+MOST_JOBS = 2**27  # about a hundred bytes each
 
 
 class Sizes(NamedTuple):
@@ -80,6 +81,8 @@ def fill(function: Function, options: Mapping[str, int | None]) -> Function:
 def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tuple[Ints, Ints, int]:
     """(weights_worker, compute_worker, workers): w on every job, each array (D, S, B)."""
     shape = (stages, microbatches, directions)
+    if stages * microbatches * directions > MOST_JOBS:
+        raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
     weights, compute = _evaluate("w", scheme.w, shape, parts=2)
     for part in (weights, compute):
         if not np.issubdtype(part.dtype, np.integer):

@@ -20,7 +20,7 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
     """All numbers of a projected program, in the units of `cost` (default: the file's).
 
     latency            when the last job ends
-    throughput         jobs per worker per unit of time [seed, "Definition: throughput"]
+    throughput         jobs per worker per unit of time [Rahimi 2025, "Definition: throughput"]
     bubble             idle fraction of workers x latency
     own_window_bubble  largest over workers of last end - first start - busy, in time
     peak_activations   largest over workers of the saved forwards alive at once
@@ -97,9 +97,13 @@ def table(numbers: Mapping[str, Any]) -> str:
     """The same numbers to read."""
     scalars = [(key, value) for key, value in numbers.items() if not isinstance(value, (dict, list))]
     lines = [f"{key.replace('_', ' '):22}{_short(value)}" for key, value in scalars]
-    columns = [key for key, value in numbers["workers"][0].items() if not isinstance(value, dict)]
+    shown = [
+        {**worker, **{f"{kind} receives": n for kind, n in worker["receives"].items()}} for worker in numbers["workers"]
+    ]
+    hidden = ("weight_receives", "activation_receives", "gradient_receives")  # as the seed counts; by kind is plainer
+    columns = [key for key, value in shown[0].items() if not isinstance(value, dict) and key not in hidden]
     titles = [key.replace("_", " ") for key in columns]
-    rows = [titles, *([_short(worker[column]) for column in columns] for worker in numbers["workers"])]
+    rows = [titles, *([_short(worker[column]) for column in columns] for worker in shown)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     lines += ["", *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
     return "\n".join(lines)

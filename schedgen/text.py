@@ -262,7 +262,7 @@ def natural(data: Bytes, at: int, stop: int) -> tuple[int, int]:
     """A number without leading zeros, and the place behind it; -1 where there is none below 2**31."""
     number, first = 0, at
     while at < stop and 48 <= data[at] <= 57 and at - first < 10:
-        number = number * 10 + (data[at] - 48)
+        number = number * 10 + int(data[at]) - 48
         at += 1
     if at == first or (data[first] == 48 and at - first > 1) or number >= 2**31:
         return -1, at

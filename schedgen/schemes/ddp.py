@@ -1,5 +1,5 @@
 """Distributed data parallelism: every worker holds the whole model and its share of the microbatches.
-w(s, b, d) = (b mod W, b mod W)   [seed, "Formal definitions"; W <= B, the seed has W = B]
+w(s, b, d) = (b mod W, b mod W)   [Rahimi 2025, "Formal definitions"; W <= B, there W = B]
 n: depth-first, greedy
 """
 

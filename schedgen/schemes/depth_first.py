@@ -1,5 +1,5 @@
 """Depth-first: v stages a worker, and whoever is free takes the oldest microbatch.
-w(s, b, d) = (s mod W, s mod W)   [seed, "One code to schedule them all"; S = vW]
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
 n: oldest microbatch first, greedy
 """
 

@@ -1,5 +1,5 @@
 """Fully sharded data parallelism: microbatches are spread as in ddp, every stage has one owner.
-w(s, b, d) = (s mod W, b mod W)   [seed, "Formal definitions"; W <= B, the seed has W = B]
+w(s, b, d) = (s mod W, b mod W)   [Rahimi 2025, "Formal definitions"; W <= B, there W = B]
 n: depth-first, greedy
 """
 

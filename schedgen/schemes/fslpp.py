@@ -1,5 +1,5 @@
 """Fully sharded looped pipeline: lpp's placement of jobs, every stage has one owner.
-w(s, b, d) = (h(s, s), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [seed, "Formal definitions"]
+w(s, b, d) = (h(s, s), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [Rahimi 2025, "Formal definitions"]
 n: depth-first, greedy
 """
 

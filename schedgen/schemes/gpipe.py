@@ -1,5 +1,5 @@
 """GPipe: a worker a stage, all forwards and then all backwards.
-w(s, b, d) = (s mod W, s mod W)   [seed, "Formal definitions"; W <= S, the seed has W = S]
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "Formal definitions"; W <= S, there W = S]
 n: breadth-first, strict; with W = S that is n(s, b, F) = b, n(s, b, B) = B + b   [GPipe, section 2.3]
 """
 

@@ -1,5 +1,5 @@
 """Looped pipeline parallelism: G groups of R = W/G workers; each group is a pipeline for its microbatches.
-w(s, b, d) = (h(s, b), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [seed, "Formal definitions"]
+w(s, b, d) = (h(s, b), h(s, b)), h(s, b) = (R b mod W) + (s mod R)   [Rahimi 2025, "Formal definitions"]
 n: depth-first, greedy
 """
 

@@ -92,7 +92,7 @@ def test_a_file_cut_anywhere_is_refused_with_its_line(small, run, refused, tmp_p
     path = tmp_path / "cut.json"
     lines = small.splitlines(keepends=True)
     for number, line in enumerate(lines):
-        for kept, words in ((0, "the file ends here"), (len(line) // 2, "the line is cut short")):
+        for kept, words in ((0, "the file ends here"), (len(line) // 2, "the file ends within this line")):
             path.write_bytes(b"".join(lines[:number]) + line[:kept])
             message = refused(run("check", path), 1)
             assert message.startswith(f"schedgen: {path}:{number + 1}: ")

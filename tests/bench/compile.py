@@ -1,0 +1,137 @@
+"""make bench-compile: the compiler beside torch's, and how its time and memory grow.
+
+Side by side in one process, for the same ranks, microbatches and chunks:
+torch's generator plus lowering with communication, as its visualizer calls
+it, and our compile + check + write. Both are warm: the first run of each is
+thrown away. Rates are instructions a second of each one's own list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from schedgen.check import check
+from schedgen.compile import compile_scheme
+from schedgen.file import read, write
+from schedgen.program import Program
+from schedgen.scheme import Sizes
+from schedgen.schemes import load
+from schedgen.simulate import simulate
+
+CASES = (("interleaved-1f1b", "Interleaved1F1B"), ("zb-v", "ZBVZeroBubble"))
+
+
+def ours(name: str, ranks: int, microbatches: int) -> Program:
+    sizes = Sizes(2 * ranks, microbatches, ranks)
+    program = compile_scheme(load(name, sizes), sizes)
+    check(program)
+    write(program, io.BytesIO())
+    return program
+
+
+def timed(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def beside_torch(ranks: int, microbatches: int, runs: int) -> None:
+    logging.disable()
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    print(f"{ranks} ranks x {microbatches} microbatches x 2 chunks: instructions a second, compile + check + write")
+    for name, theirs in CASES:
+
+        def torch_ops(theirs: str = theirs) -> int:
+            ops = get_schedule_ops(theirs, ranks, microbatches, num_stages_per_rank=2, with_comms=True)
+            return sum(1 for rank in ops for op in rank if op is not None)
+
+        length, torch_length = len(ours(name, ranks, microbatches)), torch_ops()
+        ratios, rates, torch_rates = [], [], []
+        for _ in range(runs):
+            rate = length / timed(lambda name=name: ours(name, ranks, microbatches))
+            torch_rate = torch_length / timed(torch_ops)
+            rates.append(rate)
+            torch_rates.append(torch_rate)
+            ratios.append(rate / torch_rate)
+        print(
+            f"  {name:18} ours {statistics.median(rates):>11,.0f} ({length} instructions)   torch "
+            f"{statistics.median(torch_rates):>9,.0f} ({torch_length})   ratio {statistics.median(ratios):.1f} "
+            f"({min(ratios):.1f} to {max(ratios):.1f})"
+        )
+
+
+def growth() -> None:
+    """1F1B on 64 ranks, each size in a process of its own, so that its peak memory is its own."""
+    print("growth, 1f1b on 64 ranks: microseconds an instruction")
+    for microbatches in (160, 1600, 16000):
+        subprocess.run([sys.executable, __file__, "--one", str(microbatches)], check=True)
+
+
+def one(microbatches: int) -> None:
+    sizes = Sizes(64, microbatches)
+    compile_scheme(load("1f1b", sizes), sizes)  # warm
+    best: dict[str, float] = {}
+    for _ in range(3):
+        begin = time.perf_counter()
+        program = compile_scheme(load("1f1b", sizes), sizes)
+        laps = {"compile": time.perf_counter() - begin, "check": timed(lambda: check(program))}
+        with open("/dev/null", "wb") as out:  # noqa: PTH123
+            laps["write"] = timed(lambda: write(program, out))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        laps["simulate"] = timed(lambda: simulate(program, program.header.cost))
+        best = {key: min(best.get(key, lap), lap) for key, lap in laps.items()}
+    length = len(program)
+    whole = sum(best[key] for key in ("compile", "check", "write"))
+    parts = "  ".join(f"{key} {1e6 * lap / length:.3f}" for key, lap in best.items())
+    print(
+        f"  {length:>10,} instructions  {parts}  |  compile + check + write {1e6 * whole / length:.3f}, "
+        f"simulate {length / best['simulate']:,.0f} a second, peak memory {peak / length:.0f} bytes an instruction",
+        flush=True,
+    )
+
+
+def large() -> None:
+    """4,096 workers: there and back through a file in memory."""
+    begin = time.perf_counter()
+    sizes = Sizes(4096, 256)
+    program = compile_scheme(load("1f1b", sizes), sizes)
+    check(program)
+    file = io.BytesIO()
+    write(program, file)
+    length, size = len(program), file.tell()
+    del program
+    file.seek(0)
+    again, fault = read(file, "file")
+    assert fault is None
+    simulate(again, again.header.cost)
+    seconds = time.perf_counter() - begin
+    print(f"4,096 workers, {length:,} instructions, {size / 1e6:.0f} MB: compiled, checked, written, read back and "
+          f"simulated in {seconds:.0f} s")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--one", type=int)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one)
+        return
+    beside_torch(options.ranks, options.microbatches, options.runs)
+    growth()
+    large()
+
+
+if __name__ == "__main__":
+    main()
