@@ -90,10 +90,8 @@ class Run:
             result = interpreter.run(step)
             seconds = time.perf_counter() - begin
             if not np.isfinite([*result.losses, result.grad_norm]).all():
-                loss = mean(result.losses)
-                raise Stop(
-                    f"step {step + 1}: the loss is {loss} and the gradient's norm {result.grad_norm}", 1, speaker=0
-                )
+                what = f"the loss is {mean(result.losses)} and the gradient's norm {result.grad_norm}"
+                raise Stop(f"step {step + 1}: {what}", 1, speaker=0)
             record.losses.append(result.losses)
             if progress is not None:
                 progress.step(step, result, seconds)

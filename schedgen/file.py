@@ -113,10 +113,8 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     first = next(lines)
     version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
     if version is None:
-        reason = (
-            "lines must end in a line feed alone" if first.endswith("\r") else 'it should begin with {"schedgen": 1,'
-        )
-        raise lines.refuse(f"not a schedule file: {reason}")
+        reason = "its lines end in more than a line feed" if first.endswith("\r") else "its first line is wrong"
+        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
     if int(version[1]) > VERSION:
         raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
     if int(version[1]) < VERSION:

@@ -67,8 +67,6 @@ def _pairs(
         return both
 
     ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(stage))
-    new = rows(
-        ops, twice(source[order], to[order]), kind=kind, stage=twice(stage, stage), mb=twice(mb, mb), via=twice(via, via),
-        peer=twice(to[order], source[order]),
-    )  # fmt: skip
+    rank, peer = twice(source[order], to[order]), twice(to[order], source[order])
+    new = rows(ops, rank, kind=kind, stage=twice(stage, stage), mb=twice(mb, mb), via=twice(via, via), peer=peer)
     return new, np.repeat(after, 2)
