@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--weight-slots", type=_count, default=2, metavar="K", help="foreign weight copies held at a time")
     add = sub.add_argument
     add("--fan-out", type=_count, default=2, metavar="K", help="copies of a stage one worker sends; others relay")
-    sub.add_argument("--prefetch", type=_natural, default=0, metavar="K", help="jobs by which receives stand earlier")
+    sub.add_argument("--prefetch", type=_natural, default=1, metavar="K", help="jobs by which receives stand earlier")
     add("--recompute", type=_stages, default=(), metavar="all|S,...", help="stages that redo their forward")
     sub.add_argument("--memory-limit", type=_count, metavar="M", help="saved forwards a worker may hold (greedy)")
     sub.add_argument("-o", "--output", required=True, metavar="FILE", help="- is standard output")

@@ -27,7 +27,7 @@ def compile_scheme(
     cost: Mapping[str, float] | None = None,
     weight_slots: int = 2,
     fan_out: int = 2,
-    prefetch: int = 0,
+    prefetch: int = 1,
     recompute: Collection[int] = (),
     memory: int | None = None,
 ) -> Program:

@@ -4,9 +4,9 @@ At most `weight_slots` foreign copies are held at a time. The future is known,
 so the copy needed furthest ahead goes first, which gives the fewest fetches
 possible [Belady, "A study of replacement algorithms", 1966].
 
-A fetch stands before the job its server is busy with when the copy is needed:
-there the server can still send it in time. It never stands earlier than the
-slot it takes is empty. Owner and copies each serve at most `fan_out` fetches
+A fetch stands `prefetch` jobs before the one that needs the copy, or before the
+job its server is busy with then: there the server can still send it in time.
+It never stands earlier than the slot it takes is empty. Owner and copies each serve at most `fan_out` fetches
 at a time; who comes later asks a copy, so that the copies form a tree.
 """
 
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.cost import DIRECTION
 from schedgen.passes.lookup import Places, home
 from schedgen.passes.options import Options
 from schedgen.program import COMPUTE, Kind, Op, Program, rows
@@ -31,7 +32,7 @@ class Copy(NamedTuple):
     stage: int
     owner: int
     room: int  # its slot is empty behind this row
-    early: int  # prefetch asks for it behind this row, if there is room
+    wanted: int  # the job before which it should be on its way
     end: int  # its last use
 
 
@@ -62,7 +63,7 @@ def weights(program: Program, options: Options) -> Program:
     fields: list[tuple[int, int, int, int, int]] = []  # op, rank, stage, peer, after
     # What is freed behind a row makes room for what is fetched there.
     fields += [(Op.FREE, copy.rank, copy.stage, -1, copy.end) for copy in copies]
-    for copy, server, at in _served(copies, busy, options.fan_out):
+    for copy, server, at in _served(program, copies, busy, options.fan_out):
         fields += [(Op.SEND, server, copy.stage, copy.rank, at), (Op.FETCH_W, copy.rank, copy.stage, server, at)]
     op, rank_, stage_, peer, after = np.array(fields, np.int64).reshape(-1, 5).T
     return program.insert(rows(op, rank_, kind=Kind.W, stage=stage_, peer=peer), after=after)
@@ -73,7 +74,7 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
     uses = program.rows.stage[foreign].tolist()
     next_use = _next_uses(uses)
     places = np.searchsorted(jobs, foreign)
-    earlier = (jobs[np.maximum(places - options.prefetch, 0)] - 1).tolist()
+    wanted = jobs[np.maximum(places - options.prefetch, 0)].tolist()
     owners = {stage: home(program, rank, stage) for stage in set(uses)}
     begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row behind which there is room
     last: dict[int, int] = {}  # by held stage: index of its last use so far
@@ -85,7 +86,7 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
         first, room = begun.pop(stage)
         left[stage] = int(foreign[last.pop(stage)])
         heappush(empty, left[stage])
-        copies.append(Copy(int(foreign[first]), rank, stage, owners[stage], room, earlier[first], left[stage]))
+        copies.append(Copy(int(foreign[first]), rank, stage, owners[stage], room, wanted[first], left[stage]))
 
     for i, stage in enumerate(uses):
         if stage not in begun:
@@ -98,18 +99,24 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
     return copies
 
 
-def _served(copies: list[Copy], busy: list[Places], fan_out: int) -> list[tuple[Copy, int, int]]:
+def _served(program: Program, copies: list[Copy], busy: list[Places], fan_out: int) -> list[tuple[Copy, int, int]]:
     """(copy, who sends it, behind which row): the owner, or else the oldest copy that can in time."""
+    time = program.time
+    assert time is not None
+    length = np.array([program.header.cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
+    begins = [time[jobs] for jobs in busy]
+    ends = [time[jobs] + length[program.rows.op[jobs]] for jobs in busy]
     found: list[tuple[Copy, int, int]] = []
     held: dict[tuple[int, int], list[Held]] = {}
     for copy in sorted(copies):
 
         def place(server: int, copy: Copy = copy) -> int:
-            """Before the job that `server` is busy with when the copy is needed."""
-            theirs = busy[server]
-            then = int(np.searchsorted(theirs, copy.job))
-            in_time = int(theirs[then - 1] if then else copy.job) - 1
-            return max(min(in_time, copy.early) if copy.early < copy.job - 1 else in_time, copy.room)
+            """Behind which row `server` can send the copy in time."""
+            then = time[copy.wanted]
+            before = int(np.searchsorted(begins[server], then))
+            late = before and ends[server][before - 1] > then  # it is busy at that time
+            row = int(busy[server][before - 1]) if late else int(np.searchsorted(time, then))
+            return max(row - 1, copy.room)
 
         alive = held.setdefault((copy.stage, copy.owner), [])
         alive[:] = [one for one in alive if one.end > copy.room and one.end > place(copy.owner)]

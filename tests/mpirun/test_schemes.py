@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-GOLDEN = ("1f1b", "ddp", "fsdp", "fslpp", "fslpp-g4", "gpipe", "lpp", "lpp-g4")
+GOLDEN = (
+    "1f1b", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v", "fsdp", "fslpp", "fslpp-g4", "gpipe",
+    "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush", "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
+)  # fmt: skip
 GPT, MLP = "mpirun.models.gpt:tiny", "mpirun.models.mlp:tiny"
 
 # 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
@@ -43,6 +46,8 @@ AN_IDLE_WORKER = """
 # scheme, options, model, and a pattern in the schedule without which the case would be no case
 COMPILED = {
     "fsdp with evicted weights": ("fsdp", {"stages": 8, "weight_slots": 1}, GPT, None),
+    "activations computed again": ("zb-v", {"stages": 8, "recompute": "all"}, GPT, r'"op": "RECOMPUTE"'),
+    "weights passed on": ("fsdp", {"stages": 4, "fan_out": 1}, GPT, None),
     "lpp with 8 stages": ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"'),
     "1f1b with 2 stages a worker": ("1f1b", {"stages": 8}, GPT, r"\[\[0, 1\], \[1, 2\], .*\[6, 7\]\]"),
     "forward and backward apart": (APART, {"stages": 4}, GPT, r'"op": "RECOMPUTE"'),

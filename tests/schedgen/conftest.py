@@ -35,7 +35,7 @@ GOLDEN = {
     "ddp": ("--workers", "4"),
     "fsdp": ("--workers", "4", "--fan-out", "3"),  # gradients go straight to the owner
     "gpipe": ("--workers", "4"),
-    "1f1b": ("--workers", "4"),
+    "1f1b": ("--workers", "4", "--prefetch", "0"),  # a RECV stands beside its SEND
     "lpp": ("--workers", "4", "--groups", "2"),
     "fslpp": ("--workers", "4", "--groups", "2"),
 }

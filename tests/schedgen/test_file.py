@@ -80,7 +80,7 @@ def test_one_instruction_more_is_one_line_more(cases, data):
 def test_same_bytes_whatever_the_hash_seed(scheme, golden, tmp_path):
     header = json.loads(golden[scheme])
     options = [f"--{key}={value}" for key, value in header["scheme"].items() if key != "name"]
-    options.append(f"--fan-out={header['lowering']['fan_out']}")
+    options += [f"--{key.replace('_', '-')}={header['lowering'][key]}" for key in ("fan_out", "prefetch")]
     for seed in ("1", "2") if scheme in ("lpp", "fsdp") else ("3",):
         command = [sys.executable, "-m", "schedgen", "compile", scheme, *options, "-o", "-"]
         environment = {**os.environ, "PYTHONHASHSEED": seed}
