@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from schedgen.bounds import bounds
 from schedgen.check import check
 from schedgen.program import COMPUTE, KIND_WORDS, Op, Program
 from schedgen.simulate import simulate
@@ -22,6 +23,8 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
     latency            when the last job ends
     throughput         jobs per worker per unit of time [Rahimi 2025, "Definition: throughput"]
     bubble             idle fraction of workers x latency
+    bounds             what the latency cannot be below: see `schedgen.bounds`
+    gap                latency over the largest of them, minus 1: 0 is the best possible
     own_window_bubble  largest over workers of last end - first start - busy, in time
     peak_activations   largest over workers of the saved forwards alive at once
     messages           SENDs in all; collectives are counted apart
@@ -54,11 +57,14 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
         for kind, words in KIND_WORDS.items()
     }
     jobs = header.compute.size
+    limits = bounds(header, header.cost if cost is None else cost, int(memory.saved.sum()))
     return {
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
         "throughput": jobs / (latency * header.workers),
         "bubble": float(1 - busy.sum() / (latency * header.workers)),
+        "bounds": {name: _plain(limit) for name, limit in limits.items()},
+        "gap": latency / max(limits.values()) - 1,
         "own_window_bubble": _plain(float(np.max((ends - begins - busy)[np.isfinite(begins)]))),
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),
@@ -101,6 +107,8 @@ def table(numbers: Mapping[str, Any]) -> str:
         {**worker, **{f"{kind} receives": n for kind, n in worker["receives"].items()}} for worker in numbers["workers"]
     ]
     hidden = ("weight_receives", "activation_receives", "gradient_receives")  # as the seed counts; by kind is plainer
+    name, limit = max(numbers["bounds"].items(), key=lambda one: one[1])
+    lines.append(f"{'bound':22}{_short(limit)} ({name.replace('_', ' ')}); latency is {numbers['gap']:.1%} above")
     columns = [key for key, value in shown[0].items() if not isinstance(value, dict) and key not in hidden]
     titles = [key.replace("_", " ") for key in columns]
     rows = [titles, *([_short(worker[column]) for column in columns] for worker in shown)]
