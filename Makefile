@@ -29,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test lint traces bench-compile clean
+.PHONY: venv run test test-check lint traces bench-compile clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -48,6 +48,9 @@ run: venv
 
 test: venv
 	$(BIN)/python -m pytest
+
+test-check: venv
+	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/test_check_rules.py -k false_alarm
 
 lint: venv
 	$(BIN)/ruff check .

@@ -14,11 +14,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpirun.errors import Stop
+from schedgen.errors import one_line
+
+if TYPE_CHECKING:
+    from mpirun.train import Run
 
 T = TypeVar("T", int, float)
 
@@ -38,23 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         return stop.code
     except BaseException as error:
+        _die(comm, run, error)
+
+
+def _die(comm: MPI.Intracomm, run: Run | None, error: BaseException) -> NoReturn:
+    """One message, then all ranks end: without Abort the others would wait for this one for ever."""
+    try:
         if run is not None and run.options.traceback:
             traceback.print_exception(error)
-        _die(comm, f"{run.place()}: " if run is not None else "", error)
-
-
-def _die(comm: MPI.Comm, place: str, error: BaseException) -> NoReturn:
-    """One message, then all ranks end: without Abort the others would wait for this one for ever."""
-    frame = traceback.extract_tb(error.__traceback__)[-1:]
-    source = f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
-    message = " ".join(str(error).split())
-    print(
-        f"mpirun: rank {comm.rank} on {socket.gethostname()}: {place}{type(error).__name__}: {message}{source}",
-        file=sys.stderr,
-        flush=True,
-    )
-    time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
-    comm.Abort(1)
+        frame = traceback.extract_tb(error.__traceback__)[-1:]
+        source = f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
+        place = f"rank {comm.rank} on {socket.gethostname()}: {run.place() if run is not None else ''}"
+        print(f"mpirun: {place}{type(error).__name__}: {one_line(error)}{source}", file=sys.stderr, flush=True)
+        time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
+    finally:
+        comm.Abort(1)
     raise SystemExit(1)
 
 

@@ -78,6 +78,7 @@ class Interpreter:
         self.saves -= {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
         self.keys = self._row_keys(instructions)
         self.now = 0  # the step being executed
+        self.running = False
         self.at = 0  # the instruction being executed, for error messages
         self.values: dict[Key, Tensor] = {}
         self.saved: dict[tuple[int, int], Saved] = {}
@@ -113,10 +114,11 @@ class Interpreter:
 
     def run(self, step: int) -> Result:
         """Execute the list once."""
-        self.now = step
+        self.now, self.running = step, True
         self.losses.clear()
         for self.at, (method, instruction) in enumerate(self.code):  # noqa: B020
             method(instruction)
+        self.running = False
         return self.result
 
     # Messages
@@ -184,7 +186,7 @@ class Interpreter:
         loss = self.model.loss(output, self.data(i.mb)[1])
         if i.op == Op.FWD:
             self.losses[i.mb] = loss.detach()
-        return loss / self.header.microbatches
+        return loss.reshape(()) / self.header.microbatches
 
     def data(self, mb: int) -> tuple[Tensor, Tensor]:
         return microbatch(self.model, self.text, self.seed, self.now, mb)
@@ -263,6 +265,8 @@ class Interpreter:
     def free(self, i: Instruction) -> None:
         key = i[1:5]
         self.sent(key)
+        if key in self.arriving:  # received, but never used
+            self.arriving.pop(key).Wait()
         if i.kind == Kind.W:
             self.stages[i.stage].release()
         elif i.kind == Kind.DW:

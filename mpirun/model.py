@@ -25,7 +25,10 @@ class Model(NamedTuple):
             only ranks that need a stage build it), or the module itself.
             forward takes the outputs of the stage's producers (the first
             stage: the input) and returns one tensor; its shape is the same
-            for every microbatch.
+            for every microbatch. A stage's trained parameters have one type,
+            and are found by named_parameters: hooks on them, or references
+            kept elsewhere, are lost. It may not draw random numbers (dropout)
+            or change buffers that its output depends on.
     loss    (output of the last stage, target) -> scalar, a mean over the
             microbatch. The gradient is the mean over microbatches.
     batch   (text, rng) -> (input, target) of one microbatch. `text` is a
@@ -123,7 +126,11 @@ def shapes(model: Model, producers: Sequence[Sequence[int]], text: Tensor) -> li
         found.append(Shape(tuple(output.shape), output.dtype, count, overwrites))
         outputs.append(output)
     try:
-        loss = model.loss(outputs[-1], target)
+        try:
+            loss = model.loss(outputs[-1], target)
+        except (Exception, SystemExit):  # it may have tensors of its own, which are not on the meta device
+            real = microbatch(model, text, 0, 0, 0)[1]
+            loss = model.loss(torch.zeros(outputs[-1].shape, dtype=outputs[-1].dtype), real)
     except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:

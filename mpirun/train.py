@@ -28,7 +28,7 @@ from mpirun.transport import Transport
 from schedgen.check import check
 from schedgen.errors import RefusedFile, UsageError
 from schedgen.file import line_of, read
-from schedgen.program import COMPUTE, Header, Instruction, Program
+from schedgen.program import COMPUTE, Header, Instruction, Kind, Program
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         shapes = mpirun.model.shapes(self.model, self.header.producers, self.text)
         tokens = mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1].numel()
         owned = {stage for stage, owners in enumerate(self.header.owners) if self.comm.rank in owners}
-        needed = owned | {i.stage for i in self.instructions if i.op in COMPUTE}
+        needed = owned | {i.stage for i in self.instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
         seed = self.options.seed
         stages = {
             stage: Stage(mpirun.model.build(self.model, stage, seed), stage, stage in owned, shapes[stage])
@@ -74,9 +74,11 @@ class Run:
         )
 
     def place(self) -> str:
-        """Where this rank is in its list."""
+        """Where this rank is in its list; empty outside of a step."""
+        if not self.interpreter.running:
+            return ""
         at = self.interpreter.at
-        return f"line {self.first_line + at}: {self.instructions[at]}"
+        return f"line {self.first_line + at}: {self.instructions[at]}: "
 
     def train(self) -> int:
         """All steps; the exit code."""

@@ -163,7 +163,7 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]]) -> Di
 
 
 def _bytes(value: Tensor) -> bytes:
-    return value.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _numpy(values: Parameters) -> dict[tuple[int, str], tuple[torch.dtype, torch.Size, np.ndarray]]:

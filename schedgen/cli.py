@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -22,7 +24,7 @@ from schedgen.check import check
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
 from schedgen.diff import diff
-from schedgen.errors import RefusedFile, UsageError, one_line
+from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.file import parse, read, write
 from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Sizes
@@ -33,6 +35,9 @@ from schedgen.stats import stats, summary, table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
     options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
@@ -45,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
-        print(f"schedgen: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        name = error.filename or getattr(options, "output", None) or "standard output"
+        print(f"schedgen: {one_line(name)}: {error.strerror}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, MemoryError) as error:
         print(f"schedgen: {type(error).__name__}", file=sys.stderr)
@@ -67,21 +73,26 @@ def checked(name: str) -> Program:
 def _compile(options: argparse.Namespace) -> int:
     sizes = Sizes(options.stages, options.microbatches, options.workers, options.groups, options.chunks)
     recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
-    program = compile_scheme(
-        load(options.scheme, sizes),
-        sizes,
-        options.mode,
-        options.n,
-        options.cost,
-        options.weight_slots,
-        options.fan_out,
-        options.prefetch,
-        recompute,
-        options.memory_limit,
-    )
+    with warnings.catch_warnings(record=True) as slow:
+        warnings.simplefilter("always", SlowScheme)
+        program = compile_scheme(
+            load(options.scheme, sizes),
+            sizes,
+            options.mode,
+            options.n,
+            options.cost,
+            options.weight_slots,
+            options.fan_out,
+            options.prefetch,
+            recompute,
+            options.memory_limit,
+        )
     check(program, "internal error, the compiled schedule")
     with _output(options.output) as out:
         write(program, out)
+    for warning in slow:
+        if issubclass(warning.category, SlowScheme):
+            print(f"schedgen: note: {warning.message}", file=sys.stderr)
     return 0
 
 
@@ -210,7 +221,7 @@ def _cost(text: str) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = 0.0
-        if name in cost or not 0 < value < 1e18:
+        if name in cost or not 1e-12 < value < 1e12:
             raise argparse.ArgumentTypeError(
                 f"'{text}': give every direction once, as in F=1,B=2, with positive numbers"
             )

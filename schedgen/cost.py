@@ -17,6 +17,8 @@ def durations(cost: Mapping[str, float] | None, split: bool) -> dict[str, float]
     """The duration of each direction a schedule has; I and W together are the B of one that does not split."""
     if cost is None:
         return dict(DEFAULT_COST[split])
+    if max(cost.values()) > 1e6 * min(cost.values()):
+        raise UsageError("--cost: the longest job may take a million times as long as the shortest, not more")
     if split and "B" in cost:
         raise UsageError("the schedule splits the backward: --cost must give F, I and W")
     return dict(cost) if split or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}

@@ -17,6 +17,7 @@ from schedgen.errors import UsageError
 from schedgen.graph import check_edges
 from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, OPERANDS, Header, Instruction, Ints, Kind, Op
 
+MOST_PAIRS = 2**25  # of a rank and a stage
 LIMIT = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "owners", "groups", "weights", "compute")
 
@@ -117,11 +118,11 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     cost = order["cost"]
     if not isinstance(cost, dict) or tuple(cost) not in DIRECTIONS.values():
         raise Wrong("order", "order: cost must have F and B, or F, I and W")
-    if not all(type(value) in (int, float) and 0 < value < 1e18 for value in cost.values()):
-        raise Wrong("order", "order: costs must be positive numbers")
+    if not all(type(value) in (int, float) and 1e-12 < value < 1e12 for value in cost.values()):
+        raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12")
     shape = (len(cost), bounds.stages, bounds.microbatches)
-    if shape[0] * shape[1] * shape[2] > jobs or bounds.workers > jobs:
-        raise Wrong("scheme", f"the sizes ask for more jobs or workers than the {jobs} instructions of the file hold")
+    if shape[0] * shape[1] * shape[2] > jobs or bounds.workers > jobs or bounds.workers * bounds.stages > MOST_PAIRS:
+        raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
     generator = raw.get("generator")
     if not isinstance(generator, str) or not _printable(generator):
         raise Wrong("generator", "generator must be a printable string")

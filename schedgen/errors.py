@@ -15,7 +15,11 @@ class RefusedFile(Exception):
     code = 1
 
 
-def one_line(error: BaseException) -> str:
+class SlowScheme(UserWarning):
+    """A scheme's function could be called once and is called for every job."""
+
+
+def one_line(error: object) -> str:
     """What an error says, on one line and without anything a terminal would obey."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

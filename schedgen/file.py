@@ -29,6 +29,7 @@ from schedgen.program import DIRECTIONS, Header, Instruction, Ints, Program, Row
 VERSION = 1
 CHUNK = 2**16  # rows written at a time
 BLOCK = 2**22  # bytes read at a time
+LONGEST = 2**27  # bytes of a line
 
 _PROGRAMS = ' "programs": ['
 
@@ -191,7 +192,10 @@ class _Lines:
         if end:
             data, self.rest = self.rest[:end], self.rest[end:]
         else:
-            data, self.rest = self.rest + self.source.readline(), b""
+            data, self.rest = self.rest + self.source.readline(LONGEST), b""
+            if len(data) >= LONGEST:
+                self.number += 1
+                raise self.refuse("the line is too long")
         self.number += 1
         if not data.endswith(b"\n"):
             raise self.refuse("the file ends here, before its end" if not data else "the file ends within this line")
@@ -229,7 +233,7 @@ def _programs(lines: _Lines, bounds: Bounds) -> Rows:
         found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
         parts.append(found)
         lines.take(size, count)
-        if wrong or not more:
+        if wrong or not more or len(lines.rest) > BLOCK:
             raise _wrong_line(lines, state, bounds)
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
@@ -247,7 +251,7 @@ def _wrong_line(lines: _Lines, state: text.State, bounds: Bounds) -> RefusedFile
         return lines.refuse(f"rank {rank}: {reason}")
     if not state.comma:
         return lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
-    item = line.removesuffix(",")
+    item = line.removesuffix(",")[: 2 * text.LONGEST]
     try:
         decode_instruction(json.loads(item), bounds)
     except (ValueError, RecursionError) as error:

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.errors import UsageError
+from schedgen.errors import SlowScheme, UsageError
 from schedgen.program import DIRECTIONS, B, Ints, W
 
 Function = Callable[..., Any]
 
 
 MOST_WORKERS = 2**20
+MOST_PAIRS = 2**25  # of a worker and a stage
 MOST_JOBS = 2**27  # about a hundred bytes each
 
 
@@ -65,13 +67,14 @@ def fill(function: Function, options: Mapping[str, int | None]) -> Function:
     except (TypeError, ValueError):
         return function
     bound = {}
+    name = getattr(function, "__name__", "a function")
     for parameter in parameters:
         if parameter.kind is parameter.KEYWORD_ONLY:
             if options.get(parameter.name) is None and parameter.default is parameter.empty:
                 raise UsageError(
-                    f"{function.__name__} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}"
+                    f"{name} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}"
                     if parameter.name in options
-                    else f"{function.__name__} asks for '{parameter.name}', which is none of {', '.join(options)}"
+                    else f"{name} asks for '{parameter.name}', which is none of {', '.join(options)}"
                 )
             if options.get(parameter.name) is not None:
                 bound[parameter.name] = options[parameter.name]
@@ -90,8 +93,8 @@ def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tu
     workers = scheme.workers
     if workers is None:
         workers = max(int(weights.max()), int(compute.max())) + 1
-        if workers > MOST_WORKERS:
-            raise UsageError(f"w names worker {workers - 1}: more than {MOST_WORKERS} workers are not supported")
+    if workers > MOST_WORKERS or workers * stages > MOST_PAIRS:
+        raise UsageError(f"{workers} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
     for name, part in (("weights", weights), ("compute", compute)):
         wrong = np.flatnonzero((part < 0) | (part >= workers))
         if len(wrong):
@@ -141,8 +144,15 @@ def _evaluate(name: str, function: Function, shape: tuple[int, ...], parts: int)
     grids = np.ix_(*(np.arange(length) for length in shape))
     try:
         returned = function(*grids)
-    except (Exception, SystemExit):  # not made for arrays, or wrong: job by job tells which
-        return _job_by_job(name, function, shape, parts)
+    except (Exception, SystemExit) as error:  # not made for arrays, or wrong: job by job tells which
+        columns = _job_by_job(name, function, shape, parts)
+        warnings.warn(
+            f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {np.prod(shape)} jobs; "
+            "with NumPy in place of if, min and the like, as in np.where(s < 2, 0, 1), it is called once",
+            SlowScheme,
+            stacklevel=2,
+        )
+        return columns
     if parts == 1:
         returned = (returned,)
     elif not (isinstance(returned, (tuple, list)) and len(returned) == parts):

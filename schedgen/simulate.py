@@ -79,7 +79,7 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
     return {
         "latency": latency,
         "makespan": makespan,
-        "bubble": float(1 - busy.sum() / (latency * workers)),
+        "bubble": max(0.0, float(1 - busy.sum() / (latency * workers))),
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.sizes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
         "links": [

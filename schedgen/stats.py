@@ -62,7 +62,7 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
         "throughput": jobs / (latency * header.workers),
-        "bubble": float(1 - busy.sum() / (latency * header.workers)),
+        "bubble": max(0.0, float(1 - busy.sum() / (latency * header.workers))),
         "bounds": {name: _plain(limit) for name, limit in limits.items()},
         "gap": latency / max(limits.values()) - 1,
         "own_window_bubble": _plain(float(np.max((ends - begins - busy)[np.isfinite(begins)]))),

@@ -74,6 +74,8 @@ def load(name: str, sizes: Sizes) -> Scheme:
 
 
 def _from_file(path: Path, sizes: Sizes) -> Scheme:
+    if not path.stem.isprintable():
+        raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
     spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -99,7 +101,7 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         except (Exception, SystemExit) as error:
             raise UsageError(f"{path}: edges() raised {type(error).__name__}: {error}") from None
     mode = getattr(module, "mode", "greedy")
-    if mode not in ("greedy", "strict"):
+    if not isinstance(mode, str) or mode not in ("greedy", "strict"):
         raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
     cap = getattr(module, "cap", None)
     return Scheme(

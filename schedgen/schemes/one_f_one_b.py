@@ -12,6 +12,6 @@ from schedgen.schemes.orders import one_f_one_b
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W = stage_workers("1f1b", sizes)
-    return Scheme("1f1b", W, lambda s, b, d: (s % W, s % W), one_f_one_b(sizes), "1f1b", "strict")
+def scheme(sizes: Sizes, name: str = "1f1b") -> Scheme:
+    W = stage_workers(name, sizes)
+    return Scheme(name, W, lambda s, b, d: (s % W, s % W), one_f_one_b(sizes), "1f1b", "strict")

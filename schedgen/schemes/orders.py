@@ -1,7 +1,8 @@
 """The orders n that more than one scheme uses, each made for given sizes.
 
 All are built on the position of a job on a microbatch's way through the
-pipeline, pos(s, F) = s and pos(s, B) = 2S - 1 - s.
+pipeline, pos(s, F) = s and pos(s, B) = 2S - 1 - s. Where the backward is split,
+W stands right behind its I: everything times two, plus one for W.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.program import F
+from schedgen.program import F, W
 from schedgen.scheme import Function, Sizes
 
 
@@ -22,13 +23,13 @@ def position(s: Any, d: Any, S: int) -> Any:
 def breadth_first(sizes: Sizes) -> Function:
     """Oldest stage first: all microbatches of a stage before the next stage."""
     S, batches = sizes.stages, sizes.microbatches
-    return lambda s, b, d: position(s, d, S) * batches + b
+    return lambda s, b, d: 2 * (position(s, d, S) * batches + b) + (d == W)
 
 
 def depth_first(sizes: Sizes) -> Function:
     """Oldest microbatch first: a microbatch goes as far as it can."""
     S = sizes.stages
-    return lambda s, b, d: b * 2 * S + position(s, d, S)
+    return lambda s, b, d: 2 * (b * 2 * S + position(s, d, S)) + (d == W)
 
 
 def one_f_one_b(sizes: Sizes) -> Function:
@@ -38,7 +39,7 @@ def one_f_one_b(sizes: Sizes) -> Function:
     goes first at equal n.
     """
     S, batches = sizes.stages, sizes.microbatches
-    return lambda s, b, d: (position(s, d, S) + 2 * b) * batches + b
+    return lambda s, b, d: 2 * ((position(s, d, S) + 2 * b) * batches + b) + (d == W)
 
 
 ORDERS: dict[str, Callable[[Sizes], Function]] = {

@@ -12,4 +12,4 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes) -> Scheme:
-    return one_f_one_b.scheme(sizes)._replace(name="pipedream-flush")
+    return one_f_one_b.scheme(sizes, "pipedream-flush")

@@ -99,8 +99,8 @@ def test_a_text_that_is_too_short(sentence, schedule, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--model", MLP, "--steps", "x"], "argument --steps: invalid whole number value: 'x'"),
-        (["--model", MLP, "--lr", "0"], "argument --lr: invalid positive number value: '0'"),
+        (["--model", MLP, "--steps", "x"], "argument --steps: 'x' is no whole number"),
+        (["--model", MLP, "--lr", "0"], "argument --lr: '0' is no positive number"),
         (["--model", MLP, "--nonsense"], "unrecognized arguments: --nonsense"),
         ([], "--model is missing"),
     ],

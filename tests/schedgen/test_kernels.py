@@ -79,3 +79,13 @@ def test_both_ways_refuse_alike(monkeypatch):
             assert first == second
             refusals.add(first.rsplit("(rule ", 1)[1])
     assert len(refusals) >= 4  # of the rules
+
+
+def test_numbers_of_every_size_are_read_alike(monkeypatch):
+    """256 and 65536 are where narrow integers would overflow."""
+    sizes = Sizes(1, 300)
+    file = io.BytesIO()
+    write(compile_scheme(load("gpipe", sizes), sizes), file)
+    first, second = both(monkeypatch, lambda: read(io.BytesIO(file.getvalue()), "file")[0])
+    assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))
+    assert first.rows.mb.max() == 299

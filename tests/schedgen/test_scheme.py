@@ -230,7 +230,10 @@ def n(s, b, d):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(text)
         results.append(compiled(tmp_path / folder / "mine.py", "--mode", mode, microbatches=8))
-    assert results[0] == results[1] and results[0].code == 0
+    assert results[0].out == results[1].out and results[0][::2] == (0, "")
+    notes = results[1].err.splitlines()
+    assert [note.split(" takes no arrays ")[0] for note in notes] == ["schedgen: note: w", "schedgen: note: n"]
+    assert all("np.where" in note for note in notes)
 
 
 def test_a_scheme_file_leaves_nothing_behind(scheme, compiled, tmp_path):
