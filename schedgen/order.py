@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from schedgen.errors import UsageError
 from schedgen.graph import Graph
+from schedgen.heap import pop, push, settle, when
 from schedgen.kernels import kernel
 from schedgen.program import Ints
 
@@ -268,57 +269,6 @@ def _greedy(
             key = max(free[v], when(mine_later[0], ready, by_rank))
         settle(tree, leaves + v, key)
     return start
-
-
-@kernel
-def when(item: int, time: Times, by_rank: Numbers) -> float:
-    """When an item of a heap may start: a job, by its rank, or room made by a job."""
-    return float(time[by_rank[item]] if item < len(by_rank) else time[item])
-
-
-@kernel
-def before(a: int, b: int, time: Times, by_rank: Numbers) -> bool:
-    """Heap order of two items: by time where `time` is not empty, then by number."""
-    if len(time):
-        x, y = when(a, time, by_rank), when(b, time, by_rank)
-        if x != y:
-            return x < y
-    return a < b
-
-
-@kernel
-def push(heap: Numbers, size: int, item: int, time: Times, by_rank: Numbers) -> None:
-    """Add to a binary heap of `size` items."""
-    at = size
-    heap[at] = item
-    while at and before(heap[at], heap[(at - 1) // 2], time, by_rank):
-        up = (at - 1) // 2
-        heap[at], heap[up] = heap[up], heap[at]
-        at = up
-
-
-@kernel
-def pop(heap: Numbers, size: int, time: Times, by_rank: Numbers) -> None:
-    """Take the first of `size` items away."""
-    heap[0] = heap[size - 1]
-    at, length = 0, size - 1
-    while 2 * at + 1 < length:
-        down = 2 * at + 1
-        if down + 1 < length and before(heap[down + 1], heap[down], time, by_rank):
-            down += 1
-        if not before(heap[down], heap[at], time, by_rank):
-            break
-        heap[at], heap[down] = heap[down], heap[at]
-        at = down
-
-
-@kernel
-def settle(tree: Times, place: int, key: float) -> None:
-    """Change one leaf of a tree of minima."""
-    tree[place] = key
-    while place > 1:
-        place //= 2
-        tree[place] = min(tree[2 * place], tree[2 * place + 1])
 
 
 def _circle(graph: Graph, worker: Ints, start: Times, order: Numbers | None) -> str:

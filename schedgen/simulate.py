@@ -21,8 +21,8 @@ from schedgen.check.lives import Memory, lives
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Machine, durations
+from schedgen.heap import settle
 from schedgen.kernels import kernel
-from schedgen.order import settle
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Op, Program, Small
 
 Times = NDArray[np.float64]

@@ -1,0 +1,57 @@
+"""make bench-run: what a split backward costs, I + W over B, on one GPT block of each size, one thread.
+
+Medians of pair-by-pair ratios in one run, with their range.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mpirun.model import Shape
+from mpirun.models.gpt import Block
+from mpirun.stage import Stage
+
+
+def timed(function: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float]:
+    x = torch.randn(sequences, length, width)
+    gradient = torch.randn_like(x)
+    stage = Stage(Block(width, 8), 0, True, Shape(tuple(x.shape), x.dtype, 8))
+
+    def saved() -> tuple[Tensor, ...]:
+        return stage.forward([x], None, save=True)[1]
+
+    def whole() -> float:
+        kept = saved()
+        return timed(lambda: stage.backward(kept, gradient))
+
+    def halves() -> float:
+        kept = saved()
+        return timed(lambda: stage.backward_weight(stage.backward_input(kept, gradient)[1]))
+
+    whole(), halves()
+    return [halves() / whole() for _ in range(runs)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for width, length, sequences in ((256, 256, 4), (64, 64, 4)):
+        found = ratio(width, length, sequences)
+        print(
+            f"GPT block d={width}, T={length}, {sequences} sequences: I + W takes {statistics.median(found):.3f} of B "
+            f"({min(found):.3f} to {max(found):.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
