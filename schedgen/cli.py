@@ -15,14 +15,14 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import schedgen
 from schedgen.check import check
 from schedgen.compile import compile_scheme
-from schedgen.cost import Machine
+from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import diff
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.file import parse, read, write
@@ -127,8 +127,12 @@ def _stats(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> int:
     program = checked(options.file)
-    sizes = {"activation": options.activation, "weight": options.weight, "saved": options.saved}
-    run = simulate(program, options.cost or program.header.cost, Machine(options.alpha, options.beta, **sizes))
+    cost: Mapping[str, Amount] = options.cost or program.header.cost
+    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
+    if options.profile:
+        text = Path(options.profile).read_text(errors="replace")
+        cost, machine = read_profile(text, options.profile, program.header.stages)
+    run = simulate(program, cost, machine)
     if options.trace:
         with _output(options.trace) as out:
             out.write(json.dumps(trace(program, run)).encode())
@@ -287,6 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         "--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient"
     )
     sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
+    sub.add_argument("--profile", metavar="P", help="JSON with all of these by name, times and bytes also by stage")
     sub.add_argument("--json", action="store_true")
     sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
 

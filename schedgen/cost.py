@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.errors import UsageError
-from schedgen.program import Op
+from schedgen.program import DIRECTIONS, Op
+
+Amount = float | Sequence[float] | NDArray[np.float64]
 
 DEFAULT_COST: dict[bool, Mapping[str, float]] = {False: {"F": 1, "B": 2}, True: {"F": 1, "I": 1, "W": 1}}
 # The direction whose duration an instruction takes.
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
-def durations(cost: Mapping[str, float] | None, split: bool) -> dict[str, float]:
-    """The duration of each direction a schedule has; I and W together are the B of one that does not split."""
+def durations(cost: Mapping[str, Any] | None, split: bool) -> dict[str, Any]:
+    """The duration of each direction a schedule has, a number or an array by stage.
+
+    I and W together are the B of a schedule that does not split.
+    """
     if cost is None:
         return dict(DEFAULT_COST[split])
-    if max(cost.values()) > 1e6 * min(cost.values()):
+    if np.max([np.max(time) for time in cost.values()]) > 1e6 * np.min([np.min(time) for time in cost.values()]):
         raise UsageError("--cost: the longest job may take a million times as long as the shortest, not more")
     if split and "B" in cost:
         raise UsageError("the schedule splits the backward: --cost must give F, I and W")
@@ -34,6 +43,39 @@ class Machine(NamedTuple):
 
     alpha: float = 0.0  # time a message
     beta: float = 0.0  # time a byte
-    activation: int = 1  # bytes of x.s.b, of g.s.b too
-    weight: int = 1  # bytes of w.s, of dw.s too
-    saved: int = 1  # bytes a forward keeps for its backward
+    activation: Amount = 1  # bytes of x.s.b, of g.s.b too: of all stages, or by stage
+    weight: Amount = 1  # bytes of w.s, of dw.s too
+    saved: Amount = 1  # bytes a forward keeps for its backward
+
+
+def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
+    """A number for all stages, or one each, as an array of one each."""
+    return np.broadcast_to(np.asarray(amount, np.float64), (stages,))
+
+
+def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], Machine]:
+    """The costs in a JSON object: F, B (or F, I, W), alpha, beta, activation, weight, saved.
+
+    Times and bytes are numbers, or lists by stage.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{name}: not JSON: {error}") from None
+    names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
+    if names is None:
+        raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
+    for key, value in values.items():
+        numbers = value if isinstance(value, list) else [value]
+        single = key in ("alpha", "beta")
+        if key not in (*names, *Machine._fields):
+            raise UsageError(f"{name}: there is no cost '{key}'")
+        if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
+            raise UsageError(f"{name}: {key} should be a number of at least 0{'' if single else ', or a list of them'}")
+        if numbers is value and len(value) != stages:
+            raise UsageError(f"{name}: {key} has {len(value)} numbers, but the schedule has {stages} stages")
+        if key in names and not all(1e-12 < one < 1e12 for one in numbers):
+            raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
+    machine = Machine(**{key: value for key, value in values.items() if key in Machine._fields})
+    times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in names}
+    return times, machine

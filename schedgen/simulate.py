@@ -20,7 +20,7 @@ from schedgen.check.deadlock import waits
 from schedgen.check.lives import Memory, lives
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Numbers, Subject
-from schedgen.cost import DIRECTION, Machine, durations
+from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
 from schedgen.heap import settle
 from schedgen.kernels import kernel
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Op, Program, Small
@@ -42,24 +42,28 @@ class Simulation(NamedTuple):
     memory: Memory  # peak bytes of each rank, by kind
 
 
-def simulate(program: Program, cost: Mapping[str, float], machine: Machine | None = None) -> Simulation:
-    """Execute a checked, projected program. `cost`: the duration of each direction; see `schedgen.cost`."""
+def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
+    """Execute a checked, projected program. `cost`: the duration of each direction, for all stages or by stage."""
     machine = machine or Machine()
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
-        duration[table.op == op] = lengths.get(direction) or lengths.get("I", 0) + lengths.get("W", 0)
-    of_kind = np.array([0, machine.activation, machine.activation, machine.weight, machine.weight])
-    sizes = np.where(table.op == Op.SEND, of_kind[table.kind], 0)
-    bytes_ = [machine.activation, machine.activation, machine.weight, machine.weight, machine.weight, machine.saved]
+        whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
+        rows = np.flatnonzero(table.op == op)
+        duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
+    x, w, saved = (by_stage(one, header.stages) for one in (machine.activation, machine.weight, machine.saved))
+    of_kind = np.stack([0 * x, x, x, w, w]).astype(np.int64)
+    sizes = np.where(table.op == Op.SEND, of_kind[table.kind, np.maximum(table.stage, 0)], 0)
     subject = Subject(program, "")
-    found = lives(subject, np.repeat(np.array(bytes_, np.int64)[:, None], header.stages, axis=1))
+    found = lives(subject, np.stack([x, x, w, w, w, saved]).astype(np.int64))
     needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
-    ring = 2 * (needs.members - 1)
-    ring_time = ring * (machine.alpha + machine.beta * machine.weight / np.maximum(needs.members, 1))
+    entered = np.flatnonzero(needs.collective >= 0)
+    summed = np.zeros(len(needs.members))  # bytes of each collective
+    summed[needs.collective[entered]] = np.where(table.op[entered] == Op.ALLREDUCE, w[table.stage[entered]], 0)
+    ring_time = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
     start, end, arrival, idle = _execute.sized(len(program))(
         table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
         needs.collective, needs.members, ring_time, table.peer, duration, message, free, len(CAUSES),

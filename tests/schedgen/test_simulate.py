@@ -111,3 +111,23 @@ def test_a_memory_limit_holds_or_is_refused(run, refused, tmp_path):
     assert max(worker["peak_activations"] for worker in numbers["workers"]) <= 4
     looped = ("--stages", 8, "--microbatches", 8, "--workers", 4, "--groups", 1, "--memory-limit", 1, "-o", "-")
     assert "memory limit stops the schedule: " in refused(run("compile", "lpp", *looped), 2)
+
+
+def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
+    # One microbatch through three stages: forwards 1 + 2 + 3, backwards 6 + 4 + 2, messages of x.0 and x.1 and back.
+    path, profile = tmp_path / "a.json", tmp_path / "profile.json"
+    assert run("compile", "gpipe", "--stages", 3, "--microbatches", 1, "-o", path).code == 0
+    costs = {"F": [1, 2, 3], "B": [2, 4, 6], "alpha": 0.5, "beta": 0.25, "activation": [2, 4, 1], "weight": [5, 6, 7]}
+    profile.write_text(json.dumps(costs))
+    numbers = json.loads(run("simulate", path, "--profile", profile, "--json").out)
+    assert numbers["latency"] == 6 + 12 + 2 * (0.5 + 0.25 * 2) + 2 * (0.5 + 0.25 * 4)
+    assert numbers["bytes"]["activation"] == 2 + 4 and numbers["peak_memory"]["weight_gradient"] == [5, 6, 7]
+    for wrong, words in (
+        ({"F": 1}, "F and B"),
+        ({"F": [1, 2], "B": 1}, "2 numbers"),
+        ({"F": 1, "B": 0}, "a time"),
+        ({"F": 1, "B": 2, "alpha": [1, 1, 1]}, "alpha"),
+        ({"F": 1, "B": 2, "gamma": 3}, "gamma"),
+    ):
+        profile.write_text(json.dumps(wrong))
+        assert words in refused(run("simulate", path, "--profile", profile), 2)
