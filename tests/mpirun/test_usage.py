@@ -99,7 +99,7 @@ def test_a_text_that_is_too_short(sentence, schedule, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--model", MLP, "--steps", "x"], "argument --steps: 'x' is no whole number"),
+        (["--model", MLP, "--steps", "x"], "argument --steps: 'x' is no whole number of at least 0"),
         (["--model", MLP, "--lr", "0"], "argument --lr: '0' is no positive number"),
         (["--model", MLP, "--nonsense"], "unrecognized arguments: --nonsense"),
         ([], "--model is missing"),
