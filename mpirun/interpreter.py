@@ -29,10 +29,6 @@ def weight_key(stage: int) -> Key:
     return (Kind.W, stage, -1, -1)
 
 
-def gradient_key(stage: int) -> Key:
-    return (Kind.DW, stage, -1, -1)
-
-
 class Result(NamedTuple):
     """What a step leaves behind: the same on all ranks."""
 

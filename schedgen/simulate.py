@@ -29,6 +29,7 @@ Times = NDArray[np.float64]
 
 # Why a rank stands still: it waits for a message of a kind, for one of its own to leave, for other ranks.
 CAUSES = ("activation", "gradient", "weight", "weight_gradient", "send", "reduction")
+SEND_CAUSE, REDUCTION = CAUSES.index("send"), CAUSES.index("reduction")  # the first four are Kind - 1
 
 
 class Simulation(NamedTuple):
@@ -159,13 +160,13 @@ def _execute(
                     unknown, cause = send, kind[send] - 1
                 elif arrival[send] > until:
                     until, cause = arrival[send], kind[send] - 1
-            if o == 12 or o == 11:
+            if o == Op.FREE or o == Op.STEP:
                 send = chain[row]
                 while send >= 0 and not free:
                     if arrival[send] < 0:
-                        unknown, cause = send, 4
+                        unknown, cause = send, SEND_CAUSE
                     elif arrival[send] > until:
-                        until, cause = arrival[send], 4
+                        until, cause = arrival[send], SEND_CAUSE
                     send = chain[send]
             one = collective[row]
             if one >= 0 and not inside[row]:
@@ -173,16 +174,16 @@ def _execute(
                 outside[one] -= 1
                 done[one] = max(done[one], clock[r])
                 if outside[one] == 0:
-                    reduced = max(reduced, done[one] + (ring[one] if o == 9 else 0.0))
+                    reduced = max(reduced, done[one] + (ring[one] if o == Op.ALLREDUCE else 0.0))
                     woken = asleep[rows + one]
                     while woken >= 0:
                         settle(tree, leaves + woken, done[one])
                         woken = next_asleep[woken]
-            if o == 10:  # NORM waits for every rank, and all of them have started their reductions
+            if o == Op.NORM:  # waits for every rank, and all of them have started their reductions
                 if outside[one] > 0:
-                    unknown, cause = rows + one, 5
+                    unknown, cause = rows + one, REDUCTION
                 elif reduced > until:
-                    until, cause = reduced, 5
+                    until, cause = reduced, REDUCTION
             if unknown >= 0:
                 next_asleep[r] = asleep[unknown]
                 asleep[unknown] = r
@@ -199,7 +200,7 @@ def _execute(
             clock[r] += duration[row]
             end[row] = clock[r]
             at[r] = row + 1
-            if o <= 2:  # FETCH_W, RECV, SEND
+            if o == Op.FETCH_W or o == Op.RECV or o == Op.SEND:
                 reached[row] = True
                 send = row if receiver[row] >= 0 else sender[row]
                 if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
@@ -224,4 +225,4 @@ def cause_of(o: int, first: Numbers, sends: Numbers, kind: Small, row: int) -> i
     """What a rank that was woken at a row had waited for."""
     if first[row + 1] > first[row]:
         return int(kind[sends[first[row]]]) - 1
-    return 4 if o == 12 or o == 11 else 5
+    return SEND_CAUSE if o == Op.FREE or o == Op.STEP else REDUCTION

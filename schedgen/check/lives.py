@@ -45,7 +45,6 @@ EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
     Op.STEP: ((USE, WEIGHT, STAGE), (USE, DW, STAGE)),
     Op.FREE: ((END, NAMED, NAMED),),
 }  # fmt: skip
-THING = {Kind.X: X, Kind.G: G, Kind.W: WEIGHT, Kind.DW: DW}
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)
 FAULTS = {
@@ -173,34 +172,34 @@ def _follow(
         o, r, s, b = op[row], rank[row], stage[row], mb[row]
         for e in range(first_event[o], first_event[o + 1]):
             what, thing, which = events[e, 1], events[e, 2], events[e, 3]
-            if thing == 5 and what == 0 and o == 3 and redone[s, b]:
+            if thing == SAVED and what == DEFINE and o == Op.FWD and redone[s, b]:
                 continue  # a forward that is redone saves nothing the first time
-            if which == 5:
-                thing = kind[row] - 1
-                which = 0 if thing < 2 else 3
-                if thing == 3 and o == 1:
-                    thing, which = 4, 4
+            if which == NAMED:
+                thing = kind[row] - 1  # X, G, WEIGHT, DW
+                which = JOB if thing in (X, G) else STAGE
+                if thing == DW and o == Op.RECV:
+                    thing, which = PARTIAL, PEER
             many = 1
-            if which == 1:
+            if which == INPUTS:
                 many = first_in[s + 1] - first_in[s]
-            elif which == 2:
+            elif which == SHARES:
                 many = first_out[s + 1] - first_out[s]
             for j in range(many):
                 number = s * batches + b
-                if which == 1:
+                if which == INPUTS:
                     edge = by_consumer[first_in[s] + j]
                     producer = ends[edge, 0]
                     number = producer * batches + b
-                    if thing == 1 and first_out[producer + 1] - first_out[producer] > 1:
+                    if thing == G and first_out[producer + 1] - first_out[producer] > 1:
                         number = (stages + edge) * batches + b
-                elif which == 2:
+                elif which == SHARES:
                     if many > 1:
                         number = (stages + first_out[s] + j) * batches + b
-                elif which == 3:
+                elif which == STAGE:
                     number = s
-                elif which == 4:
+                elif which == PEER:
                     number = partial[row]
-                elif thing == 1:
+                elif thing == G:
                     # A gradient by name: the only share, or that of consumer `via`.
                     shares = first_out[s + 1] - first_out[s]
                     if shares == 0 or (shares == 1) != (via[row] < 0):
@@ -211,19 +210,19 @@ def _follow(
                             if ends[edge, 1] == via[row]:
                                 number = (stages + edge) * batches + b
                     if number < 0:
-                        return 6, row, (thing, number), peaks, used, received, chain, count
+                        return NOTHING, row, (thing, number), peaks, used, received, chain, count
                 slot = base[thing] + number
-                own = thing == 2 and owner[r, s]
+                own = thing == WEIGHT and owner[r, s]
                 now = state[slot] if seen[slot] == r else (1 if own else 0)
                 fault = 0
-                if own and (what == 0 or what == 3):
-                    fault = 4
-                elif what == 0 and now == 1:
-                    fault = 3
-                elif now == 2 and not (thing == 2 and what == 0):
-                    fault = 2
-                elif now == 0 and what >= 2:
-                    fault = 1
+                if own and what in (DEFINE, END):
+                    fault = OWNED
+                elif what == DEFINE and now == 1:
+                    fault = TWICE
+                elif now == 2 and not (thing == WEIGHT and what == DEFINE):
+                    fault = AGAIN
+                elif now == 0 and what in (USE, END):
+                    fault = UNDEFINED
                 if fault:
                     return fault, row, (thing, number), peaks, used, received, chain, count
                 if seen[slot] != r:
@@ -231,19 +230,19 @@ def _follow(
                     arrived[slot] = -1
                     sent[slot] = -1
                 if now != 1:
-                    alive[thing] += sizes[thing, s if thing >= 2 or which != 1 else ends[edge, 0]]
+                    alive[thing] += sizes[thing, s if which != INPUTS else ends[edge, 0]]
                     peaks[r, thing] = max(peaks[r, thing], alive[thing])
-                    arrived[slot] = row if o <= 1 else -1
+                    arrived[slot] = row if o == Op.RECV or o == Op.FETCH_W else -1
                 elif arrived[slot] >= 0:
                     used[count], received[count] = row, arrived[slot]
                     count += 1
                     arrived[slot] = -1
                 state[slot] = 1
                 last[slot] = row
-                if o == 2 or o == 12 or (o == 11 and thing == 2):
+                if o == Op.SEND or o == Op.FREE or (o == Op.STEP and thing == WEIGHT):
                     chain[row] = sent[slot]
                     sent[slot] = row
-                if what == 3:
+                if what == END:
                     state[slot] = 2
                     sent[slot] = -1
                     alive[thing] -= sizes[thing, s]
@@ -251,11 +250,11 @@ def _follow(
             # Something is left at the rank's end: the one whose last use comes first.
             first, left = len(op), -1
             for slot in range(base[6]):
-                own = base[2] <= slot < base[3] and owner[r, slot - base[2]]
+                own = base[WEIGHT] <= slot < base[WEIGHT + 1] and owner[r, slot - base[WEIGHT]]
                 if seen[slot] == r and state[slot] == 1 and not own and last[slot] < first:
                     first, left = last[slot], slot
             thing = 0
             while left >= base[thing + 1]:
                 thing += 1
-            return 5, first, (thing, left - base[thing]), peaks, used, received, chain, count
+            return LEFT, first, (thing, left - base[thing]), peaks, used, received, chain, count
     return 0, 0, (0, 0), peaks, used, received, chain, count

@@ -71,7 +71,7 @@ def _last_uses(
         if at_end:
             next_compute[row] = row
         else:
-            next_compute[row] = row + 1 if 3 <= op[row + 1] <= 7 else next_compute[row + 1]
+            next_compute[row] = row + 1 if Op.FWD <= op[row + 1] <= Op.RECOMPUTE else next_compute[row + 1]
     touched = np.empty(dw + stages, np.int32)
     found = np.empty(8, np.int64)
     behind, buffer = np.empty(most, np.int32), np.empty(most, np.int64)
@@ -79,19 +79,19 @@ def _last_uses(
     for row in range(length):
         o, s, b = op[row], stage[row], mb[row]
         few = 0
-        if o == 1 or o == 2:  # RECV, SEND: x, g or dw; a received partial of a dw is freed by its ADD
-            if kind[row] == 1:
+        if o == Op.RECV or o == Op.SEND:  # x, g or dw; a received partial of a dw is freed by its ADD
+            if kind[row] == Kind.X:
                 found[0], few = s * batches + b, 1
-            elif kind[row] == 2:
+            elif kind[row] == Kind.G:
                 found[0], few = g + s * batches + b, 1
                 for edge in range(first_out[s], first_out[s + 1]):
                     if ends[edge, 1] == via[row]:
                         found[0] = shares + edge * batches + b
-            elif kind[row] == 4 and o == 2:
+            elif kind[row] == Kind.DW and o == Op.SEND:
                 found[0], few = dw + s, 1
-        elif o == 8 or o == 9 or o == 11:  # ADD, ALLREDUCE, STEP
+        elif o == Op.ADD or o == Op.ALLREDUCE or o == Op.STEP:
             found[0], few = dw + s, 1
-        elif 3 <= o <= 7:
+        elif Op.FWD <= o <= Op.RECOMPUTE:
             ins, outs = first_in[s + 1] - first_in[s], first_out[s + 1] - first_out[s]
             if len(found) < 2 * ins + outs + 1:
                 found = np.empty(4 * (ins + outs), np.int64)
@@ -99,18 +99,18 @@ def _last_uses(
                 producer = ends[order[k], 0]
                 found[few] = producer * batches + b
                 few += 1
-                if o == 4 or o == 5:  # BWD, BWD_I
+                if o == Op.BWD or o == Op.BWD_I:
                     several = first_out[producer + 1] - first_out[producer] > 1
                     found[few] = shares + order[k] * batches + b if several else g + producer * batches + b
                     few += 1
-            if o == 3:
+            if o == Op.FWD:
                 found[few] = s * batches + b
                 few += 1
-            if 4 <= o <= 6:
+            if o == Op.BWD or o == Op.BWD_I or o == Op.BWD_W:
                 for edge in range(first_out[s], first_out[s + 1]):
                     found[few] = shares + edge * batches + b if outs > 1 else g + s * batches + b
                     few += 1
-            if o == 4 or o == 6:
+            if o == Op.BWD or o == Op.BWD_W:
                 found[few] = dw + s
                 few += 1
         for k in range(few):
@@ -123,7 +123,7 @@ def _last_uses(
         if row + 1 == length or rank[row + 1] != rank[row]:
             for k in range(count - 1, -1, -1):
                 slot = touched[k]
-                at = next_compute[last[slot]] if op[last[slot]] == 2 else last[slot]
+                at = next_compute[last[slot]] if op[last[slot]] == Op.SEND else last[slot]
                 following[slot] = head[at]
                 head[at] = slot
             for at in range(begin, row + 1):

@@ -19,17 +19,6 @@ def rows_of(program: Program, *ops: Op) -> Places:
     return places
 
 
-def neighbours(stage: Ints, table: tuple[tuple[int, ...], ...]) -> tuple[Places, Ints]:
-    """All (i, t) with t in table[stage[i]], as two arrays ordered by i."""
-    counts = np.array([len(others) for others in table], np.int64)
-    flat = np.array([t for others in table for t in others], np.int32)
-    first = np.cumsum(counts) - counts
-    times = counts[stage]
-    index = np.repeat(np.arange(len(stage)), times)
-    within = np.arange(len(index)) - np.repeat(np.cumsum(times) - times, times)
-    return index, flat[first[stage[index]] + within]
-
-
 def home(program: Program, rank: int, stage: int) -> int:
     """The owner that serves `rank`, which computes a stage it does not own: the one its first job names."""
     header = program.header
