@@ -53,6 +53,8 @@ def compile_scheme(
             raise UsageError(f"there is no order '{n}': it is one of {', '.join(ORDERS)}")
         scheme = scheme._replace(n=ORDERS[n](sizes), order=n)
     mode = mode or scheme.mode
+    if n is not None or mode != scheme.mode:  # which backwards are whole, and what leaves in pairs, is of its own order
+        scheme = scheme._replace(whole=None, paired=None)
     limits = caps(scheme, S)
     if mode == "strict" and (limits is not None or memory is not None):
         what = "--memory-limit" if limits is None else "cap"

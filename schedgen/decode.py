@@ -15,9 +15,8 @@ import numpy as np
 
 from schedgen.errors import UsageError
 from schedgen.graph import check_edges
-from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, OPERANDS, Header, Instruction, Ints, Kind, Op
+from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, MOST_PAIRS, OPERANDS, Header, Instruction, Ints, Kind, Op
 
-MOST_PAIRS = 2**25  # of a rank and a stage
 LIMIT = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "owners", "groups", "weights", "compute")
 

@@ -57,6 +57,8 @@ class Kind(IntEnum):
     DW = 4  # dw.s     weight gradient gathered on this rank
 
 
+MOST_PAIRS = 2**25  # of a worker and a stage: what tables of these may have
+
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 

@@ -18,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.errors import SlowScheme, UsageError
-from schedgen.program import DIRECTIONS, B, Ints, W
+from schedgen.program import DIRECTIONS, MOST_PAIRS, B, Ints, W
 
 Function = Callable[..., Any]
 
 
 MOST_WORKERS = 2**20
-MOST_PAIRS = 2**25  # of a worker and a stage
 MOST_JOBS = 2**27  # about a hundred bytes each
 
 

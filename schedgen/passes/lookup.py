@@ -26,25 +26,25 @@ def home(program: Program, rank: int, stage: int) -> int:
     return int(header.weights[d, stage, b])
 
 
-def earlier_compute(program: Program, at: Places, count: int, rank: Ints | None = None) -> Places:
-    """The `count`-th compute row before row `at` on its rank (or on `rank`); the first if there are fewer; else 0."""
-    table = program.rows
-    rank = table.rank[at] if rank is None else rank
-    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    length = len(program) + 1
-    keys = np.sort(table.rank[compute].astype(np.int64) * length + compute)
-    first = np.searchsorted(keys, rank.astype(np.int64) * length)
-    place = np.maximum(np.searchsorted(keys, rank.astype(np.int64) * length + at) - count, first)
+def earlier_compute(program: Program, at: Places, count: int) -> Places:
+    """The `count`-th compute row before row `at` on its rank; the first if there are fewer; `at` if there is none."""
+    rank = program.rows.rank[at].astype(np.int64)
+    keys, length = _compute_keys(program)
+    place = np.maximum(np.searchsorted(keys, rank * length + at) - count, np.searchsorted(keys, rank * length))
     found = np.append(keys, -1)[place]
     return np.where(found // length == rank, np.minimum(found % length, at), at)
 
 
 def next_compute(program: Program, at: Places, rank: Ints | None = None) -> Places:
     """The next compute row behind row `at` on its rank (or on `rank`); the program's last row if there is none."""
-    table = program.rows
-    rank = table.rank[at] if rank is None else rank
-    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    length = len(program) + 1
-    keys = np.sort(table.rank[compute].astype(np.int64) * length + compute)
+    rank = program.rows.rank[at] if rank is None else rank
+    keys, length = _compute_keys(program)
     following = np.append(keys, -1)[np.searchsorted(keys, rank.astype(np.int64) * length + at, side="right")]
     return np.where(following // length == rank, following % length, len(program) - 1)
+
+
+def _compute_keys(program: Program) -> tuple[Places, int]:
+    """rank * length + row of every compute row, ascending; and `length`."""
+    compute = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
+    length = len(program) + 1
+    return np.sort(program.rows.rank[compute].astype(np.int64) * length + compute), length
