@@ -85,6 +85,13 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
     add("--lr", type=_positive, default=1e-3, metavar="X", help="learning rate; default: 0.001")
     add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
     add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
+    add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
+    add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
+    add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
+    add(
+        "--autocast", choices=("bf16",), help="compute in mixed precision; weights and their gradients stay as they are"
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
     add(
@@ -127,6 +134,7 @@ def _number(name: str, kind: type[T], lowest: float, highest: float) -> Callable
 
 
 _count = _number("whole number of at least 0", int, 0, 2**31)
+_positive_count = _number("whole number of at least 1", int, 1, 2**31)
 _threads = _number("number from 1 to 1024", int, 1, 1025)
 _positive = _number("positive number", float, 1e-300, float("inf"))
 _fraction = _number("number of at least 0", float, 0, float("inf"))

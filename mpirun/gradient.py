@@ -1,7 +1,7 @@
-"""dw.s on a rank: weight gradients gathered over backwards and over ranks.
+"""dw.s on a rank: the gradient of a stage's weights, gathered over backwards and over ranks.
 
-Normally one running sum. In canonical mode the parts are kept apart by
-microbatch and added in that order at the very end, so that every scheme gives
+Normally one row, to which every backward adds. In canonical mode a row a
+microbatch, added up in that order at the very end, so that every scheme gives
 the bits of one process that goes through the microbatches one by one.
 """
 
@@ -16,43 +16,45 @@ from mpirun.stage import Stage
 
 
 class Gradient:
-    """Rows of shape (n,) by key: microbatches in canonical mode, else one row with key `rank`."""
+    """Rows of shape (n,), laid out as the stage's weights are."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.rows: dict[int, Tensor] = {}
+    def __init__(self, stage: Stage, keys: Sequence[int], memory: Tensor) -> None:
+        """`keys` of the rows, ascending; `memory`: shape (len(keys) * n,), kept."""
+        self.stage, self.keys = stage, list(keys)
+        self.data = memory.view(len(self.keys), stage.size)
+        self.views = {key: stage.views(row) for key, row in zip(self.keys, self.data, strict=True)}
+        self.used: int | None = None
 
-    def add_grads(self, key: int, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of the stage's parameters; None counts as zero."""
-        first = key not in self.rows
-        for view, grad in zip(self.stage.views(self.row(key)), grads, strict=True):
-            if grad is not None:
-                view.copy_(grad) if first else view.add_(grad)
+    @property
+    def total(self) -> Tensor:
+        """Where the sum is in the end."""
+        return self.data[0]
 
-    def row(self, key: int) -> Tensor:
-        """The row of `key`, zero if nothing was added to it."""
-        if key not in self.rows:
-            self.rows[key] = torch.zeros(self.stage.size, dtype=self.stage.dtype)
-        return self.rows[key]
+    def begin(self) -> None:
+        self.data.zero_()
+
+    def use(self, key: int) -> None:
+        """Make autograd add to the row of `key`."""
+        if key != self.used:
+            self.used = key
+            for parameter, view in zip(self.stage.parameters, self.views[key], strict=True):
+                parameter.grad = view
+
+    def add(self, key: int, grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of the parameters to the row of `key`; None counts as zero."""
+        pairs = [(view, grad) for view, grad in zip(self.views[key], grads, strict=True) if grad is not None]
+        if pairs:
+            views, given = zip(*pairs, strict=True)
+            torch._foreach_add_(views, given)
 
     def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
         """Add a partial sum that was received, shape (len(keys), n)."""
-        for key, row in zip(keys, rows, strict=True):
-            if key in self.rows:
-                self.rows[key] += row
-            else:
-                self.rows[key] = row
+        if len(self.keys) == 1:
+            self.data += rows
+        else:
+            self.data[[self.keys.index(key) for key in keys]] += rows
 
-    def packed(self, keys: Sequence[int]) -> Tensor:
-        """The rows in the order of `keys`, one tensor to send, shape (len(keys), n)."""
-        if len(keys) == 1:
-            return self.rows[keys[0]].unsqueeze(0)
-        return torch.stack([self.rows[key] for key in keys])
-
-    def total(self) -> Tensor:
-        """The rows added up in the order of their keys, shape (n,)."""
-        first, *others = sorted(self.rows)
-        total = self.rows[first]
-        for key in others:
-            total = total + self.rows[key]
-        return total
+    def add_up(self) -> None:
+        """All rows into the first, in the order of their keys."""
+        for row in self.data[1:]:
+            self.data[0] += row

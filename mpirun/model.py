@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mpirun.device import autocast
+from mpirun.randomness import Watch, number
 from schedgen.errors import UsageError
+
+Layers = Mapping[str, Callable[[], nn.Module]]
+ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
 
 
 class Model(NamedTuple):
     """What a model function returns.
 
-    stages  one entry a stage: a function that builds its module (preferred:
-            only ranks that need a stage build it), or the module itself.
+    stages  one entry a stage. Preferably its layers, a mapping from name to a
+            function that builds one: they run one after the other, weights
+            and dropout are seeded by the layers' names, and so do not depend
+            on how layers are cut into stages. Or a function that builds the
+            stage's module, or the module itself.
             forward takes the outputs of the stage's producers (the first
             stage: the input) and returns one tensor; its shape is the same
             for every microbatch. A stage's trained parameters have one type,
             and are found by named_parameters: hooks on them, or references
-            kept elsewhere, are lost. It may not draw random numbers (dropout)
-            or change buffers that its output depends on.
+            kept elsewhere, are lost. It may not change buffers that its
+            output depends on, and draws random numbers from torch's default
+            generator only.
     loss    (output of the last stage, target) -> scalar, a mean over the
             microbatch. The gradient is the mean over microbatches.
     batch   (text, rng) -> (input, target) of one microbatch. `text` is a
@@ -37,7 +49,7 @@ class Model(NamedTuple):
     length  how many bytes of text `batch` needs at least.
     """
 
-    stages: Sequence[nn.Module | Callable[[], nn.Module]]
+    stages: Sequence[Layers | Callable[[], nn.Module] | nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[Tensor, np.random.Generator], tuple[Tensor, Tensor]]
     length: int = 1
@@ -49,7 +61,15 @@ class Shape(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     parameters: int
+    weights: int = 0  # bytes of all of them, flat
     overwrites: bool = False  # whether it changes its inputs in place
+    draws: tuple[str, ...] = ()  # layers that draw random numbers
+    loss: int = 0  # the last stage: bytes of the loss, which is its output x
+
+    @property
+    def bytes(self) -> int:
+        """Of x.s.b."""
+        return self.loss or math.prod(self.size) * self.dtype.itemsize
 
 
 def load(name: str, stages: int, seed: int) -> Model:
@@ -80,14 +100,30 @@ def load(name: str, stages: int, seed: int) -> Model:
     return model
 
 
+def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[tuple[int, torch.Size]], int]:
+    """Where each parameter lies in the stage's flat weights, with its shape, and their number of elements."""
+    step = ALIGN // dtype.itemsize
+    layout, end = [], 0
+    for parameter in parameters:
+        layout.append((end, parameter.shape))
+        end += -(-parameter.numel() // step) * step
+    return layout, end
+
+
 def build(model: Model, stage: int, seed: int) -> nn.Module:
-    """The module of one stage, its weights seeded by the stage: the same on whichever rank."""
+    """The module of one stage, its weights seeded by layer, or else by stage: the same on whichever rank."""
     entry = model.stages[stage]
     if isinstance(entry, nn.Module):
         return copy.deepcopy(entry)
-    torch.manual_seed(int(np.random.SeedSequence([seed, stage]).generate_state(1)[0]))
+    if isinstance(entry, Mapping):
+        return nn.Sequential(OrderedDict((name, _built(stage, make, seed, name)) for name, make in entry.items()))
+    return _built(stage, entry, seed, f"stage {stage}")
+
+
+def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
+    torch.manual_seed(number(seed, name) % 2**63)
     try:
-        module = entry()
+        module = make()
     except (Exception, SystemExit) as error:
         raise UsageError(f"stage {stage} of the model cannot be built: {type(error).__name__}: {error}") from None
     if not isinstance(module, nn.Module):
@@ -100,39 +136,53 @@ def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tup
     return model.batch(text, np.random.default_rng([seed, step, mb]))
 
 
-def shapes(model: Model, producers: Sequence[Sequence[int]], text: Tensor) -> list[Shape]:
-    """What every stage gives, found by running all stages on the meta device: no data, no messages."""
+def shapes(
+    model: Model, producers: Sequence[Sequence[int]], text: Tensor, mixed: torch.dtype | None = None
+) -> list[Shape]:
+    """What every stage gives, found by running all stages on fake tensors: no data, no messages.
+
+    `mixed`: the type that torch's autocast computes in.
+    """
     try:
-        data, target = (part.to("meta") for part in microbatch(model, text, 0, 0, 0))
+        data, target = microbatch(model, text, 0, 0, 0)
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
+    fake = FakeTensorMode()
     outputs: list[Tensor] = []
     found: list[Shape] = []
-    for stage in range(len(model.stages)):
-        inputs = [outputs[p] for p in producers[stage]] or [data]
-        with torch.device("meta"), torch.no_grad():
-            module = build(model, stage, 0).to("meta")
+    for stage, entry in enumerate(model.stages):
+        with fake, torch.no_grad():
+            module = build(model, stage, 0)
+            watch = Watch(module, list(entry) if isinstance(entry, Mapping) else [])
+            inputs = [outputs[p] for p in producers[stage]] or [fake.from_tensor(data)]
             versions = [x._version for x in inputs]
             try:
-                output = module(*inputs)
+                with autocast("cpu", mixed), watch:
+                    output = module(*inputs)
             except (Exception, SystemExit) as error:
                 raise UsageError(
                     f"stage {stage} fails on the shapes it gets: {type(error).__name__}: {error}"
                 ) from None
         if not isinstance(output, Tensor):
             raise UsageError(f"stage {stage} should return one tensor, not {type(output).__name__}")
-        overwrites = versions != [x._version for x in inputs]
-        count = sum(parameter.requires_grad for parameter in module.parameters())
-        found.append(Shape(tuple(output.shape), output.dtype, count, overwrites))
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        dtype = parameters[0].dtype if parameters else torch.float32
+        found.append(
+            Shape(
+                tuple(output.shape),
+                output.dtype,
+                len(parameters),
+                flat_layout(parameters, dtype)[1] * dtype.itemsize,
+                overwrites=versions != [x._version for x in inputs],
+                draws=tuple(watch.found),
+            )
+        )
         outputs.append(output)
     try:
-        try:
-            loss = model.loss(outputs[-1], target)
-        except (Exception, SystemExit):  # it may have tensors of its own, which are not on the meta device
-            real = microbatch(model, text, 0, 0, 0)[1]
-            loss = model.loss(torch.zeros(outputs[-1].shape, dtype=outputs[-1].dtype), real)
+        loss = model.loss(torch.zeros(outputs[-1].shape, dtype=outputs[-1].dtype), target)
     except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("the loss should be one number")
+    found[-1] = found[-1]._replace(loss=loss.element_size())
     return found

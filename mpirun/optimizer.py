@@ -1,52 +1,91 @@
-"""The optimizer of the stages a rank owns, and the norm of the whole gradient."""
+"""The optimizer of the stages a rank owns, its learning rate, and the norm of the whole gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from mpirun.gradient import Gradient
 from mpirun.stage import Stage
+from mpirun.transport import Transport
 
-Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
+class Recipe(NamedTuple):
+    """Which optimizer, and its learning rate by step."""
 
-def maker(name: str, lr: float, momentum: float, weight_decay: float) -> Make:
-    """What makes a torch optimizer for a list of parameters."""
-    if name == "sgd":
-        return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+    name: str  # adamw or sgd
+    lr: float
+    momentum: float
+    weight_decay: float
+    schedule: str  # constant, linear or cosine: how the rate falls from the end of the warm-up to the last step
+    warmup: int  # steps in which it rises
+    steps: int  # of the whole run
+    clip: float | None  # largest norm of the whole gradient; None: no limit
+
+    def make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.name == "sgd":
+            return torch.optim.SGD(
+                parameters, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=True
+            )
+        return torch.optim.AdamW(parameters, self.lr, weight_decay=self.weight_decay, fused=True)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        past = (step - self.warmup) / max(1, self.steps - self.warmup)
+        fall = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
+        return self.lr * fall[self.schedule]
+
+    def step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        optimizer.step()
 
 
 class Optimizer:
-    def __init__(self, make: Make, stages: dict[int, Stage], clip: float | None) -> None:
-        """`stages`: the owned ones. `clip`: the largest norm of the whole gradient; None: no limit."""
-        self.stages, self.clip = stages, clip
-        self.steppers = {index: make(stage.parameters) for index, stage in stages.items() if stage.parameters}
+    def __init__(self, recipe: Recipe, stages: dict[int, Stage]) -> None:
+        """`stages`: the owned ones."""
+        self.recipe, self.stages = recipe, stages
+        self.steppers = {index: recipe.make(stage.parameters) for index, stage in stages.items() if stage.parameters}
+        self.gathered: dict[int, Tensor] = {}  # sums over the walks through the list so far
+
+    def gather(self, totals: dict[int, Tensor], first: bool, last: bool) -> None:
+        """Add a walk's gradients to those before; in the last walk `totals` become the sums."""
+        for stage, total in totals.items():
+            if first:
+                self.gathered.setdefault(stage, torch.empty_like(total)).copy_(total)
+            elif last:
+                torch.add(self.gathered[stage], total, out=total)
+            else:
+                self.gathered[stage] += total
 
     def norms(self, stage: int, gradient: Tensor) -> list[float]:
         """The norm of each parameter's gradient."""
-        return [norm(view) for view in self.stages[stage].views(gradient)]
+        return norms(self.stages[stage].views(gradient))
 
-    def step(self, stage: int, gradient: Tensor, norm: float) -> None:
-        """One step of an owned stage, its gradient (flat, shape (n,)) clipped by the norm of the whole."""
+    def step(self, stage: int, gradient: Gradient, step: int, norm: float) -> None:
+        """One step of an owned stage, its gradient clipped by the norm of the whole."""
         if stage not in self.steppers:
             return
-        if self.clip is not None:
-            gradient.mul_(clip_factor(norm, self.clip))
-        for parameter, view in zip(self.stages[stage].parameters, self.stages[stage].views(gradient), strict=True):
-            parameter.grad = view
-        self.steppers[stage].step()
-        for parameter in self.stages[stage].parameters:
-            parameter.grad = None
+        gradient.use(gradient.keys[0])
+        if self.recipe.clip is not None:
+            gradient.total.mul_(clip_factor(norm, self.recipe.clip))
+        self.recipe.step(self.steppers[stage], step)
 
 
-def norm(gradient: Tensor) -> float:
-    """The 2-norm, summed up in float32 at least."""
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+def norms(gradients: Sequence[Tensor]) -> list[float]:
+    """Their 2-norms, summed up in float32 at least."""
+    if not gradients:
+        return []
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack([torch.linalg.vector_norm(one, dtype=wide) for one in gradients]).tolist()
 
 
 def whole_norm(norms: Sequence[float]) -> float:
@@ -59,9 +98,9 @@ def clip_factor(norm: float, limit: float) -> float:
     return min(limit / (norm + 1e-6), 1.0)
 
 
-def share(comm: MPI.Comm, length: int, mine: dict[int, float]) -> list[float]:
+def share(transport: Transport, comm: MPI.Intracomm, length: int, mine: dict[int, float]) -> list[float]:
     """Numbers by place, each known to one rank only, on all ranks."""
-    values = np.zeros(length)
+    values, known = np.zeros(length), np.empty(length)
     values[list(mine)] = list(mine.values())
-    comm.Allreduce(MPI.IN_PLACE, values)  # every place has one number and zeros: exact in any order
-    return [float(value) for value in values]
+    transport.wait(comm.Iallreduce(values, known).Test)  # every place has one number and zeros: exact in any order
+    return list(map(float, known))

@@ -7,18 +7,18 @@ same kernels run on them, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from mpirun.backward import WeightHalf, input_half, weight_half
-from mpirun.model import Shape
+from mpirun.device import Device, autocast
+from mpirun.model import Shape, flat_layout
+from mpirun.randomness import Draws
 from schedgen.errors import UsageError
-
-ALIGN = 64  # bytes
 
 
 class Saved(NamedTuple):
@@ -31,17 +31,27 @@ class Saved(NamedTuple):
         """The inputs that have a gradient."""
         return [x for x in self.inputs if x.requires_grad]
 
-    def filled(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients of all inputs from those of `leaves()`: zero where there is none."""
-        of_leaf = iter(grads)
-        found = [next(of_leaf) if x.requires_grad else None for x in self.inputs]
-        pairs = zip(self.inputs, found, strict=True)
-        return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in pairs]
+    def gradients(self) -> list[Tensor]:
+        """Those of all inputs: zero where there is none."""
+        return [torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in self.inputs]
 
 
 class Stage:
-    def __init__(self, module: nn.Module, index: int, owned: bool, shape: Shape) -> None:
-        self.module, self.index, self.shape = module, index, shape
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        shape: Shape,
+        device: Device,
+        owned: bool,
+        memory: Tensor | None = None,
+        mixed: torch.dtype | None = None,
+    ) -> None:
+        """`owned`: the weights are this rank's own. `memory`: where those of another rank will be, shape (bytes,).
+
+        `mixed`: the type that torch's autocast computes in; None: the parameters' own.
+        """
+        self.module, self.index, self.shape, self.device, self.mixed = module, index, shape, device, mixed
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
         types = {parameter.dtype for _, parameter in named} or {torch.float32}
@@ -50,70 +60,71 @@ class Stage:
                 f"stage {index}: parameters of one stage must have one type, not {sorted(map(str, types))}"
             )
         self.dtype = types.pop()
-        self.layout: list[tuple[int, torch.Size]] = []  # where each parameter lies, and its shape
-        step = ALIGN // self.dtype.itemsize
-        end = 0
-        for _, parameter in named:
-            self.layout.append((end, parameter.shape))
-            end += -(-parameter.numel() // step) * step
-        self.size = end
-        self.weights = torch.zeros(self.size, dtype=self.dtype)
+        self.layout, self.size = flat_layout([parameter for _, parameter in named], self.dtype)
+        self.weights = torch.zeros(self.size if owned else 0, dtype=self.dtype, device=device.torch)
+        if memory is not None:
+            self.weights = memory.view(self.dtype)
         self.parameters = []
-        for view, (_, parameter) in zip(self.views(self.weights), named, strict=True):
-            if owned:
-                view.copy_(parameter.detach())
-            self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
-        if not owned:
-            self.release()
+        if owned or memory is not None:  # a rank that only passes on the gradient of a stage has no weights of it
+            for view, (_, parameter) in zip(self.views(self.weights), named, strict=True):
+                if owned:
+                    view.copy_(parameter.detach())
+                self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
+        module.to(device.torch)
+        self.draws = Draws(module, index, shape.draws, device.seed)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' parts of a flat tensor laid out as `weights` is."""
         return [flat[start : start + shape.numel()].view(shape) for start, shape in self.layout]
 
-    def release(self) -> None:
-        """Give the weights' memory back; views and saved graphs stay valid for the next `acquire`."""
-        self.weights.untyped_storage().resize_(0)
-
-    def acquire(self) -> Tensor:
-        """Memory for the weights again, to be filled."""
-        self.weights.untyped_storage().resize_(self.size * self.dtype.itemsize)
-        return self.weights
-
     def forward(
-        self, inputs: list[Tensor], finish: Callable[[Tensor], Tensor] | None, save: bool
+        self, inputs: Iterable[Tensor], finish: Callable[[Tensor], Tensor] | None, save: bool
     ) -> tuple[Tensor, Saved | None]:
         """The output, run through `finish` (the last stage's loss) if given, and what backward needs if `save`."""
-        leaves = [x.detach().requires_grad_(save and x.is_floating_point()) for x in inputs]
-        with torch.set_grad_enabled(save):
-            # A stage that begins in place would change what others still read, and a leaf besides.
-            output = self.module(*([x.clone() for x in leaves] if self.shape.overwrites else leaves))
-            if (tuple(output.shape), output.dtype) != self.shape[:2]:
-                raise RuntimeError(
-                    f"stage {self.index} returned {output.dtype} of shape {tuple(output.shape)}, "
-                    f"but on the first microbatch {self.shape.dtype} of shape {self.shape.size}"
-                )
-            if finish is not None:
-                output = finish(output)
-        edge = get_gradient_edge(output) if save and output.requires_grad else None
-        return output.detach().contiguous(), Saved(leaves, edge) if save else None
+        if not save:
+            with torch.no_grad():
+                return self._compute([x.detach() for x in inputs], finish), None
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+        output = self._compute(leaves, finish)
+        return output.detach(), Saved(leaves, get_gradient_edge(output) if output.requires_grad else None)
 
-    def backward(self, saved: Saved, gradient: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Gradients of the inputs and of `parameters` (None: not used), from that of the output."""
-        leaves = saved.leaves()
-        wanted = [*leaves, *self.parameters]
-        if saved.output is None or not wanted:
-            return saved.filled([None] * len(leaves)), [None] * len(self.parameters)
-        grads = torch.autograd.grad([saved.output], wanted, [gradient], allow_unused=True)
-        return saved.filled(grads[: len(leaves)]), list(grads[len(leaves) :])
+    def _compute(self, leaves: list[Tensor], finish: Callable[[Tensor], Tensor] | None) -> Tensor:
+        if (
+            self.shape.overwrites
+        ):  # a stage that begins in place would change what others still read, and a leaf besides
+            leaves = [x.clone() for x in leaves]
+        if self.mixed is not None:
+            with autocast(self.device.kind, self.mixed):
+                return self._finished(self.module(*leaves), finish)
+        return self._finished(self.module(*leaves), finish)
 
-    def backward_input(self, saved: Saved, gradient: Tensor) -> tuple[list[Tensor], WeightHalf | None]:
-        """Gradients of the inputs, and what `backward_weight` goes on with."""
+    def _finished(self, output: Tensor, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
+        if output.shape != self.shape.size or output.dtype is not self.shape.dtype:
+            raise RuntimeError(
+                f"stage {self.index} returned {output.dtype} of shape {tuple(output.shape)}, "
+                f"but on the first microbatch {self.shape.dtype} of shape {self.shape.size}"
+            )
+        return (output if finish is None else finish(output)).contiguous()
+
+    def backward(self, saved: Saved, gradient: Tensor) -> None:
+        """From the gradient of the output: `saved.gradients()`; those of `parameters` are added to their `grad`."""
+        if saved.output is not None:
+            # What Tensor.backward ends in, without its checks: they take as long as three small kernels.
+            _engine_run_backward(
+                (saved.output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+    def backward_input(self, saved: Saved, gradient: Tensor) -> WeightHalf | None:
+        """From the gradient of the output: `saved.gradients()`, and what `backward_weight` goes on with."""
         if saved.output is None:
-            return saved.filled([None] * len(saved.leaves())), None
-        grads, half = input_half(saved.output, gradient, saved.leaves(), self.parameters)
-        return saved.filled(grads), half
+            return None
+        leaves = saved.leaves()
+        grads, half = input_half(saved.output, gradient, leaves, self.parameters)
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad
+        return half
 
-    def backward_weight(self, half: WeightHalf | None) -> list[Tensor | None]:
+    def backward_weight(self, half: WeightHalf | None) -> Sequence[Tensor | None]:
         """Gradients of `parameters` (None: not used)."""
         return [None] * len(self.parameters) if half is None else weight_half(half, self.parameters)
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,16 +20,19 @@ from tqdm import tqdm
 import mpirun.data
 import mpirun.model
 from mpirun import verify
+from mpirun.device import device
 from mpirun.errors import Stop, on_rank_0, together
 from mpirun.interpreter import Interpreter, Result
+from mpirun.memory import Memory
 from mpirun.model import Shape
-from mpirun.optimizer import Optimizer, maker
+from mpirun.optimizer import Optimizer, Recipe
+from mpirun.pump import Pump
 from mpirun.stage import Stage
-from mpirun.transport import Transport
+from mpirun.transport import transport
 from schedgen.check import check
 from schedgen.errors import RefusedFile, UsageError
 from schedgen.file import line_of, read
-from schedgen.program import COMPUTE, Header, Instruction, Kind, Program
+from schedgen.program import COMPUTE, Header, Kind, Program
 
 
 class Run:
@@ -36,48 +40,65 @@ class Run:
 
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        self.header, self.instructions, self.first_line = _schedule(comm, options.file)
+        self.program, self.first_line = _schedule(comm, options.file)
+        self.header = self.program.header
+        self.instructions = self.program.instructions(comm.rank)
         torch.set_num_threads(options.threads or _threads(comm))
+        self.device = device(comm, options.device)
+        self.mixed = torch.bfloat16 if options.autocast else None
         self.model = together(comm, lambda: mpirun.model.load(options.model, self.header.stages, options.seed))
         self.text = mpirun.data.load(comm, options.text, self.model.length)
-        self.make = maker(options.optimizer, options.lr, options.momentum, options.weight_decay)
-        self.tokens, shapes, stages = together(comm, self._stages)
-        self.interpreter = self._interpreter(shapes, stages)
+        self.recipe = Recipe(
+            options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
+            options.steps, options.clip,
+        )  # fmt: skip
+        self.tokens, shapes = together(comm, self._shapes)
+        self.interpreter = self._interpreter(shapes)
         self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
+        if self.device.said and comm.rank == 0:
+            print(self.device.said, flush=True)
 
-    def _stages(self) -> tuple[int, list[Shape], dict[int, Stage]]:
-        """Tokens of a step, what every stage gives, and the stages this rank owns or computes."""
-        shapes = mpirun.model.shapes(self.model, self.header.producers, self.text)
+    def _shapes(self) -> tuple[int, list[Shape]]:
+        """Tokens of a step, and what every stage gives."""
+        shapes = mpirun.model.shapes(self.model, self.header.producers, self.text, self.mixed)
         tokens = mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1].numel()
-        owned = {stage for stage, owners in enumerate(self.header.owners) if self.comm.rank in owners}
-        needed = owned | {i.stage for i in self.instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-        seed = self.options.seed
-        stages = {
-            stage: Stage(mpirun.model.build(self.model, stage, seed), stage, stage in owned, shapes[stage])
-            for stage in sorted(needed)
-        }
-        return tokens * self.header.microbatches, shapes, stages
+        return tokens * self.header.microbatches * self.options.accumulate, shapes
 
-    def _interpreter(self, shapes: list[Shape], stages: dict[int, Stage]) -> Interpreter:
+    def _interpreter(self, shapes: list[Shape]) -> Interpreter:
+        options = self.options
+        memory = Memory(self.comm, self.program, self.instructions, shapes, self.device, options.canonical)
+        stages = together(self.comm, lambda: self._stages(shapes, memory))
         owned = {stage: one for stage, one in stages.items() if self.comm.rank in self.header.owners[stage]}
         return Interpreter(
             self.header,
             self.instructions,
             stages,
-            shapes,
-            Transport(self.comm, self.header.groups),
+            memory,
+            transport(self.comm, self.header.groups, self.device),
+            Pump(self.comm),
             self.model,
             self.text,
-            self.options.seed,
-            Optimizer(self.make, owned, self.options.clip),
-            self.options.canonical,
+            options.seed,
+            Optimizer(self.recipe, owned),
+            options.accumulate,
         )
+
+    def _stages(self, shapes: list[Shape], memory: Memory) -> dict[int, Stage]:
+        """The stages this rank owns, computes or adds gradients of."""
+        owned = {stage for stage, owners in enumerate(self.header.owners) if self.comm.rank in owners}
+        needed = owned | {i.stage for i in self.instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
+        stages = {}
+        for stage in sorted(needed):
+            module = mpirun.model.build(self.model, stage, self.options.seed)
+            place = None if stage in owned else memory.weights(stage)
+            stages[stage] = Stage(module, stage, shapes[stage], self.device, stage in owned, place, self.mixed)
+        return stages
 
     def place(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
-        if not self.interpreter.running:
-            return ""
         at = self.interpreter.at
+        if at < 0:
+            return ""
         return f"line {self.first_line + at}: {self.instructions[at]}: "
 
     def train(self) -> int:
@@ -89,7 +110,7 @@ class Run:
         progress = Progress(options.steps, self.tokens) if self.comm.rank == 0 else None
         for step in range(options.steps):
             begin = time.perf_counter()
-            result = interpreter.run(step)
+            result = interpreter.learn(step) if step == 0 else interpreter.run(step)
             seconds = time.perf_counter() - begin
             if not np.isfinite([*result.losses, result.grad_norm]).all():
                 what = f"the loss is {mean(result.losses)} and the gradient's norm {result.grad_norm}"
@@ -128,8 +149,11 @@ class Run:
             code = 1
         elif ours is not None:
             theirs = verify.reference(
-                self.model, self.header, self.text, options.seed, options.steps, self.make, options.clip
-            )
+                verify.Plan(
+                    self.model, self.header, self.interpreter.memory.shapes, self.text, options.seed, options.steps,
+                    self.recipe, options.accumulate, self.device, self.mixed,
+                )
+            )  # fmt: skip
             limit = 0.0 if options.canonical else options.tolerance
             differences = verify.compare(ours, theirs)
             for difference in differences:
@@ -180,16 +204,18 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Header, list[Instruction], int]:
-    """This rank's part of the file, which rank 0 reads and proves: header, instructions, line of the first."""
+def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int]:
+    """This rank's part of the file, which rank 0 reads and proves, and the line of its first instruction."""
     program = on_rank_0(comm, lambda: _checked(comm, name))
     header: Header = comm.bcast(None if program is None else program.header)
     parts = None
     if program is not None:
-        starts = program.bounds[:-1].tolist()
-        parts = [(program.instructions(rank), line_of(program, start, rank)) for rank, start in enumerate(starts)]
-    instructions, line = comm.scatter(parts)
-    return header, instructions, line
+        ends = program.bounds.tolist()
+        parts = [
+            (program.rows.take(slice(a, b)), line_of(program, a, rank)) for rank, (a, b) in enumerate(pairwise(ends))
+        ]
+    rows, line = comm.scatter(parts)
+    return Program(header, rows), line
 
 
 def _checked(comm: MPI.Comm, name: str) -> Program:

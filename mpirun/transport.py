@@ -2,27 +2,49 @@
 
 Every kind of buffer has one tag, and MPI keeps messages of one tag between
 two ranks in order, which is all that a schedule needs. Tensors travel as
-bytes of their element size, so MPI never has to know a type.
+bytes of their element size, so MPI never has to know a type. Receives go to
+the same memory in every step and are persistent requests, made once.
+
+`Transport` is for memory that MPI may touch at once. `Queued` is for GPUs: a
+transfer begins when the GPU has come to where the list started it, and goes
+through host memory where MPI knows no GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.device import Device, Mark
+
 # Integers of an element's size, so that a count stays small and bf16 travels too.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+SPIN = 50e-6  # seconds a rank asks again and again before it gives the core away for longer
+NAP = 50e-6  # seconds it then sleeps at a time
+IDLE = 99  # a tag that no message has: asking for it only moves others on
+
+Done = Callable[[], bool]  # whether a transfer is done; asked until it is, and MPI moves it on meanwhile
 
 
 def view(tensor: Tensor) -> list[Any]:
     """An MPI buffer over a contiguous tensor's memory. It does not keep the tensor alive: the caller does."""
     assert tensor.is_contiguous()
-    size = tensor.numel() * tensor.element_size()
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), size), tensor.numel(), _TYPES[tensor.element_size()]]
+    width = tensor.element_size()
+    count = tensor.numel()
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), count * width), count, _TYPES[width]]
+
+
+class Receive(NamedTuple):
+    """A receive that is done once a step: `start` it, then ask whether it is `done`."""
+
+    start: Callable[[], None]
+    done: Done
 
 
 class Transport:
@@ -33,6 +55,8 @@ class Transport:
             comm.Create_group(world.Incl(list(members)), tag) if comm.rank in members else None
             for tag, members in enumerate(groups)
         ]
+        self.waited = 0.0  # seconds, all waits together
+        self.background: Callable[[], None] | None = None  # work of several steps: `poll` goes on with it
 
     def group(self, index: int) -> MPI.Intracomm:
         """The communicator of one of the schedule's groups, which this rank is in."""
@@ -40,57 +64,93 @@ class Transport:
         assert comm is not None
         return comm
 
-    def send(self, tensor: Tensor, peer: int, kind: int) -> MPI.Request:
-        return self.comm.Isend(view(tensor), peer, kind)
+    def send(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Done:
+        """Start sending; the tensor must neither change nor go until that is done."""
+        return (comm or self.comm).Isend(view(tensor), peer, kind).Test
 
-    def receive(self, tensor: Tensor, peer: int, kind: int) -> MPI.Request:
-        return self.comm.Irecv(view(tensor), peer, kind)
+    def receive(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Receive:
+        """A receive into a tensor's memory."""
+        request = (comm or self.comm).Recv_init(view(tensor), peer, kind)
+        return Receive(request.Start, request.Test)
 
+    def wait(self, done: Done) -> None:
+        if not done():
+            self._wait(done)
 
-class Sum:
-    """The sum of rows that lie on the members of a group, started now and finished later.
+    def _wait(self, done: Done) -> None:
+        """Yields the core at every turn, then sleeps: with more ranks than cores others compute meanwhile."""
+        begin = time.perf_counter()
+        naps = begin + SPIN
+        while not done():
+            self.poll()
+            if time.perf_counter() < naps:
+                os.sched_yield()
+            else:
+                time.sleep(NAP)
+        self.waited += time.perf_counter() - begin
 
-    Each member gets one slice of every row of every member, adds them up in
-    torch and in the order of the rows' keys, and the slices are put together
-    again: the traffic of a reduce-scatter and a gather, for any type, with the
-    same bits on all members. Plain messages carry it: MPI's own sum knows no
-    bf16 and promises no order, and its non-blocking collectives ask for
-    buffers that outlive the call in ways mpi4py does not see to.
-    """
-
-    def __init__(
-        self, group: MPI.Intracomm, rows: Sequence[Tensor], keys: Sequence[Sequence[int]], like: Tensor
-    ) -> None:
-        """`rows`: this member's, of the type and shape of `like`, (n,); `keys[m]`: the keys of member m's rows."""
-        members = group.size
-        part = -(-len(like) // members)
-        self.group, self.length = group, len(like)
-        self.order = [i for _, i in sorted((key, i) for i, key in enumerate(key for one in keys for key in one))]
-        slices = like.new_zeros((members, len(rows), part))  # what goes to each member
-        for k, row in enumerate(rows):
-            slices[:, k] = torch.nn.functional.pad(row, (0, part * members - self.length)).view(members, part)
-        self.parts = like.new_empty((len(self.order), part))
-        self.requests = self._exchange(list(slices), list(self.parts.split([len(one) for one in keys])))
-
-    def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> list[tuple[MPI.Request, Tensor]]:
-        """out[m] to every member m, into[m] from it; the tensors are kept until the requests are done."""
-        me = self.group.rank
-        into[me].copy_(out[me])
-        others = [m for m in range(self.group.size) if m != me]
-        requests = [(self.group.Irecv(view(into[m]), m), into[m]) for m in others]
-        return requests + [(self.group.Isend(view(out[m]), m), out[m]) for m in others]
-
-    def finish(self) -> Tensor:
-        """The sum, shape (n,)."""
-        _wait(self.requests)
-        total = self.parts[self.order[0]].clone()
-        for i in self.order[1:]:
-            total += self.parts[i]
-        whole = total.new_empty((self.group.size, len(total)))
-        _wait(self._exchange([total] * self.group.size, list(whole)))
-        return whole.view(-1)[: self.length]
+    def poll(self) -> None:
+        """Go on with all that is under way."""
+        self.comm.Iprobe(MPI.ANY_SOURCE, IDLE)
+        if self.background is not None:
+            self.background()
 
 
-def _wait(requests: list[tuple[MPI.Request, Tensor]]) -> None:
-    MPI.Request.Waitall([request for request, _ in requests])
-    requests.clear()
+class Queued(Transport):
+    """For a GPU: transfers begin when the GPU has come to them, in the order in which they were given."""
+
+    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device) -> None:
+        super().__init__(comm, groups)
+        self.device = device
+        self.queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
+
+    def send(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Done:
+        source = tensor
+        if not self.device.direct:
+            source = self._staged(tensor)
+            source.copy_(tensor, non_blocking=True)
+        begun: list[Any] = []
+        self._enqueue(lambda: begun.extend([(comm or self.comm).Isend(view(source), peer, kind), source]))
+        return lambda: bool(begun) and begun[0].Test()
+
+    def receive(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Receive:
+        target = tensor if self.device.direct else self._staged(tensor)
+        request = (comm or self.comm).Recv_init(view(target), peer, kind)
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            request.Start()
+            begun = True
+
+        def start() -> None:
+            nonlocal begun
+            begun = False
+            self._enqueue(begin)
+
+        def done() -> bool:
+            if not begun or not request.Test():
+                return False
+            if target is not tensor:
+                tensor.copy_(target, non_blocking=True)
+            return True
+
+        return Receive(start, done)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """Host memory for a tensor."""
+        return self.device.host(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+
+    def _enqueue(self, begin: Callable[[], None]) -> None:
+        self.queue.append((self.device.mark(), begin))
+        self.poll()
+
+    def poll(self) -> None:
+        while self.queue and ((mark := self.queue[0][0]) is None or mark.reached()):
+            self.queue.popleft()[1]()
+        super().poll()
+
+
+def transport(comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device) -> Transport:
+    """The one for a device."""
+    return Transport(comm, groups) if device.kind == "cpu" else Queued(comm, groups, device)

@@ -15,8 +15,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.model import Model, build, microbatch
-from mpirun.optimizer import Make, clip_factor, norm, whole_norm
+from mpirun.device import Device, autocast
+from mpirun.model import Model, Shape, build, microbatch
+from mpirun.optimizer import Recipe, clip_factor, norms, whole_norm
+from mpirun.randomness import Draws
 from mpirun.stage import Stage
 from schedgen.program import Header
 
@@ -59,43 +61,63 @@ def gather(comm: MPI.Intracomm, header: Header, record: Record) -> Record | str 
     return Record(record.losses, gradients, parameters)
 
 
-def reference(
-    model: Model, header: Header, text: Tensor, seed: int, steps: int, make: Make, clip: float | None
-) -> Record:
+class Plan(NamedTuple):
+    """What is trained, and how: all that a reference needs."""
+
+    model: Model
+    header: Header
+    shapes: Sequence[Shape]
+    text: Tensor
+    seed: int
+    steps: int
+    recipe: Recipe
+    walks: int  # through the list, a step
+    device: Device
+    mixed: torch.dtype | None
+
+
+def reference(plan: Plan) -> Record:
     """The same steps in one process."""
-    modules = [build(model, stage, seed) for stage in range(header.stages)]
+    modules = [build(plan.model, stage, plan.seed).to(plan.device.torch) for stage in range(plan.header.stages)]
+    draws = [
+        Draws(module, stage, shape.draws, plan.device.seed)
+        for stage, (module, shape) in enumerate(zip(modules, plan.shapes, strict=True))
+    ]
     parameters: dict[tuple[int, str], torch.nn.Parameter] = {
         (stage, name): parameter
         for stage, module in enumerate(modules)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    optimizer = make(list(parameters.values())) if parameters else None
+    optimizer = plan.recipe.make(list(parameters.values())) if parameters else None
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
-    for step in range(steps):
+    for step in range(plan.steps):
         losses.append([])
-        for mb in range(header.microbatches):
-            data, target = microbatch(model, text, seed, step, mb)
-            losses[-1].append(_forward_backward(model, header, modules, data, target))
-        for parameter in parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients.append({key: p.grad.clone() for key, p in parameters.items() if p.grad is not None})
-        if clip is not None:
-            factor = clip_factor(whole_norm([norm(gradient) for gradient in gradients[-1].values()]), clip)
-            for parameter in parameters.values():
-                assert parameter.grad is not None
-                parameter.grad.mul_(factor)
+        total: Parameters = {}
+        for walk in range(plan.walks):
+            for mb in range(plan.header.microbatches):
+                for one in draws:
+                    one.at = (plan.seed, step, walk, mb)
+                losses[-1].append(_forward_backward(plan, modules, step, walk * plan.header.microbatches + mb))
+            for key, parameter in parameters.items():
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                total[key] = grad if walk == 0 else total[key] + grad
+                parameter.grad = None
+        gradients.append({key: grad.clone() for key, grad in total.items()})
+        if plan.recipe.clip is not None:
+            factor = clip_factor(whole_norm(norms(list(total.values()))), plan.recipe.clip)
+            for grad in total.values():
+                grad.mul_(factor)
+        for key, parameter in parameters.items():
+            parameter.grad = total[key]
         if optimizer is not None:
-            optimizer.step()
+            plan.recipe.step(optimizer, step)
             optimizer.zero_grad()
     return Record(losses, gradients, {key: parameter.detach() for key, parameter in parameters.items()})
 
 
-def _forward_backward(
-    model: Model, header: Header, modules: Sequence[torch.nn.Module], data: Tensor, target: Tensor
-) -> float:
+def _forward_backward(plan: Plan, modules: Sequence[torch.nn.Module], step: int, number: int) -> float:
     """One microbatch through all stages and back; its loss.
 
     The graph is cut at the borders of stages, so that gradients which several
@@ -103,14 +125,17 @@ def _forward_backward(
     Autograd's own order for a graph in one piece is another, and gives other
     bits though the same sum.
     """
+    data, target = (x.to(plan.device.torch) for x in microbatch(plan.model, plan.text, plan.seed, step, number))
     outputs: list[Tensor] = []
     leaves: list[list[Tensor]] = []
-    for module, producers in zip(modules, header.producers, strict=True):
+    for module, producers in zip(modules, plan.header.producers, strict=True):
         inputs = [outputs[p].detach() for p in producers] or [data]
         leaves.append([x.requires_grad_(x.is_floating_point()) for x in inputs])
-        outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
-    loss = model.loss(outputs[-1], target)
-    outputs[-1] = loss / header.microbatches
+        with autocast(plan.device.kind, plan.mixed):
+            outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
+    with autocast(plan.device.kind, plan.mixed):
+        loss = plan.model.loss(outputs[-1], target)
+    outputs[-1] = loss / (plan.header.microbatches * plan.walks)
     shares: list[list[Tensor]] = [[] for _ in modules]  # of each output's gradient, last consumer first
     shares[-1] = [torch.ones_like(outputs[-1])]
     for stage in range(len(modules) - 1, -1, -1):
@@ -119,7 +144,7 @@ def _forward_backward(
             while shares[stage]:
                 gradient = gradient + shares[stage].pop()
             outputs[stage].backward(gradient.contiguous())
-        for producer, leaf in zip(header.producers[stage], leaves[stage], strict=False):
+        for producer, leaf in zip(plan.header.producers[stage], leaves[stage], strict=False):
             shares[producer].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
     return loss.item()
 
@@ -163,13 +188,13 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]]) -> Di
 
 
 def _bytes(value: Tensor) -> bytes:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _numpy(values: Parameters) -> dict[tuple[int, str], tuple[torch.dtype, torch.Size, np.ndarray]]:
     """Tensors as bytes: pickled quickly, and of types that numpy lacks."""
     return {
-        key: (v.dtype, v.shape, v.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        key: (v.dtype, v.shape, v.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
         for key, v in values.items()
     }
 

@@ -1,0 +1,42 @@
+"""The named values of a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpirun.transport import Done, Transport
+
+Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer: a buffer's name
+
+
+class Buffer:
+    """A named value on this rank: what it holds, what brings it and what takes it away."""
+
+    __slots__ = ("arriving", "leaving", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.arriving: Done | None = None
+        self.leaving: list[Done] = []
+
+
+class Buffers:
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.named: dict[Key, Buffer] = {}
+
+    def __call__(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> Buffer:
+        return self.named.setdefault((kind, stage, mb, via), Buffer())
+
+    def ready(self, buffer: Buffer) -> Any:
+        """The value of a buffer, once it is there."""
+        if buffer.arriving is not None:
+            self.transport.wait(buffer.arriving)
+            buffer.arriving = None
+        return buffer.value
+
+    def left(self, buffer: Buffer) -> None:
+        """Wait until a buffer has left for everyone it was sent to."""
+        for done in buffer.leaving:
+            self.transport.wait(done)
+        buffer.leaving.clear()
