@@ -151,8 +151,8 @@ def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int]) -> t
 def _read(
     data: Bytes, r: int, inside: bool, comma: int, workers: int, stages: int, batches: int, groups: int, ties: int,
     rank: Ints, op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints, via: Ints, peer: Ints,
-    letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, bound: Numbers, kinds: NDArray[np.bool_],
-    name_begin: Numbers, name_length: Numbers,
+    letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, bound: Numbers,
+    kinds: NDArray[np.bool_], name_begin: Numbers, name_length: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
     limits = (workers, stages, batches, groups)
     row, count, here = 0, 0, 0
