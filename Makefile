@@ -57,15 +57,19 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8.
+# Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
+# first and the last stage are tied.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush
 TWO_STAGES := interleaved-1f1b looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
-GOLDEN     := $(ONE_STAGE) $(TWO_STAGES)
+TIED       := 1f1b-tied
+GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED)
+COMMA      := ,
 traces: $(GOLDEN:%=traces/%.json)
 .PHONY: $(GOLDEN:%=traces/%.json)
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
-	$(BIN)/schedgen compile $(patsubst %-g4,%,$*) --stages $(if $(filter $*,$(TWO_STAGES)),8,4) --microbatches 8 \
-	    --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) --output $@
+	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$*)) --stages $(if $(filter $*,$(TWO_STAGES)),8,4) --microbatches 8 \
+	    --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
+	    $(if $(filter $*,$(TIED)),--tied 0$(COMMA)3) --output $@
 
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py

@@ -86,6 +86,7 @@ def _compile(options: argparse.Namespace) -> int:
             options.prefetch,
             recompute,
             options.memory_limit,
+            options.tied,
         )
     check(program, "internal error, the compiled schedule")
     with _output(options.output) as out:
@@ -214,7 +215,11 @@ def _time(text: str) -> float:
 
 
 def _stages(text: str) -> str | list[int]:
-    return text if text == "all" else [_natural(part) for part in text.split(",")]
+    return text if text == "all" else _tie(text)
+
+
+def _tie(text: str) -> list[int]:
+    return [_natural(part) for part in text.split(",")]
 
 
 def _cost(text: str) -> dict[str, float]:
@@ -265,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--prefetch", type=_natural, default=1, metavar="K", help="jobs by which receives stand earlier")
     add("--recompute", type=_stages, default=(), metavar="all|S,...", help="stages that redo their forward")
     sub.add_argument("--memory-limit", type=_count, metavar="M", help="saved forwards a worker may hold (greedy)")
+    add("--tied", type=_tie, action="append", default=[], metavar="S,S,...", help="stages that share parameters")
     sub.add_argument("-o", "--output", required=True, metavar="FILE", help="- is standard output")
 
     sub = command("check", _check, "prove schedules right, or say what is wrong", "schedgen check 1f1b.json")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +30,7 @@ def compile_scheme(
     prefetch: int = 1,
     recompute: Collection[int] = (),
     memory: int | None = None,
+    tied: Collection[Sequence[int]] = (),
 ) -> Program:
     """The projected program of `scheme`.
 
@@ -42,6 +43,7 @@ def compile_scheme(
     prefetch  jobs by which receives stand before the place where they are sent
     recompute  stages whose forwards keep nothing and are redone before backward
     memory   saved forwards a worker may hold at a time (greedy)
+    tied     lists of stages that share parameters, whose gradients are summed before the step
 
     Raises UsageError where sizes, w, n or cap make no schedule.
     """
@@ -91,11 +93,22 @@ def compile_scheme(
             "recompute": sorted(set(recompute)),
         },
         edges=edges,
+        tied=_ties(tied, S),
         groups=(),
         compute=compute,
         weights=weights,
         generator=f"schedgen {schedgen.__version__}",
     )
     several = {owners for owners in header.owners if len(owners) > 1}
+    several |= {header.sharers(tie) for tie in range(len(header.tied))}
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
     return lower(replace(header, groups=groups), start, Options(whole, paired, redo, weight_slots, fan_out, prefetch))
+
+
+def _ties(tied: Collection[Sequence[int]], stages: int) -> tuple[tuple[int, ...], ...]:
+    """Ties in the order of the file; a tie said twice is one."""
+    for tie in tied:
+        if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
+            given = ",".join(map(str, tie))
+            raise UsageError(f"--tied {given}: a tie is two or more different stages in 0..{stages - 1}")
+    return tuple(sorted({tuple(sorted(tie)) for tie in tied}))

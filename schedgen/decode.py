@@ -18,11 +18,11 @@ from schedgen.graph import check_edges
 from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, MOST_PAIRS, OPERANDS, Header, Instruction, Ints, Kind, Op
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
-KEYS = ("generator", "scheme", "order", "lowering", "edges", "owners", "groups", "weights", "compute")
+KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
 
 _KIND = {name: kind for kind, name in KIND_NAME.items()}
 # How many numbers follow the kind in a buffer's name.
-_PARTS = {Kind.X: (2,), Kind.G: (2, 3), Kind.W: (1,), Kind.DW: (1,)}
+_PARTS = {Kind.X: (2,), Kind.G: (2, 3), Kind.W: (1,), Kind.DW: (1,), Kind.T: (1,)}
 
 
 class Wrong(Exception):
@@ -40,6 +40,7 @@ class Bounds(NamedTuple):
     stages: int
     microbatches: int
     groups: int
+    ties: int
 
 
 def instruction(item: object, bounds: Bounds) -> Instruction:
@@ -72,14 +73,17 @@ def _number(value: object, what: str, limit: int) -> int:
 
 
 def _buffer(op: Op, value: object, bounds: Bounds) -> tuple[int, int, int, int]:
-    match = re.fullmatch(r"(x|g|w|dw)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})", value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"no buffer is called {clip(repr(value))}")
     kind, numbers = _KIND[match[1]], [int(part) for part in match[2].split(".")[1:]]
     if len(numbers) not in _PARTS[kind] or kind not in KINDS[op]:
         raise ValueError(f"{op.name} takes no buffer {value}")
+    if kind == Kind.T and numbers[0] >= bounds.ties:
+        raise ValueError(f"{value}: tied has no entry {numbers[0]}")
+    bounded = numbers if kind != Kind.T else []
     for what, number, limit in zip(
-        ("stage", "microbatch", "consumer"), numbers, (bounds.stages, bounds.microbatches, bounds.stages), strict=False
+        ("stage", "microbatch", "consumer"), bounded, (bounds.stages, bounds.microbatches, bounds.stages), strict=False
     ):
         if number >= limit:
             raise ValueError(f"{value}: {what} {number} is not in 0..{limit - 1}")
@@ -104,6 +108,10 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
     if not isinstance(groups, list):
         raise Wrong("groups", "groups must be a list of lists of ranks")
     values.append(len(groups))
+    tied = raw.get("tied")
+    if not isinstance(tied, list):
+        raise Wrong("tied", "tied must be a list of lists of stages")
+    values.append(len(tied))
     return Bounds(*values)
 
 
@@ -132,6 +140,7 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         cost=cost,
         lowering=_lowering(raw.get("lowering"), bounds),
         edges=_edges(raw.get("edges"), bounds),
+        tied=_tied(raw.get("tied"), bounds),
         groups=_rank_lists("groups", raw.get("groups"), bounds),
         compute=_placement(raw, "compute", shape, bounds),
         weights=_placement(raw, "weights", shape, bounds),
@@ -168,17 +177,29 @@ def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:
         raise Wrong("edges", str(error)) from None
 
 
+def _tied(value: object, bounds: Bounds) -> tuple[tuple[int, ...], ...]:
+    """Ties are known by their place (t.k): they are refused, not sorted."""
+    ties = _lists("tied", value, "stages", bounds.stages)
+    if any(len(stages) < 2 for stages in ties) or list(ties) != sorted(set(ties)):
+        raise Wrong("tied", "tied must have two stages or more in each list, and different lists, ascending")
+    return ties
+
+
 def _rank_lists(key: str, value: object, bounds: Bounds) -> tuple[tuple[int, ...], ...]:
+    return _lists(key, value, "ranks", bounds.workers)
+
+
+def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, list):
-        raise Wrong(key, f"{key} must be a list of lists of ranks")
-    for ranks in value:
+        raise Wrong(key, f"{key} must be a list of lists of {what}")
+    for numbers in value:
         if (
-            not isinstance(ranks, list)
-            or not ranks
-            or not all(type(rank) is int and 0 <= rank < bounds.workers for rank in ranks)
-            or ranks != sorted(set(ranks))
+            not isinstance(numbers, list)
+            or not numbers
+            or not all(type(number) is int and 0 <= number < limit for number in numbers)
+            or numbers != sorted(set(numbers))
         ):
-            raise Wrong(key, f"{key} must be lists of different ranks in 0..{bounds.workers - 1}, ascending")
+            raise Wrong(key, f"{key} must be lists of different {what} in 0..{limit - 1}, ascending")
     return tuple(map(tuple, value))
 
 

@@ -67,6 +67,7 @@ def header_lines(header: Header) -> list[str]:
         {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
         dict(header.lowering),
         header.edges,
+        header.tied,
         header.owners,
         header.groups,
     ]

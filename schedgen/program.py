@@ -55,11 +55,12 @@ class Kind(IntEnum):
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
     W = 3  # w.s      weights
     DW = 4  # dw.s     weight gradient gathered on this rank
+    T = 5  # t.k      the part of the dw of tie k's stages that belongs to what they share; never travels
 
 
 MOST_PAIRS = 2**25  # of a worker and a stage: what tables of these may have
 
-KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw"}
+KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 
 # Operands by opcode, in the order they are written.
@@ -84,7 +85,7 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.RECV: (Kind.X, Kind.G, Kind.DW),
     Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
     Op.ADD: (Kind.DW,),
-    Op.ALLREDUCE: (Kind.DW,),
+    Op.ALLREDUCE: (Kind.DW, Kind.T),
     Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
 }
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
@@ -94,8 +95,8 @@ class Rows(NamedTuple):
     """Instructions as columns of equal length; -1 where a field does not apply.
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
-    g.s.b.c); for compute and STEP `stage` and `mb` are the job. `peer` is the
-    operand `from`, `to` or `group`.
+    g.s.b.c; of t.k `stage` is no stage, but k); for compute and STEP `stage` and
+    `mb` are the job. `peer` is the operand `from`, `to` or `group`.
     """
 
     rank: Ints
@@ -136,7 +137,7 @@ class Instruction(NamedTuple):
 
 
 def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1) -> str:
-    """The name of a buffer: x.s.b, g.s.b, g.s.b.c, w.s or dw.s."""
+    """The name of a buffer: x.s.b, g.s.b, g.s.b.c, w.s, dw.s or t.k."""
     parts = [KIND_NAME[Kind(kind)], str(stage)]
     parts += [str(part) for part in (mb, via) if part >= 0]
     return ".".join(parts)
@@ -175,6 +176,7 @@ class Header:
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
     lowering: Mapping[str, int | list[int]]  # weight_slots, fan_out, prefetch, recompute: see `passes.options`
     edges: tuple[tuple[int, int], ...]  # (producer, consumer) stages
+    tied: tuple[tuple[int, ...], ...]  # stages that share parameters, each its own copy: a tie is 2 or more, ascending
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
     compute: Ints
     weights: Ints
@@ -200,6 +202,10 @@ class Header:
     def owners(self) -> tuple[tuple[int, ...], ...]:
         """owners(s): every worker named by w_weights(s, ., .), ascending."""
         return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))
+
+    def sharers(self, tie: int) -> tuple[int, ...]:
+        """The owners of the stages of a tie, ascending: who enters its ALLREDUCE."""
+        return tuple(sorted({rank for stage in self.tied[tie] for rank in self.owners[stage]}))
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:

@@ -5,7 +5,9 @@ uses has arrived. Compute takes its duration, everything else no time of its
 own. A message starts when its SEND and its RECV are both reached and the sender's
 link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
-a ring takes, and NORM waits for it and for all ranks.
+a ring takes, and NORM waits for it and for all ranks. That of a tie starts
+when the sums begun before it are done, too; how much its stages share is not
+known here, so it counts as all weights of the smallest of them, the most it can be.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
 from schedgen.heap import settle
 from schedgen.kernels import kernel
-from schedgen.program import COMPUTE, KIND_WORDS, Ints, Op, Program, Small
+from schedgen.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
 
 Times = NDArray[np.float64]
 
@@ -55,15 +57,18 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
     x, w, saved = (by_stage(one, header.stages) for one in (machine.activation, machine.weight, machine.saved))
     of_kind = np.stack([0 * x, x, x, w, w]).astype(np.int64)
-    sizes = np.where(table.op == Op.SEND, of_kind[table.kind, np.maximum(table.stage, 0)], 0)
+    sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
+    sizes[sends] = of_kind[table.kind[sends], table.stage[sends]]
     subject = Subject(program, "")
     found = lives(subject, np.stack([x, x, w, w, w, saved]).astype(np.int64))
     needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
-    entered = np.flatnonzero(needs.collective >= 0)
-    summed = np.zeros(len(needs.members))  # bytes of each collective
-    summed[needs.collective[entered]] = np.where(table.op[entered] == Op.ALLREDUCE, w[table.stage[entered]], 0)
+    shared = np.array([w[list(stages)].min() for stages in header.tied])
+    summed = np.zeros(len(needs.members))  # bytes of each collective; NORM has none
+    for kind, weight in ((Kind.DW, w), (Kind.T, shared)):
+        entered = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+        summed[needs.collective[entered]] = weight[table.stage[entered]]
     ring_time = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
     start, end, arrival, idle = _execute.sized(len(program))(
         table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
@@ -174,7 +179,8 @@ def _execute(
                 outside[one] -= 1
                 done[one] = max(done[one], clock[r])
                 if outside[one] == 0:
-                    reduced = max(reduced, done[one] + (ring[one] if o == Op.ALLREDUCE else 0.0))
+                    begin = max(done[one], reduced) if kind[row] == Kind.T else done[one]
+                    reduced = max(reduced, begin + (ring[one] if o == Op.ALLREDUCE else 0.0))
                     woken = asleep[rows + one]
                     while woken >= 0:
                         settle(tree, leaves + woken, done[one])

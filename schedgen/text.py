@@ -132,10 +132,10 @@ class State(NamedTuple):
     comma: int = 0  # the line before has none: 0, or one: 1; or it is the list's first bracket: 2
 
 
-def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int]) -> tuple[Rows, int, int, State, bool]:
+def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int]) -> tuple[Rows, int, int, State, bool]:
     """Read whole lines: (rows, bytes taken, lines taken, state behind them, whether a wrong line follows).
 
-    `sizes`: workers, stages, microbatches, groups. It ends behind the last
+    `sizes`: workers, stages, microbatches, groups, ties. It ends behind the last
     rank's list, where no whole line is left, or before the first line that
     `lines` and the brackets around it would not give.
     """
@@ -149,10 +149,10 @@ def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int]) -> tuple[
 
 @kernel
 def _read(
-    data: Bytes, r: int, inside: bool, comma: int, workers: int, stages: int, batches: int, groups: int, rank: Ints,
-    op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints, via: Ints, peer: Ints, letters: Bytes,
-    begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, bound: Numbers, kinds: NDArray[np.bool_],
-    name_begin: Numbers, name_length: Numbers,
+    data: Bytes, r: int, inside: bool, comma: int, workers: int, stages: int, batches: int, groups: int, ties: int,
+    rank: Ints, op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints, via: Ints, peer: Ints,
+    letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, bound: Numbers,
+    kinds: NDArray[np.bool_], name_begin: Numbers, name_length: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
     limits = (workers, stages, batches, groups)
     row, count, here = 0, 0, 0
@@ -222,7 +222,7 @@ def _read(
             parts = 0
             while good and at < stop and data[at] == 46 and parts < 3:
                 number, at = natural(data, at + 1, stop)
-                if number < 0 or number >= (batches if parts == 1 else stages):
+                if number < 0 or number >= (batches if parts == 1 else ties if named == 5 else stages):
                     good = False
                 if parts == 0:
                     stage[row] = number
@@ -231,7 +231,7 @@ def _read(
                 else:
                     via[row] = number
                 parts += 1
-            # x.s.b, g.s.b or g.s.b.c, w.s, dw.s
+            # x.s.b, g.s.b or g.s.b.c, w.s, dw.s, t.k
             most = 1 if named >= 3 else 3 if named == 2 else 2
             least = 1 if named >= 3 else 2
             if not good or parts < least or parts > most or at >= stop or data[at] != 34:

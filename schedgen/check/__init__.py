@@ -9,6 +9,7 @@ sorts.
 subject.py    the program under proof, and how a refusal is worded
 jobs.py       rule 1
 lives.py      rules 2, 7 and 8: what each instruction does to which buffer
+ties.py       what the sum of a tie does to which buffer
 messages.py   rules 3 and 6
 deadlock.py   rule 4
 gradients.py  rule 5

@@ -4,6 +4,7 @@ dw.s on a rank takes in that rank's backwards and the partials it adds. Then
 it either is sent on, once and complete, or (on an owner) ends in STEP. Sums
 move forward in time only, so each ends at an owner, and every gradient is in
 exactly one sum; owners, where there are several, sum up once among themselves.
+Owners of tied stages then sum up what these share, once for every tie.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def rule_5(subject: Subject) -> None:
     sends = subject.having(Op.SEND)
     sends = sends[subject.kind[sends] == Kind.DW]
     sums, steps = subject.having(Op.ALLREDUCE), subject.having(Op.STEP)
+    sums, ties = sums[subject.kind[sums] == Kind.DW], sums[subject.kind[sums] == Kind.T]
     last_part, last_send, last_sum, last_step = (_last(subject, rows) for rows in (parts, sends, sums, steps))
 
     def at(rows: Numbers) -> tuple[Ints, Ints]:
@@ -50,7 +52,8 @@ def rule_5(subject: Subject) -> None:
     ):
         for rank, stage in np.argwhere(missing)[:1]:
             subject.refuse_rank(5, int(rank), words.format(stage))
-    _norm(subject, np.maximum(last_part, last_sum), last_step)
+    norm = _norm(subject, np.maximum(last_part, last_sum), last_step)
+    _ties(subject, ties, np.maximum(last_part, last_sum), norm)
     uses = np.flatnonzero(np.isin(subject.op, (Op.FWD, Op.RECOMPUTE, *BACKWARD)) | (subject.kind == Kind.W))
     stepped = last_step[at(uses)]
     for row in uses[(stepped >= 0) & (stepped < uses)][:1]:
@@ -64,8 +67,8 @@ def _last(subject: Subject, rows: Numbers) -> Numbers:
     return last
 
 
-def _norm(subject: Subject, last_sum: Numbers, last_step: Numbers) -> None:
-    """NORM once on every rank, of all ranks, behind every sum and before every STEP."""
+def _norm(subject: Subject, last_sum: Numbers, last_step: Numbers) -> Numbers:
+    """NORM once on every rank, of all ranks, behind every sum and before every STEP: its row by rank."""
     everyone = tuple(range(subject.header.workers))
     norm = np.full(len(everyone), -1, np.int64)
     for row in subject.having(Op.NORM).tolist():
@@ -78,3 +81,28 @@ def _norm(subject: Subject, last_sum: Numbers, last_step: Numbers) -> None:
         subject.refuse(5, int(last_sum[rank, stage]), f"this adds to dw.{stage} behind NORM")
     for rank, stage in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:
         subject.refuse(5, int(last_step[rank, stage]), "this STEP stands before NORM")
+    return norm
+
+
+def _ties(subject: Subject, rows: Numbers, last_sum: Numbers, norm: Numbers) -> None:
+    """Every owner of a tied stage enters each of its ties once, behind its sums of the tie's stages and before NORM."""
+    header = subject.header
+    rows = rows[np.argsort(subject.stage[rows], kind="stable")]
+    bounds = np.searchsorted(subject.stage[rows], np.arange(len(header.tied) + 1))
+    for k, stages in enumerate(header.tied):
+        sharers, entered = header.sharers(k), set[int]()
+        for row in rows[bounds[k] : bounds[k + 1]].tolist():
+            rank = int(subject.rank[row])
+            own = [stage for stage in stages if subject.owner[rank, stage]]
+            for wrong, words in (
+                (header.groups[subject.peer[row]] != sharers, "this is not the group of the tie's owners"),
+                (rank in entered, "this tie is summed twice"),
+                (row < max(last_sum[rank, own], default=-1), "the sums of the tie's stages are not complete here"),
+                (row > norm[rank], f"this adds to t.{k} behind NORM"),
+            ):
+                if wrong:
+                    subject.refuse(5, row, words)
+            entered.add(rank)
+        for rank in sharers:
+            if rank not in entered:
+                subject.refuse_rank(5, rank, f"ALLREDUCE of t.{k} is missing")

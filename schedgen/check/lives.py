@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.check.subject import Numbers, Subject
+from schedgen.check.ties import spelled_out
 from schedgen.kernels import kernel
 from schedgen.program import Ints, Kind, Op, Small, buffer_name
 
@@ -83,6 +84,9 @@ def lives(subject: Subject, sizes: Numbers | None = None) -> Lives:
 
     `sizes`: what a buffer of each kind of `Memory` (rows) and stage (columns) counts; default: one.
     """
+    if subject.header.tied:
+        plain, origin = spelled_out(subject)
+        return _as_written(lives(plain, sizes), origin, len(subject.program))
     header, (rank, op, kind, stage, mb, via, peer) = subject.header, subject.program.rows
     events = [(o, what, thing, which) for o in Op for what, thing, which in EVENTS[o]]
     first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
@@ -111,6 +115,14 @@ def lives(subject: Subject, sizes: Numbers | None = None) -> Lives:
         words = f"{_name(subject, slot_of_fault, int(row), ends)} {FAULTS[code]}"
         fault = (2 if code in (UNDEFINED, NOTHING) else 7, int(row), words)
     return Lives(fault, Memory(*peaks.T), used[:count], received[:count], chain)
+
+
+def _as_written(found: Lives, origin: Numbers, length: int) -> Lives:
+    """The same for the program whose row origin[i] the row i stands for."""
+    chain = np.full(length, -1, np.int32)
+    chain[origin] = np.where(found.chain < 0, -1, origin[found.chain])
+    fault = found.fault and (found.fault[0], int(origin[found.fault[1]]), found.fault[2])
+    return Lives(fault, found.memory, origin[found.used], origin[found.received], chain)
 
 
 def rule_2(subject: Subject, found: Lives) -> None:

@@ -68,7 +68,7 @@ def rule_6(subject: Subject) -> None:
         for rank, start, end in zip(members, starts, ends, strict=True):
             entered = mine[start:end].tolist()
             for a, b in zip(first, entered, strict=False):
-                if (subject.op[a], subject.stage[a]) != (subject.op[b], subject.stage[b]):
+                if any(column[a] != column[b] for column in (subject.op, subject.kind, subject.stage)):
                     subject.refuse(6, b, f"here rank {members[0]} enters line {subject.where(a)}")
             if len(first) != len(entered):
                 longer, other = (first, rank) if len(first) > len(entered) else (entered, members[0])

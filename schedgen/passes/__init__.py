@@ -17,11 +17,12 @@ from schedgen.passes.hoist import hoist
 from schedgen.passes.options import Options
 from schedgen.passes.reduce import reduce
 from schedgen.passes.step import step
+from schedgen.passes.tie import tie
 from schedgen.passes.transfers import transfers
 from schedgen.passes.weights import weights
 from schedgen.program import Header, Program
 
-PIPELINE = (weights, transfers, reduce, step, hoist)
+PIPELINE = (weights, transfers, reduce, tie, step, hoist)
 
 
 def lower(header: Header, start: Times, options: Options) -> Program:

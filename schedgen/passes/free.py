@@ -89,7 +89,7 @@ def _last_uses(
                         found[0] = shares + edge * batches + b
             elif kind[row] == Kind.DW and o == Op.SEND:
                 found[0], few = dw + s, 1
-        elif o == Op.ADD or o == Op.ALLREDUCE or o == Op.STEP:
+        elif o == Op.ADD or (o == Op.ALLREDUCE and kind[row] == Kind.DW) or o == Op.STEP:  # t.k: STEP comes later
             found[0], few = dw + s, 1
         elif Op.FWD <= o <= Op.RECOMPUTE:
             ins, outs = first_in[s + 1] - first_in[s], first_out[s + 1] - first_out[s]

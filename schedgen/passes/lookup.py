@@ -26,6 +26,16 @@ def home(program: Program, rank: int, stage: int) -> int:
     return int(header.weights[d, stage, b])
 
 
+def behind(program: Program, backward: Places) -> Places:
+    """The last row that happens before each of these backwards (BWD or BWD_W) has ended."""
+    assert program.time is not None
+    cost = program.header.cost
+    last_job = cost.get("W", cost.get("B", 0))
+    whole = program.rows.op[backward] == Op.BWD
+    ended = program.time[backward] + np.where(whole, last_job + cost.get("I", 0), last_job)
+    return np.maximum(np.searchsorted(program.time, ended) - 1, backward)
+
+
 def earlier_compute(program: Program, at: Places, count: int) -> Places:
     """The `count`-th compute row before row `at` on its rank; the first if there are fewer; `at` if there is none."""
     rank = program.rows.rank[at].astype(np.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.passes.lookup import home, next_compute
+from schedgen.passes.lookup import behind, home, next_compute
 from schedgen.passes.options import Options
 from schedgen.program import Kind, Op, Program, rows
 
@@ -22,15 +22,11 @@ Field = tuple[int, int, int, int, int]  # op, rank, stage, peer, after
 
 def reduce(program: Program, options: Options) -> Program:
     header, table = program.header, program.rows
-    assert program.time is not None
     groups = {group: index for index, group in enumerate(header.groups)}
     done = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     np.maximum.at(final, (table.stage[done], table.rank[done]), done)
-    last_job = header.cost.get("W", header.cost.get("B", 0))
-    ended = program.time[final] + np.where(table.op[final] == Op.BWD, last_job + header.cost.get("I", 0), last_job)
-    # The last row that happens before that backward has ended.
-    last = np.where(final < 0, -1, np.maximum(np.searchsorted(program.time, ended) - 1, final))
+    last = np.where(final < 0, -1, behind(program, final))
     fields: list[Field] = []
     for stage, owners in enumerate(header.owners):
         senders: dict[int, list[int]] = {owner: [] for owner in owners}

@@ -102,6 +102,7 @@ class Case(NamedTuple):
     fan_out: int
     prefetch: int
     recompute: list[int]
+    tied: list[set[int]]
 
     def compile(self):
         def w(s, b, d):
@@ -125,6 +126,7 @@ class Case(NamedTuple):
             fan_out=self.fan_out,
             prefetch=self.prefetch,
             recompute=self.recompute,
+            tied=[sorted(stages) for stages in self.tied],
         )
 
 
@@ -157,6 +159,7 @@ def _cases(draw) -> Case:
         fan_out=draw(st.integers(1, 3)),
         prefetch=draw(st.integers(0, 2)),
         recompute=sorted(draw(st.sets(st.integers(0, S - 1), max_size=1))),
+        tied=draw(st.lists(st.sets(st.integers(0, S - 1), min_size=2), max_size=3)) if S > 1 else [],
     )
 
 
@@ -182,6 +185,7 @@ class Executor:
         self.own = [{s for s, owners in enumerate(header.owners) if rank in owners} for rank in ranks]
         self.held = [{(Kind.W, s, -1, -1): True for s in own} for own in self.own]
         self.stepped = [set() for _ in ranks]
+        self.tied = [[] for _ in ranks]
         self.posted = defaultdict(deque)  # (from, to, kind) -> buffers whose RECV has no SEND yet
         self.redone = {(i.stage, i.mb) for part in self.lists for i in part if i.op == Op.RECOMPUTE}
         self.forwards = Counter()
@@ -254,7 +258,10 @@ class Executor:
             members = header.groups[i.peer]
             if not all(self.at[m] < len(self.lists[m]) and self.lists[m][self.at[m]] == i for m in members):
                 return False
-            if i.op == Op.ALLREDUCE:
+            if i.kind == Kind.T:
+                for m in members:
+                    self.tie(m, i)
+            elif i.op == Op.ALLREDUCE:
                 total = sum((self.held[m].get((Kind.DW, s, -1, -1), Counter()) for m in members), Counter())
                 for m in members:
                     self.add(m, s, total - self.held[m].get((Kind.DW, s, -1, -1), Counter()))
@@ -265,6 +272,8 @@ class Executor:
             del held[i.kind, s, b, i.via]
         elif i.op == Op.STEP:
             assert held[Kind.DW, s, -1, -1] == Counter(range(header.microbatches)), f"rank {rank}: {i} on a wrong sum"
+            ties = [k for k, stages in enumerate(header.tied) if self.own[rank] & set(stages)]
+            assert sorted(self.tied[rank]) == ties, f"rank {rank}: {i} before its ties are summed"
             self.stepped[rank].add(s)
         elif i.op == Op.ADD:
             self.add(rank, s, held["partial", s, i.peer, -1])
@@ -272,6 +281,14 @@ class Executor:
         else:
             self.compute(rank, i)
         return True
+
+    def tie(self, rank, i) -> None:
+        self.tied[rank].append(i.stage)
+        stages = self.own[rank] & set(self.header.tied[i.stage])
+        assert stages, f"rank {rank}: {i} is not of its stages"
+        for s in stages:
+            whole = self.held[rank][Kind.DW, s, -1, -1] == Counter(range(self.header.microbatches))
+            assert whole, f"rank {rank}: {i} before the sum of stage {s}"
 
     def compute(self, rank, i) -> None:
         s, b = i.stage, i.mb

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 
 from schedgen.check import check
 from schedgen.errors import RefusedFile
-from schedgen.program import Op, Program
+from schedgen.program import Kind, Op, Program
 
 
 def edited(program, order, rows=None):
@@ -50,7 +50,10 @@ def test_what_is_accepted_runs(cases, execute, data):
         values = getattr(rows, column).copy()
         limits = {"rank": program.header.workers, "stage": program.header.stages, "mb": program.header.microbatches}
         if values[i] >= 0 and not (column == "peer" and rows.op[i] in (Op.ALLREDUCE, Op.NORM)):  # groups stay
-            values[i] = data.draw(st.integers(0, limits.get(column, program.header.workers) - 1))
+            limit = limits.get(column, program.header.workers)
+            if column == "stage" and rows.kind[i] == Kind.T:
+                limit = len(program.header.tied)
+            values[i] = data.draw(st.integers(0, limit - 1))
         rows = rows._replace(**{column: values})
     changed = edited(program, np.arange(length), rows)
     try:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from schedgen.simulate import simulate
 CASES = [
     ("fsdp", Sizes(5, 260, 12), {"weight_slots": 2}),
     ("lpp", Sizes(6, 12, 6, 3), {}),
+    ("lpp", Sizes(4, 8, 4, 2), {"tied": [stages for n in (2, 3, 4) for stages in combinations(range(4), n)]}),
     ("zb-v", Sizes(8, 12, 4), {"prefetch": 1}),
     ("dualpipe-v", Sizes(8, 12, 4), {"recompute": [0, 7]}),
     ("depth-first", Sizes(8, 12, 4), {"memory": 6}),

@@ -1,0 +1,93 @@
+"""Ties in files and commands: what is none is refused where it stands, what changed is shown."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tied_file(run):
+    return json.loads(run("compile", "1f1b", "--stages", 4, "--microbatches", 2, "--tied", "0,3", "-o", "-").out)
+
+
+@pytest.mark.parametrize(
+    "tied",
+    [None, 3, {}, [0, 3], [[0]], [[]], [[0, 0]], [[3, 0]], [[0, 4]], [[-1, 3]], [[0, 3.0]], [[0, True]],
+     [[0, 3], [0, 3]], [[1, 2], [0, 3]]],
+    ids=str,
+)  # fmt: skip
+def test_ties_that_are_none_are_refused_on_their_line(tied, tied_file, run, refused, tmp_path):
+    path = tmp_path / "tied.json"
+    file = {**tied_file, "tied": tied}
+    path.write_text(json.dumps(file))
+    assert "tied must " in refused(run("seal", path), 1)
+    path.write_text(json.dumps(tied_file))
+    run("seal", path)
+    path.write_text(path.read_text().replace('"tied": [[0, 3]]', f'"tied": {json.dumps(tied)}'))
+    message = refused(run("check", path), 1)
+    assert message.startswith(f"schedgen: {path}:7: tied must ")
+
+
+def test_a_file_without_ties_says_so(tied_file, run, refused, tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({key: value for key, value in tied_file.items() if key != "tied"}))
+    assert "tied must be a list" in refused(run("seal", path), 1)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "words"),
+    [
+        ({"op": "ALLREDUCE", "buf": "t.1", "group": 1}, "t.1: tied has no entry 1"),
+        ({"op": "ALLREDUCE", "buf": "t.0.0", "group": 1}, "ALLREDUCE takes no buffer t.0.0"),
+        ({"op": "SEND", "buf": "t.0", "to": 1}, "SEND takes no buffer t.0"),
+        ({"op": "RECV", "buf": "t.0", "from": 1}, "RECV takes no buffer t.0"),
+        ({"op": "FREE", "buf": "t.0"}, "FREE takes no buffer t.0"),
+        ({"op": "ALLREDUCE", "buf": "t", "group": 1}, "no buffer is called 't'"),
+    ],
+)
+def test_a_buffer_that_no_tie_has_is_refused(instruction, words, tied_file, run, refused, tmp_path):
+    path = tmp_path / "buffer.json"
+    file = json.loads(json.dumps(tied_file))
+    file["programs"][0].insert(0, instruction)
+    path.write_text(json.dumps(file))
+    assert words in refused(run("seal", path), 1)
+    path.write_text(json.dumps(tied_file))
+    run("seal", path)
+    lines = path.read_text().splitlines(keepends=True)
+    place = lines.index("  [\n") + 1
+    lines.insert(place, f"   {json.dumps(instruction)},\n")
+    path.write_text("".join(lines))
+    message = refused(run("check", path), 1)
+    assert message.startswith(f"schedgen: {path}:{place + 1}: rank 0: ") and words in message
+
+
+@pytest.mark.parametrize("tied", ["0", "0,0", "0,4", "0,3,3"])
+def test_a_tie_that_is_none_is_wrong_usage(tied, run, refused):
+    message = refused(run("compile", "1f1b", "--stages", 4, "--microbatches", 2, "--tied", tied, "-o", "-"), 2)
+    assert message == f"schedgen: --tied {tied}: a tie is two or more different stages in 0..3"
+
+
+@pytest.mark.parametrize("tied", ["", "0,", "a,b", "0;3", "-1,2"])
+def test_a_tie_that_has_no_numbers_is_wrong_usage(tied, run, refused):
+    message = refused(run("compile", "1f1b", "--stages", 4, "--microbatches", 2, f"--tied={tied}", "-o", "-"), 2)
+    assert message.startswith("schedgen compile: argument --tied: ")
+
+
+def test_diff_shows_ties(run, tmp_path):
+    for name, options in (("plain", ()), ("tied", ("--tied", "0,3", "--tied", "2,1"))):
+        path = tmp_path / f"{name}.json"
+        run("compile", "1f1b", "--stages", 4, "--microbatches", 2, *options, "-o", path)
+    result = run("diff", tmp_path / "plain.json", tmp_path / "tied.json")
+    assert result.code == 1
+    assert result.out.startswith("tied: () -> ((0, 3), (1, 2))\n")
+    assert result.out.count('\n+{"op": "ALLREDUCE", "buf": "t.') == 4
+
+
+def test_stats_count_a_tie_as_one_collective(run, tmp_path):
+    path = tmp_path / "tied.json"
+    for tied, collectives in (((), 1), (("--tied", "0,3"), 2)):
+        run("compile", "1f1b", "--stages", 4, "--microbatches", 2, *tied, "-o", path)
+        numbers = json.loads(run("stats", path, "--json").out)
+        assert numbers["collectives"] == collectives
