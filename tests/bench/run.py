@@ -5,7 +5,8 @@ for both of a pair. A round launches ours and theirs one after the other; the
 ratio is that of the medians over the steps of the two launches, and the table
 shows the median, least and greatest ratio over the rounds. `best` is the ratio
 of the fastest steps of all rounds, `others` the cores that other processes of
-the machine used at most. Ours is the CLI as users run it. Losses of the first steps have to agree, or nothing is reported.
+the machine used at most. Ours is the CLI as users run it. Losses of the first
+steps have to agree, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def launch(arguments: list[str], metrics: Path) -> Timing:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     others = max(0.0, (machine_busy() - busy) - (children() - own)) / seconds
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    seconds = [row["seconds"] for row in rows[WARM:]]
-    return Timing(statistics.median(seconds), min(seconds), [row["loss"] for row in rows[:WARM]], others)
+    laps = [row["seconds"] for row in rows[WARM:]]
+    return Timing(statistics.median(laps), min(laps), [row["loss"] for row in rows[:WARM]], others)
 
 
 def machine_busy() -> float:
