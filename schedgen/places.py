@@ -101,7 +101,7 @@ def places(program: Program, bytes: Bytes) -> Places:
 
 
 def footprint(program: Program, bytes: Bytes) -> Footprint:
-    """What every rank of a checked, projected program needs. May hold some ranks' rows only: the others' count for 0."""
+    """What every rank of a checked, projected program needs; it may hold some ranks' rows only, as for `places`."""
     subject = Subject(program, "")
     found = follow(subject, bytes)
     return needed(subject, bytes, found, plan(program, bytes, found))
