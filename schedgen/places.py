@@ -22,7 +22,7 @@ from schedgen.check.lives import Lives, lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
-from schedgen.program import Ints, Op, Program, Small
+from schedgen.program import Header, Ints, Op, Program, Small
 
 
 class Bytes(NamedTuple):
@@ -104,13 +104,16 @@ def footprint(program: Program, bytes: Bytes) -> Footprint:
     """What every rank of a checked, projected program needs; it may hold some ranks' rows only, as for `places`."""
     subject = Subject(program, "")
     found = follow(subject, bytes)
-    return needed(subject, bytes, found, plan(program, bytes, found))
+    return needed(program.header, bytes, found, plan(program, bytes, found))
 
 
-def needed(subject: Subject, bytes: Bytes, found: Lives, planned: Places) -> Footprint:
+def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footprint:
     """The same from what `follow` and `plan` gave."""
+    owned = np.zeros(header.workers, np.int64)
+    for stage, ranks in enumerate(header.owners):
+        owned[list(ranks)] += bytes.owned[stage]
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
-    return Footprint(subject.owner @ bytes.owned, of_places, found.computed)
+    return Footprint(owned, of_places, found.computed)
 
 
 def plan(program: Program, bytes: Bytes, found: Lives) -> Places:

@@ -60,7 +60,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     sizes = np.where(table.op == Op.SEND, np.stack([0 * x, x, x, w, w])[table.kind, np.maximum(table.stage, 0)], 0)
     subject = Subject(program, "")
     found = follow(subject, bytes)
-    footprint = needed(subject, bytes, found, plan(program, bytes, found))
+    footprint = needed(header, bytes, found, plan(program, bytes, found))
     needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)

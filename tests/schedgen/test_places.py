@@ -177,7 +177,7 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_peak(cases, data):
     program = data.draw(cases).compile()
     hold(program, random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages))
@@ -289,10 +289,10 @@ def test_where_fixed_places_need_one_more_no_other_sharing_needs_less(slots):
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [
-        ("fsdp", (5, 260, 12), {}),
-        ("fslpp", (8, 64, 4, 2), {"weight_slots": 3}),
-        ("lpp", (6, 300, 6, 3), {}),
-        ("zb-v", (8, 300, 4), {"recompute": [0, 7]}),
+        ("fsdp", (5, 60, 12), {}),
+        ("fslpp", (8, 32, 4, 2), {"weight_slots": 3}),
+        ("lpp", (6, 24, 6, 3), {}),
+        ("zb-v", (8, 40, 4), {"recompute": [0, 7]}),
     ],
 )
 def test_python_and_numba_plan_alike_and_every_time(name, sizes, options, monkeypatch):
@@ -334,7 +334,8 @@ def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
     }  # fmt: skip
     # Messages take no time: worker 1 works from 1 on, two times 2 + 4, and behind it worker 0's last 2.
     assert numbers["latency"] == 1 + 2 * 6 + 2
-    assert numbers["bounds"]["critical_path"] == 3 + 6 and numbers["bounds"]["work"] == 12
+    # What stage 1 saves lives for 4, what stage 0 saves for 2 + 4 + 2, two of each; the peaks are 2 and 1.
+    assert numbers["bounds"] == {"work": 12, "critical_path": 3 + 6, "memory": 2 * (4 + 8) / 3}
     assert "peak bytes            3860" in run("stats", path, "--profile", costs).out
     simulated = json.loads(run("simulate", path, "--profile", costs, "--json").out)
     assert simulated["peak_bytes"] == 3860
@@ -356,7 +357,7 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
     assert peak_of(workspace=7)["peak_bytes"] == 200 + 7
     assert peak_of(workspace={"W": [1, 2]})["peak_bytes"] == 200 + 2
     assert peak_of(workspace={"B": 9})["peak_bytes"] == 200 + 9
-    assert peak_of(half=50)["memory_bytes"]["half"] == 2 * 50  # worker 0 does both I, then both W
+    assert peak_of(half=50)["memory_bytes"]["half"] == 2 * 50  # worker 1 does both I before its first W
     for wrong, words in (
         ({"workspace": {"G": 1}}, "not 'G'"),
         ({"workspace": {"F": [1, 2, 3]}}, "workspace of F has 3 numbers"),
