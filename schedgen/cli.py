@@ -121,7 +121,9 @@ def _seal(options: argparse.Namespace) -> int:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    numbers = stats(checked(options.file), options.cost)
+    program = checked(options.file)
+    cost, machine = _profile(options, program) if options.profile else (options.cost, None)
+    numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0
 
@@ -131,8 +133,7 @@ def _simulate(options: argparse.Namespace) -> int:
     cost: Mapping[str, Amount] = options.cost or program.header.cost
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
     if options.profile:
-        text = Path(options.profile).read_text(errors="replace")
-        cost, machine = read_profile(text, options.profile, program.header.stages)
+        cost, machine = _profile(options, program)
     run = simulate(program, cost, machine)
     if options.trace:
         with _output(options.trace) as out:
@@ -140,6 +141,11 @@ def _simulate(options: argparse.Namespace) -> int:
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
+
+
+def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
+    text = Path(options.profile).read_text(errors="replace")
+    return read_profile(text, options.profile, program.header.stages)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -282,7 +288,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("stats", _stats, "latency, bubble, memory and messages", "schedgen stats 1f1b.json --json")
     sub.add_argument("file", metavar="FILE")
     sub.add_argument("--json", action="store_true")
-    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs = sub.add_mutually_exclusive_group()
+    costs.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")
 
     sub = command(
         "simulate", _simulate, "execute a schedule against a cost model",
@@ -297,7 +305,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient"
     )
     sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
-    sub.add_argument("--profile", metavar="P", help="JSON with all of these by name, times and bytes also by stage")
+    add = sub.add_argument
+    add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
     sub.add_argument("--json", action="store_true")
     sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
 
