@@ -76,6 +76,7 @@ bench-compile: venv
 
 bench-run: venv
 	$(BIN)/python tests/bench/split_backward.py
+	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/run.py
 
 bench: bench-compile bench-run

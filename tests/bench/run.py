@@ -71,10 +71,9 @@ class Timing(NamedTuple):
 
 def launch(arguments: list[str], metrics: Path) -> Timing:
     """Run two ranks of `python ARGUMENTS`, and read what rank 0 says of each step."""
-    mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.executable).with_name("mpiexec"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
-    command = [*mpiexec, "-n", str(RANKS), sys.executable, *arguments]
+    command = [*mpi(RANKS), *arguments]
     busy, own, begin = machine_busy(), children(), time.perf_counter()
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
     seconds = time.perf_counter() - begin
@@ -84,6 +83,12 @@ def launch(arguments: list[str], metrics: Path) -> Timing:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     laps = [row["seconds"] for row in rows[WARM:]]
     return Timing(statistics.median(laps), min(laps), [row["loss"] for row in rows[:WARM]], others)
+
+
+def mpi(ranks: int) -> list[str]:
+    """What launches Python on so many ranks."""
+    mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.executable).with_name("mpiexec"))))
+    return [*mpiexec, "-n", str(ranks), sys.executable]
 
 
 def machine_busy() -> float:
