@@ -75,7 +75,10 @@ def launch(arguments: list[str], metrics: Path) -> Timing:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     command = [*mpi(RANKS), *arguments]
     busy, own, begin = machine_busy(), children(), time.perf_counter()
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    try:
+        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{shlex.join(command)} took more than {LIMIT} s") from None
     seconds = time.perf_counter() - begin
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -184,7 +187,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quiet", type=float, default=0.1, help="cores others may use, or a round is done again")
     parser.add_argument("--retries", type=int, default=2, help="how often a round is done again; default: 2")
-    parser.add_argument("--patience", type=float, default=60, help="seconds to wait for quiet before a round")
+    parser.add_argument("--patience", type=float, default=20, help="seconds to wait for quiet before a round")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for case in options.cases:
