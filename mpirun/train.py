@@ -44,7 +44,9 @@ class Run:
         self.program, self.first_line = _schedule(comm, options.file)
         self.header = self.program.header
         self.instructions = self.program.instructions(comm.rank)
-        torch.set_num_threads(options.threads or _threads(comm))
+        cores = _cores(comm)
+        self.crowded = cores < 1
+        torch.set_num_threads(options.threads or max(1, int(cores)))
         self.device = device(comm, options.device)
         self.mixed = torch.bfloat16 if options.autocast else None
         self.model = together(comm, lambda: mpirun.model.load(options.model, self.header.stages, options.seed))
@@ -76,7 +78,7 @@ class Run:
             self.instructions,
             stages,
             memory,
-            transport(self.comm, self.header.groups, self.device),
+            transport(self.comm, self.header.groups, self.device, self.crowded),
             Pump(self.comm),
             self.model,
             self.text,
@@ -237,12 +239,12 @@ def _checked(comm: MPI.Comm, name: str) -> Program:
     return program
 
 
-def _threads(comm: MPI.Comm) -> int:
-    """Threads a rank may use: this host's cores shared out over its ranks."""
+def _cores(comm: MPI.Intracomm) -> float:
+    """A rank's share of its host's cores."""
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     ranks = here.size
     here.Free()
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return len(os.sched_getaffinity(0)) / ranks
 
 
 def _open(path: str | None) -> TextIO | None:
