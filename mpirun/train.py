@@ -37,7 +37,7 @@ class Run:
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
         self.header, self.instructions, self.first_line = _schedule(comm, options.file)
-        torch.set_num_threads(options.threads or _threads(comm))
+        torch.set_num_threads(options.threads or threads(comm))
         self.model = together(comm, lambda: mpirun.model.load(options.model, self.header.stages, options.seed))
         self.text = mpirun.data.load(comm, options.text, self.model.length)
         self.make = maker(options.optimizer, options.lr, options.momentum, options.weight_decay)
@@ -208,7 +208,7 @@ def _checked(comm: MPI.Comm, name: str) -> Program:
     return program
 
 
-def _threads(comm: MPI.Comm) -> int:
+def threads(comm: MPI.Comm) -> int:
     """Threads a rank may use: this host's cores shared out over its ranks."""
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     ranks = here.size

@@ -46,6 +46,7 @@ class Machine(NamedTuple):
     activation: Amount = 1  # bytes of x.s.b, of g.s.b too: of all stages, or by stage
     weight: Amount = 1  # bytes of w.s, of dw.s too
     saved: Amount = 1  # bytes a forward keeps for its backward
+    step: Amount = 0  # time a STEP takes
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
@@ -54,7 +55,7 @@ def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
 
 
 def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], Machine]:
-    """The costs in a JSON object: F, B (or F, I, W), alpha, beta, activation, weight, saved.
+    """The costs in a JSON object: F, B (or F, I, W), step, alpha, beta, activation, weight, saved.
 
     Times and bytes are numbers, or lists by stage.
     """

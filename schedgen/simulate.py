@@ -1,7 +1,7 @@
 """When every instruction of a program happens: the list itself is executed against a cost model.
 
 An instruction starts when the one before it on its rank has ended and what it
-uses has arrived. Compute takes its duration, everything else no time of its
+uses has arrived. Compute and STEP take their durations, everything else no time of its
 own. A message starts when its SEND and its RECV are both reached and the sender's
 link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
@@ -53,6 +53,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
         rows = np.flatnonzero(table.op == op)
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
+    rows = np.flatnonzero(table.op == Op.STEP)
+    duration[rows] = by_stage(machine.step, header.stages)[table.stage[rows]]
     x, w, saved = (by_stage(one, header.stages) for one in (machine.activation, machine.weight, machine.saved))
     of_kind = np.stack([0 * x, x, x, w, w]).astype(np.int64)
     sizes = np.where(table.op == Op.SEND, of_kind[table.kind, np.maximum(table.stage, 0)], 0)
@@ -104,7 +106,8 @@ def trace(program: Program, run: Simulation) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for row in np.flatnonzero(run.end > run.start).tolist():
         instruction = program.instruction(row)
-        name = f"{Op(instruction.op).name} {instruction.stage} {instruction.mb}"
+        job = (instruction.stage,) if instruction.op == Op.STEP else (instruction.stage, instruction.mb)
+        name = " ".join([Op(instruction.op).name, *map(str, job)])
         begin, length = float(run.start[row]), float(run.end[row] - run.start[row])
         place = {"pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length}
         events.append({"name": name, "ph": "X", **place, "args": {"instruction": str(instruction)}})
