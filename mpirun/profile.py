@@ -185,7 +185,7 @@ def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]
         return [], [(Kind.X, i.stage, i.mb, -1)]
     if i.op not in (Op.BWD, Op.BWD_I):
         return [], []
-    read = [(Kind.G, i.stage, i.mb, header.share(i.stage, c)) for c in header.consumers[i.stage]]
+    read: list[Buffer] = [(Kind.G, i.stage, i.mb, header.share(i.stage, c)) for c in header.consumers[i.stage]]
     return read, [(Kind.G, p, i.mb, header.share(p, i.stage)) for p in header.producers[i.stage]]
 
 
