@@ -89,7 +89,7 @@ def _compile(options: argparse.Namespace) -> int:
             options.tied,
         )
     check(program, "internal error, the compiled schedule")
-    with _output(options.output) as out:
+    with output(options.output) as out:
         write(program, out)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
@@ -115,7 +115,7 @@ def _seal(options: argparse.Namespace) -> int:
     except UnicodeDecodeError as error:
         raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
     program = parse(text, options.file)
-    with _output(options.file) as out:
+    with output(options.file) as out:
         write(program, out)
     return 0
 
@@ -136,7 +136,7 @@ def _simulate(options: argparse.Namespace) -> int:
         cost, machine = _profile(options, program)
     run = simulate(program, cost, machine)
     if options.trace:
-        with _output(options.trace) as out:
+        with output(options.trace) as out:
             out.write(json.dumps(trace(program, run)).encode())
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
@@ -161,7 +161,7 @@ def _schemes(_: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _output(name: str) -> Iterator[BinaryIO]:
+def output(name: str) -> Iterator[BinaryIO]:
     """Standard output for '-', else a file that appears whole or not at all."""
     if name == "-":
         yield sys.stdout.buffer

@@ -1,8 +1,8 @@
 """When every instruction of a program happens: the list itself is executed against a cost model.
 
 An instruction starts when the one before it on its rank has ended and what it
-uses has arrived. Compute takes its duration, everything else no time of its
-own. A message starts when its SEND and its RECV are both reached and the sender's
+uses has arrived. Compute and STEP take their durations, everything else no
+time of its own. A message starts when its SEND and its RECV are both reached and the sender's
 link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
 a ring takes, and NORM waits for it and for all ranks. That of a tie starts
@@ -52,6 +52,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     machine = machine or Machine()
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
+    steps = np.flatnonzero(table.op == Op.STEP)
+    duration[steps] = by_stage(machine.step, header.stages)[table.stage[steps]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
@@ -119,7 +121,8 @@ def trace(program: Program, run: Simulation) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for row in np.flatnonzero(run.end > run.start).tolist():
         instruction = program.instruction(row)
-        name = f"{Op(instruction.op).name} {instruction.stage} {instruction.mb}"
+        job = (instruction.stage,) if instruction.op == Op.STEP else (instruction.stage, instruction.mb)
+        name = " ".join([Op(instruction.op).name, *map(str, job)])
         begin, length = float(run.start[row]), float(run.end[row] - run.start[row])
         place = {"pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length}
         events.append({"name": name, "ph": "X", **place, "args": {"instruction": str(instruction)}})
