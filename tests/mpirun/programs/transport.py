@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 
 import torch
+from late import Late
 from mpi4py import MPI
 from torch import Tensor
 
-from late import Late
 from mpirun.reduction import Sum, Sums
 from mpirun.transport import Done, Queued, Transport
 
