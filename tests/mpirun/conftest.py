@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -156,6 +157,32 @@ def several(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[
         return [(code, out) for code, out, _ in ended]
 
     return several
+
+
+class Seen(NamedTuple):
+    """One of several runs in a launch, seen from inside."""
+
+    code: int
+    out: str
+    weights: str  # a hash of all weights in the end, on all ranks
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """What --verify printed: the largest relative difference of losses, gradients and parameters."""
+        found = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", self.out, re.M))
+        assert set(found) == {"losses", "gradients", "parameters"}, self.out
+        return {what: float(size) for what, size in found.items()}
+
+
+@pytest.fixture(scope="session")
+def inside(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Seen]]:
+    """Runs of mpirun in one launch, each an object as programs/inside.py takes them."""
+
+    def inside(ranks: int, runs: Sequence[dict[str, Any]], limit: float = 400) -> list[Seen]:
+        runs = [{**one, "arguments": list(map(str, one["arguments"]))} for one in runs]
+        return [Seen(*one) for one in in_one_launch(ranks, "inside.py", runs, limit)[0]]
+
+    return inside
 
 
 @pytest.fixture(scope="session")
