@@ -98,7 +98,7 @@ def reference(plan: Plan) -> Record:
         for walk in range(plan.walks):
             for mb in range(plan.header.microbatches):
                 for one in draws:
-                    one.at = (plan.seed, step, walk, mb)
+                    one.at = (plan.seed, step, walk * plan.header.microbatches + mb)
                 losses[-1].append(_forward_backward(plan, modules, step, walk * plan.header.microbatches + mb))
             for key, parameter in parameters.items():
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
