@@ -38,6 +38,7 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     )
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
+    add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
     options = _parsed(comm, parser, arguments, file="FILE", model="--model")
     if options.tolerance is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from mpirun import verify
 from mpirun.errors import Stop, on_rank_0
 from mpirun.interpreter import Result
+from mpirun.tracker import measure
 from mpirun.training import interpreter, training
 from schedgen.check import check
 from schedgen.errors import RefusedFile, UsageError
@@ -35,6 +37,8 @@ class Run:
         self.instructions = self.program.instructions(comm.rank)
         self.training = training(comm, options, self.header)
         self.tokens = self.training.tokens * self.header.microbatches * options.accumulate
+        self.memory = contextlib.ExitStack()
+        self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training)
         self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
         if self.training.device.said and comm.rank == 0:
@@ -67,6 +71,11 @@ class Run:
                 self._write_metrics(step, result, seconds)
         if progress is not None:
             progress.close(self.header)
+        if self.bytes is not None:
+            peaks = self.comm.gather(self.bytes.peak)
+            self.memory.close()
+            if peaks is not None:
+                print(f"memory: most bytes of tensors at once, by rank: {' '.join(map(str, peaks))}", flush=True)
         return self._verify(record) if options.verify else 0
 
     def _write_metrics(self, step: int, result: Result, seconds: float) -> None:

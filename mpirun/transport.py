@@ -120,6 +120,7 @@ class Queued(Transport):
     def receive(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Receive:
         target = tensor if self.device.direct else self._staged(tensor)
         request = (comm or self.comm).Recv_init(view(target), peer, kind)
+        into = tensor.data  # as a message does, unseen by autograd: a graph may have saved weights that come again
         begun = False
 
         def begin() -> None:
@@ -136,7 +137,7 @@ class Queued(Transport):
             if not begun or not request.Test():
                 return False
             if target is not tensor:
-                tensor.copy_(target, non_blocking=True)
+                into.copy_(target, non_blocking=True)
             return True
 
         return Receive(start, done)
@@ -147,12 +148,16 @@ class Queued(Transport):
 
     def _enqueue(self, begin: Callable[[], None]) -> None:
         self.queue.append((self.device.mark(), begin))
-        self.poll()
+        self._begin()  # not `poll`: it may be the background that starts a transfer
 
     def poll(self) -> None:
+        self._begin()
+        super().poll()
+
+    def _begin(self) -> None:
+        """Begin what the GPU has come to."""
         while self.queue and ((mark := self.queue[0][0]) is None or mark.reached()):
             self.queue.popleft()[1]()
-        super().poll()
 
 
 def transport(comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool) -> Transport:

@@ -85,7 +85,7 @@ def reference(of: Training, header: Header, steps: int) -> Record:
             summed: Parameters = {}
             for mb in range(header.microbatches):
                 for one in draws:
-                    one.at = (of.seed, step, walk, mb)
+                    one.at = (of.seed, step, walk * header.microbatches + mb)
                 losses[-1].append(_forward_backward(of, header, modules, step, walk * header.microbatches + mb))
             for key, parameter in parameters.items():
                 summed[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
