@@ -103,6 +103,8 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
     )
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
+    add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
+    add("--trace-steps", type=_positive_count, default=1, metavar="K", help="trace the last K steps; default: 1")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
     add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
     options = parser.parse_args(arguments)
@@ -112,6 +114,8 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
         raise Stop("", 0, speaker=-1)
     if options.momentum and options.optimizer != "sgd":
         parser.error("--momentum is of --optimizer sgd")
+    if options.trace and not options.steps:
+        parser.error("--trace: there is nothing to trace in 0 steps")
     for name in ("file", "model"):
         if getattr(options, name) is None:
             parser.error(f"{'FILE' if name == 'file' else '--model'} is missing")

@@ -28,6 +28,7 @@ from mpirun.model import Shape
 from mpirun.optimizer import Optimizer, Recipe
 from mpirun.pump import Pump
 from mpirun.stage import Stage
+from mpirun.trace import Trace, writable
 from mpirun.transport import transport
 from schedgen.check import check
 from schedgen.errors import RefusedFile, UsageError
@@ -40,7 +41,8 @@ class Run:
 
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        self.program, self.first_line = _schedule(comm, options.file)
+        self.program, self.first_line, whole = _schedule(comm, options.file)
+        self.whole = whole if options.trace else None
         self.header = self.program.header
         self.instructions = self.program.instructions(comm.rank)
         torch.set_num_threads(options.threads or _threads(comm))
@@ -55,6 +57,8 @@ class Run:
         self.tokens, shapes = together(comm, self._shapes)
         self.interpreter = self._interpreter(shapes)
         self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
+        if options.trace:
+            on_rank_0(comm, lambda: writable(options.trace))
         if self.device.said and comm.rank == 0:
             print(self.device.said, flush=True)
 
@@ -108,7 +112,12 @@ class Run:
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
         progress = Progress(options.steps, self.tokens) if self.comm.rank == 0 else None
+        traced = max(0, options.steps - options.trace_steps) if options.trace else options.steps
+        recorded = (options.steps - traced) * options.accumulate
+        recorder = Trace(interpreter, self.instructions, self.device, recorded) if recorded else None
         for step in range(options.steps):
+            if recorder is not None and step == traced:
+                recorder.begin()
             begin = time.perf_counter()
             result = interpreter.learn(step) if step == 0 else interpreter.run(step)
             seconds = time.perf_counter() - begin
@@ -121,6 +130,8 @@ class Run:
                 self._write_metrics(step, result, seconds)
         if progress is not None:
             progress.close(self.header)
+        if recorder is not None:
+            recorder.write(self.comm, self.whole, options.trace)
         return self._verify(record) if options.verify else 0
 
     def _write_metrics(self, step: int, result: Result, seconds: float) -> None:
@@ -204,8 +215,9 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int]:
-    """This rank's part of the file, which rank 0 reads and proves, and the line of its first instruction."""
+def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int, Program | None]:
+    """This rank's part of the file, which rank 0 reads and proves, the line of its first instruction; and, on rank 0,
+    the whole."""
     program = on_rank_0(comm, lambda: _checked(comm, name))
     header: Header = comm.bcast(None if program is None else program.header)
     parts = None
@@ -215,7 +227,7 @@ def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int]:
             (program.rows.take(slice(a, b)), line_of(program, a, rank)) for rank, (a, b) in enumerate(pairwise(ends))
         ]
     rows, line = comm.scatter(parts)
-    return Program(header, rows), line
+    return Program(header, rows), line, program
 
 
 def _checked(comm: MPI.Comm, name: str) -> Program:

@@ -25,12 +25,14 @@ from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import diff
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
+from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated
 from schedgen.file import parse, read, write
+from schedgen.measured import measured, read_trace
 from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Sizes
 from schedgen.schemes import SCHEMES, describe, load
 from schedgen.schemes.orders import ORDERS
-from schedgen.simulate import report, simulate, trace
+from schedgen.simulate import report, simulate
 from schedgen.stats import stats, summary, table
 
 
@@ -89,7 +91,7 @@ def _compile(options: argparse.Namespace) -> int:
             options.tied,
         )
     check(program, "internal error, the compiled schedule")
-    with _output(options.output) as out:
+    with output(options.output) as out:
         write(program, out)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
@@ -115,15 +117,25 @@ def _seal(options: argparse.Namespace) -> int:
     except UnicodeDecodeError as error:
         raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
     program = parse(text, options.file)
-    with _output(options.file) as out:
+    with output(options.file) as out:
         write(program, out)
     return 0
 
 
 def _stats(options: argparse.Namespace) -> int:
-    numbers = stats(checked(options.file), options.cost)
+    program = checked(options.file)
+    if options.measured:
+        numbers = measured(program, _measured(options, program))
+        shown = {key: value for key, value in numbers.items() if key != "profile"}
+        print(json.dumps(numbers, indent=1) if options.json else summary(shown))
+        return 0
+    numbers = stats(program, options.cost)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0
+
+
+def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
+    return read_trace(Path(options.measured).read_text(errors="replace"), options.measured, program)
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -135,8 +147,11 @@ def _simulate(options: argparse.Namespace) -> int:
         cost, machine = read_profile(text, options.profile, program.header.stages)
     run = simulate(program, cost, machine)
     if options.trace:
-        with _output(options.trace) as out:
-            out.write(json.dumps(trace(program, run)).encode())
+        found = events(program, [simulated(program, run, 1e6 if options.profile else 1.0)], SIMULATED)
+        if options.measured:
+            found += events(program, _measured(options, program), MEASURED)
+        with output(options.trace) as out:
+            out.write(json.dumps({"traceEvents": found}).encode())
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
@@ -155,7 +170,7 @@ def _schemes(_: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _output(name: str) -> Iterator[BinaryIO]:
+def output(name: str) -> Iterator[BinaryIO]:
     """Standard output for '-', else a file that appears whole or not at all."""
     if name == "-":
         yield sys.stdout.buffer
@@ -282,7 +297,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("stats", _stats, "latency, bubble, memory and messages", "schedgen stats 1f1b.json --json")
     sub.add_argument("file", metavar="FILE")
     sub.add_argument("--json", action="store_true")
-    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs = sub.add_mutually_exclusive_group()
+    costs.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs.add_argument("--measured", metavar="TRACE", help="the seconds of a run, from what mpirun --trace wrote")
 
     sub = command(
         "simulate", _simulate, "execute a schedule against a cost model",
@@ -299,7 +316,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
     sub.add_argument("--profile", metavar="P", help="JSON with all of these by name, times and bytes also by stage")
     sub.add_argument("--json", action="store_true")
-    sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
+    add = sub.add_argument
+    add("--trace", metavar="OUT", help="Chrome trace events, for Perfetto: in microseconds; with --profile in seconds")
+    add("--measured", metavar="TRACE", help="put what mpirun --trace wrote below it in OUT")
 
     sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
     sub.add_argument("a", metavar="A")
