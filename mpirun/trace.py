@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,21 +38,21 @@ _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 
 
 class Reading(NamedTuple):
-    """What this rank's clock, time.perf_counter, shows and what rank 0's shows at the same moment."""
+    """What this rank's clock shows and what rank 0's shows at the same moment."""
 
     here: float  # seconds
     ahead: float  # seconds, what rank 0's shows more
     within: float  # seconds by which that may be wrong
 
 
-def reading(transport: Transport) -> Reading:
+def reading(transport: Transport, clock: Callable[[], float] = time.perf_counter) -> Reading:
     """Compare this rank's clock with rank 0's. Collective; all ranks return at about the same moment.
 
     Rank 0 asks each rank what its clock shows, and takes it for shown half-way
     between question and answer. A difference smaller than what the quickest
     exchange can tell counts as none, so that ranks of one host stay exact.
     """
-    comm, clock = transport.comm, time.perf_counter
+    comm = transport.comm
     word, known = np.zeros(1), np.zeros(2)
 
     def exchange(peer: int, said: float | None) -> None:

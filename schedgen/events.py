@@ -2,7 +2,7 @@
 
 A row a rank, one slice an instruction: what it worked, behind a gap as long as
 it waited. Arrows go from a SEND to where its message was there: simulated, its
-arrival; measured, the end of the wait of the first to use it.
+arrival; measured, where the first to use it starts its work.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ class Timeline(NamedTuple):
     length: Times  # of the work
     wait: Times  # before it
     cause: Small  # what it waited for, an index of CAUSES; -1: it did not wait
-    arrival: Times  # of SEND rows: when the receiver has the message; not above the start: there is no arrow
+    arrival: Times  # of SEND rows: when the receiver has the message; -1: nobody needs an arrow
 
 
 def simulated(program: Program, run: Simulation, unit: float = 1.0) -> Timeline:
     """A simulation as a timeline; `unit`: microseconds of a unit of its time."""
-    return Timeline(
-        unit * run.start, unit * (run.end - run.start), unit * waited(program, run), run.cause, unit * run.arrival
-    )
+    arrival = np.where(run.arrival > run.start, unit * run.arrival, -1.0)
+    return Timeline(unit * run.start, unit * (run.end - run.start), unit * waited(program, run), run.cause, arrival)
 
 
 def waited(program: Program, run: Simulation) -> Times:
@@ -50,11 +49,15 @@ def waited(program: Program, run: Simulation) -> Times:
 
 
 def measured(program: Program, start: Times, length: Times, wait: Times, cause: Small) -> list[Timeline]:
-    """The timelines of walks that were measured: arrays of shape (walks, rows), as in `Timeline`."""
+    """The timelines of walks that were measured: arrays of shape (walks, rows), as in `Timeline`.
+
+    A rank may come to an instruction, be kept from its core, and find there what was sent meanwhile: an arrow then
+    stands upright, in the middle of the instruction.
+    """
     subject = Subject(program, "")
     found = lives(subject)
-    arrival = np.zeros(start.shape)
-    arrival[:, waits(subject, found, rule_3(subject)).sends] = start[:, found.used]
+    arrival, sends = np.full(start.shape, -1.0), waits(subject, found, rule_3(subject)).sends
+    arrival[:, sends] = np.maximum(start[:, found.used], start[:, sends])
     return [Timeline(*columns) for columns in zip(start, length, wait, cause, arrival, strict=True)]
 
 
@@ -80,7 +83,7 @@ def events(program: Program, walks: Sequence[Timeline], process: int) -> list[di
                 args["cause"] = CAUSES[cause]
             event = {"name": names[row], "ph": "X", "pid": process, "tid": rank, "ts": start, "dur": length}
             found.append({**event, "args": args})
-        for row in sends[times.arrival[sends] > times.start[sends]].tolist():
+        for row in sends[times.arrival[sends] >= 0].tolist():
             number = 2 * (walk * len(program) + row) + process
             one = {"name": texts[row], "cat": "message", "id": number, "pid": process}
             found.append({**one, "ph": "s", "tid": int(table.rank[row]), "ts": float(times.start[row])})
