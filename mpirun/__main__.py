@@ -97,9 +97,8 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
     add(
         "--tolerance",
         type=_fraction,
-        default=1e-5,
         metavar="X",
-        help="relative difference that --verify allows; default: 1e-5",
+        help="relative difference that --verify allows; default: 1e-5, with --autocast 1e-2",
     )
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
@@ -116,6 +115,8 @@ def _options(comm: MPI.Comm, arguments: Sequence[str] | None) -> argparse.Namesp
         parser.error("--momentum is of --optimizer sgd")
     if options.trace and not options.steps:
         parser.error("--trace: there is nothing to trace in 0 steps")
+    if options.tolerance is None:
+        options.tolerance = 1e-2 if options.autocast else 1e-5
     for name in ("file", "model"):
         if getattr(options, name) is None:
             parser.error(f"{'FILE' if name == 'file' else '--model'} is missing")

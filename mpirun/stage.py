@@ -71,6 +71,7 @@ class Stage:
                     view.copy_(parameter.detach())
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
         module.to(device.torch)
+        self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
         self.draws = Draws(module, index, shape.draws, device.seed)
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -28,6 +28,7 @@ from mpirun.model import Shape
 from mpirun.optimizer import Optimizer, Recipe
 from mpirun.pump import Pump
 from mpirun.stage import Stage
+from mpirun.ties import check_ties
 from mpirun.trace import Trace, writable
 from mpirun.transport import transport
 from schedgen.check import check
@@ -64,6 +65,7 @@ class Run:
 
     def _shapes(self) -> tuple[int, list[Shape]]:
         """Tokens of a step, and what every stage gives."""
+        check_ties(self.model, self.header)
         shapes = mpirun.model.shapes(self.model, self.header.producers, self.text, self.mixed)
         tokens = mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1].numel()
         return tokens * self.header.microbatches * self.options.accumulate, shapes
@@ -96,6 +98,7 @@ class Run:
             module = mpirun.model.build(self.model, stage, self.options.seed)
             place = None if stage in owned else memory.weights(stage)
             stages[stage] = Stage(module, stage, shapes[stage], self.device, stage in owned, place, self.mixed)
+            stages[stage].shared = mpirun.model.shared_before(self.model, stage)
         return stages
 
     def place(self) -> str:
@@ -216,8 +219,7 @@ def mean(values: list[float]) -> float:
 
 
 def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int, Program | None]:
-    """This rank's part of the file, which rank 0 reads and proves, the line of its first instruction; and, on rank 0,
-    the whole."""
+    """This rank's part of the file, the line of its first instruction and, on rank 0, which proves it, the whole."""
     program = on_rank_0(comm, lambda: _checked(comm, name))
     header: Header = comm.bcast(None if program is None else program.header)
     parts = None

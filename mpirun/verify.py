@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.device import Device, autocast
-from mpirun.model import Model, Shape, build, microbatch
+from mpirun.model import Model, Shape, build, microbatch, shared_before
 from mpirun.optimizer import Recipe, clip_factor, norms, whole_norm
 from mpirun.randomness import Draws
 from mpirun.stage import Stage
@@ -96,17 +96,26 @@ def reference(plan: Plan) -> Record:
         losses.append([])
         total: Parameters = {}
         for walk in range(plan.walks):
+            summed: Parameters = {}
             for mb in range(plan.header.microbatches):
                 for one in draws:
                     one.at = (plan.seed, step, walk, mb)
                 losses[-1].append(_forward_backward(plan, modules, step, walk * plan.header.microbatches + mb))
             for key, parameter in parameters.items():
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total[key] = grad if walk == 0 else total[key] + grad
+                summed[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = None
+            for tie in plan.model.tied:  # copies, whose gradients are added in the order of the stages
+                copies = sorted({(stage, name) for stage, name in tie if (stage, name) in summed})
+                whole = summed[copies[0]]
+                for key in copies[1:]:
+                    whole = whole + summed[key]
+                summed |= {key: whole.clone() for key in copies}
+            total = {key: grad if walk == 0 else total[key] + grad for key, grad in summed.items()}
         gradients.append({key: grad.clone() for key, grad in total.items()})
         if plan.recipe.clip is not None:
-            factor = clip_factor(whole_norm(norms(list(total.values()))), plan.recipe.clip)
+            sizes = zip(total, norms(list(total.values())), strict=True)
+            once = [0.0 if name in shared_before(plan.model, stage) else size for (stage, name), size in sizes]
+            factor = clip_factor(whole_norm(once), plan.recipe.clip)
             for grad in total.values():
                 grad.mul_(factor)
         for key, parameter in parameters.items():

@@ -129,7 +129,8 @@ def _stats(options: argparse.Namespace) -> int:
         shown = {key: value for key, value in numbers.items() if key != "profile"}
         print(json.dumps(numbers, indent=1) if options.json else summary(shown))
         return 0
-    numbers = stats(program, options.cost)
+    cost, machine = _profile(options, program) if options.profile else (options.cost, None)
+    numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0
 
@@ -143,18 +144,25 @@ def _simulate(options: argparse.Namespace) -> int:
     cost: Mapping[str, Amount] = options.cost or program.header.cost
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
     if options.profile:
-        text = Path(options.profile).read_text(errors="replace")
-        cost, machine = read_profile(text, options.profile, program.header.stages)
+        cost, machine = _profile(options, program)
+    walks = _measured(options, program) if options.measured else []
+    if walks and not (options.cost or options.profile):
+        cost = measured(program, walks)["profile"]
     run = simulate(program, cost, machine)
     if options.trace:
-        found = events(program, [simulated(program, run, 1e6 if options.profile else 1.0)], SIMULATED)
-        if options.measured:
-            found += events(program, _measured(options, program), MEASURED)
+        seconds = options.profile or (walks and not options.cost)
+        found = events(program, [simulated(program, run, 1e6 if seconds else 1.0)], SIMULATED)
+        found += events(program, walks, MEASURED) if walks else []
         with output(options.trace) as out:
             out.write(json.dumps({"traceEvents": found}).encode())
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
+
+
+def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
+    text = Path(options.profile).read_text(errors="replace")
+    return read_profile(text, options.profile, program.header.stages)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -299,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true")
     costs = sub.add_mutually_exclusive_group()
     costs.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")
     costs.add_argument("--measured", metavar="TRACE", help="the seconds of a run, from what mpirun --trace wrote")
 
     sub = command(
@@ -314,11 +323,11 @@ def _parser() -> argparse.ArgumentParser:
         "--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient"
     )
     sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
-    sub.add_argument("--profile", metavar="P", help="JSON with all of these by name, times and bytes also by stage")
-    sub.add_argument("--json", action="store_true")
     add = sub.add_argument
-    add("--trace", metavar="OUT", help="Chrome trace events, for Perfetto: in microseconds; with --profile in seconds")
-    add("--measured", metavar="TRACE", help="put what mpirun --trace wrote below it in OUT")
+    add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
+    sub.add_argument("--json", action="store_true")
+    add("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
+    add("--measured", metavar="TRACE", help="durations as mpirun --trace found them; OUT has both")
 
     sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
     sub.add_argument("a", metavar="A")

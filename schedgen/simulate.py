@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.check.deadlock import waits
-from schedgen.check.lives import Memory, lives
+from schedgen.check.lives import Memory
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
 from schedgen.heap import settle
 from schedgen.kernels import kernel
+from schedgen.places import Footprint, follow, measured, needed, plan
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
 
 Times = NDArray[np.float64]
@@ -44,6 +45,7 @@ class Simulation(NamedTuple):
     cause: Small  # of rows that waited: what came last, an index of CAUSES
     sizes: Numbers  # bytes of each SEND row's message; 0 for other rows
     memory: Memory  # peak bytes of each rank, by kind
+    footprint: Footprint  # bytes each rank needs
 
 
 def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
@@ -56,12 +58,14 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
         rows = np.flatnonzero(table.op == op)
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
-    x, w, saved = (by_stage(one, header.stages) for one in (machine.activation, machine.weight, machine.saved))
-    of_kind = np.stack([0 * x, x, x, w, w]).astype(np.int64)
+    bytes = measured(machine, header.stages)
+    x, w = bytes.activation, bytes.weight
+    of_kind = np.stack([0 * x, x, x, w, w])
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
     sizes[sends] = of_kind[table.kind[sends], table.stage[sends]]
     subject = Subject(program, "")
-    found = lives(subject, np.stack([x, x, w, w, w, saved]).astype(np.int64))
+    found = follow(subject, bytes)
+    footprint = needed(header, bytes, found, plan(program, bytes, found))
     needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
@@ -75,7 +79,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
         needs.collective, needs.members, ring_time, table.peer, duration, message, free, len(CAUSES),
     )  # fmt: skip
-    return Simulation(start, end, arrival, idle, cause, sizes, found.memory)
+    return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint)
 
 
 def report(program: Program, run: Simulation) -> dict[str, Any]:
@@ -97,9 +101,15 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
             {"from": int(one // workers), "to": int(one % workers), "bytes": int(size)}
             for one, size in zip(link, traffic, strict=True)
         ],
+        "peak_bytes": int(run.footprint.peak.max()),
         "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
         "workers": [
-            {"worker": r, "busy": float(busy[r]), "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True))}
+            {
+                "worker": r,
+                "busy": float(busy[r]),
+                "peak_bytes": int(run.footprint.peak[r]),
+                "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
+            }
             for r in range(workers)
         ],
     }

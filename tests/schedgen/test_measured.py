@@ -106,29 +106,33 @@ def test_a_simulation_s_trace_gives_the_simulation_s_numbers(golden, run, tmp_pa
         assert numbers["profile"][direction] == pytest.approx([seconds] * len(numbers["profile"][direction]))
 
 
-def test_a_step_measured_is_simulated_by_its_own_profile(pair, run, tmp_path):
-    """Jobs as long as they were measured; messages without time leave only what other ranks do to wait for."""
+def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
+    """In one trace with them; messages without time leave only what other ranks do to wait for."""
     schedule, events = pair
-    numbers = json.loads(run("stats", schedule, "--measured", written(events, tmp_path), "--json").out)
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps(numbers["profile"]))
-    plan = json.loads(run("simulate", schedule, "--profile", profile, "--json").out)
+    reality, both, profile = written(events, tmp_path), tmp_path / "both.json", tmp_path / "profile.json"
+    plan = json.loads(run("simulate", schedule, "--measured", reality, "--trace", both, "--json").out)
     assert plan["latency"] == pytest.approx(350e-6)
     assert [worker["busy"] for worker in plan["workers"]] == pytest.approx([300e-6, 50e-6])
-
-
-def test_plan_and_reality_lie_in_one_trace(pair, run, tmp_path):
-    schedule, events = pair
-    reality, both = written(events, tmp_path), tmp_path / "both.json"
-    assert run("simulate", schedule, "--trace", both, "--measured", reality).code == 0
+    profile.write_text(json.dumps(json.loads(run("stats", schedule, "--measured", reality, "--json").out)["profile"]))
+    assert json.loads(run("simulate", schedule, "--profile", profile, "--json").out) == plan
     merged = json.loads(both.read_text())["traceEvents"]
     names = [e["args"]["name"] for e in merged if e["ph"] == "M" and e["name"] == "process_name"]
     assert names == ["simulated", "measured"]
     assert [sum(e["ph"] == "X" and e["pid"] == pid for e in merged) for pid in (0, 1)] == [len(events)] * 2
+    lengths = [{e["args"]["instruction"]: e["dur"] for e in merged if e["ph"] == "X" and e["pid"] == k} for k in (0, 1)]
+    for instruction, length in lengths[0].items():
+        assert length == pytest.approx(lengths[1][instruction] if '"mb"' in instruction else 0)
     arrows = [(e["id"], e["ph"]) for e in merged if e["ph"] in "sf"]
     assert len(set(arrows)) == len(arrows)
     again = [run("stats", schedule, "--measured", trace).out for trace in (reality, both)]
     assert again[0] == again[1]
+
+
+def test_given_costs_go_before_those_that_were_measured(pair, run, tmp_path):
+    schedule, events = pair
+    reality = written(events, tmp_path)
+    plan = json.loads(run("simulate", schedule, "--cost", "F=1,B=2", "--measured", reality, "--json").out)
+    assert plan["latency"] == 6
 
 
 def change(events, at, **to):
