@@ -76,7 +76,7 @@ class Compute:
         def forward() -> Tensor:
             ready(weights)
             given = [ready(x) for x in inputs] if read is None else [read()[0]]
-            stage.draws.at = (self.seed, self.now, self.walk, mb)
+            stage.draws.at = (self.seed, self.now, self.walk * self.header.microbatches + mb)
             output, saved = stage.forward(given, finish, save)
             if saved is not None:
                 job.saved = saved

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +177,7 @@ def shapes(
         data, target = microbatch(model, text, 0, 0, 0)
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
     fake = FakeTensorMode()
     outputs: list[Tensor] = []
     found: list[Shape] = []

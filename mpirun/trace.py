@@ -13,10 +13,8 @@ and after the last; between the two a difference changes linearly.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +22,13 @@ from mpi4py import MPI
 
 from mpirun.compute import Act
 from mpirun.device import Device
+from mpirun.errors import on_rank_0
 from mpirun.interpreter import Interpreter
 from mpirun.transport import Done, Transport
 from schedgen.cli import output
-from schedgen.errors import UsageError
+from schedgen.errors import RefusedFile
 from schedgen.events import MEASURED, events, measured
-from schedgen.program import COMPUTE, Instruction, Kind, Op, Program
+from schedgen.program import COMPUTE, Instruction, Kind, Op, Program, Small
 from schedgen.simulate import REDUCTION, SEND_CAUSE, Times
 
 ROUNDS = 50  # exchanges with each rank, of which the quickest counts
@@ -173,25 +172,23 @@ class Trace:
         times = aligned(np.array(self.times).reshape(shape), self.before, after)
         waited = np.diff(np.array(self.waited).reshape(shape), axis=1)
         every = comm.gather((times, waited, self.cause))
-        if every is None or program is None:
-            return
-        start = min(times.min() for times, _, _ in every)
-        # Whole nanoseconds, so that starts, waits and lengths add up.
-        begins = [np.rint((times - start) * 1e9) for times, _, _ in every]
-        came = np.concatenate([one[:, :-1] for one in begins], axis=1)
-        left = np.concatenate([one[:, 1:] for one in begins], axis=1)
-        wait = np.minimum(np.rint(np.concatenate([one for _, one, _ in every], axis=1) * 1e9), left - came)
-        cause = np.concatenate([one for _, _, one in every], axis=1)
-        walks = measured(program, (came + wait) / 1e3, (left - came - wait) / 1e3, wait / 1e3, cause)
+        on_rank_0(comm, lambda: _write(every or [], program, path))
+
+
+def _write(every: list[tuple[Times, Times, Small]], program: Program | None, path: str) -> None:
+    """`every`: times and seconds waited between instructions, and causes, by rank."""
+    assert program is not None
+    start = min(times.min() for times, _, _ in every)
+    # Whole nanoseconds, so that starts, waits and lengths add up.
+    begins = [np.rint((times - start) * 1e9) for times, _, _ in every]
+    came = np.concatenate([one[:, :-1] for one in begins], axis=1)
+    left = np.concatenate([one[:, 1:] for one in begins], axis=1)
+    wait = np.minimum(np.rint(np.concatenate([one for _, one, _ in every], axis=1) * 1e9), left - came)
+    cause = np.concatenate([one for _, _, one in every], axis=1)
+    walks = measured(program, (came + wait) / 1e3, (left - came - wait) / 1e3, wait / 1e3, cause)
+    data = json.dumps({"traceEvents": events(program, walks, MEASURED)}).encode()
+    try:
         with output(path) as out:
-            out.write(json.dumps({"traceEvents": events(program, walks, MEASURED)}).encode())
-
-
-def writable(path: str) -> None:
-    """Refuse now what could not be written in the end."""
-    folder = Path(path).resolve().parent
-    wrong = "Is a directory" if Path(path).is_dir() else None if folder.is_dir() else "No such file or directory"
-    if wrong is None and path != "-" and not os.access(folder, os.W_OK):
-        wrong = "Permission denied"
-    if wrong:
-        raise UsageError(f"--trace {path}: {wrong}")
+            out.write(data)
+    except OSError as error:
+        raise RefusedFile(f"--trace {path}: {error.strerror}") from None

@@ -147,7 +147,8 @@ def _simulate(options: argparse.Namespace) -> int:
         cost, machine = _profile(options, program)
     walks = _measured(options, program) if options.measured else []
     if walks and not (options.cost or options.profile):
-        cost = measured(program, walks)["profile"]
+        times = measured(program, walks)["profile"]
+        cost, machine = times, machine._replace(step=times.pop("step"))
     run = simulate(program, cost, machine)
     if options.trace:
         seconds = options.profile or (walks and not options.cost)

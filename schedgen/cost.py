@@ -49,6 +49,7 @@ class Machine(NamedTuple):
     half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
+    step: Amount = 0  # time a STEP takes
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from schedgen.check.subject import Numbers
 from schedgen.cost import DIRECTION
 from schedgen.errors import RefusedFile
 from schedgen.events import MEASURED, SIMULATED, Timeline
@@ -68,7 +69,7 @@ def measured(program: Program, walks: Sequence[Timeline]) -> dict[str, Any]:
     idle      by cause; with busy it makes up workers x makespan. Beside simulate's causes: overhead, what is neither
               computing nor waiting; begin, before a rank's first instruction; end, behind its last
     seconds   of an instruction of each opcode, waits left out
-    profile   of a job of each direction by stage, as `simulate --profile` reads it
+    profile   of a job of each direction and of a STEP by stage, as `simulate --profile` reads it
 
     Per worker: busy and idle.
     """
@@ -108,12 +109,18 @@ def measured(program: Program, walks: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def profile(program: Program, seconds: Times) -> dict[str, list[float]]:
-    """Mean seconds of a job of each direction, by stage; `seconds`: of each row of the program.
+    """Mean seconds of a job of each direction and of a STEP, by stage; `seconds`: of each row of the program.
 
     Where a schedule splits backwards, a stage whose own are all whole has half of one as I and half as W.
     """
     table, stages = program.rows, program.header.stages
     found = {}
+
+    def mean(rows: Numbers, weight: float | Times = 1.0) -> list[float]:
+        total = np.bincount(table.stage[rows], weight * seconds[rows], minlength=stages)
+        means: list[float] = (total / np.bincount(table.stage[rows], minlength=stages)).tolist()
+        return means
+
     for direction in program.header.directions:
         ops = [op for op, one in DIRECTION.items() if one == direction]
         rows = np.flatnonzero(np.isin(table.op, ops))
@@ -122,9 +129,8 @@ def profile(program: Program, seconds: Times) -> dict[str, list[float]]:
             halves = np.bincount(table.stage[rows], minlength=stages) > 0
             whole = np.flatnonzero((table.op == Op.BWD) & ~halves[table.stage])
             rows, weight = np.append(rows, whole), np.append(weight, np.full(len(whole), 0.5))
-        total = np.bincount(table.stage[rows], weight * seconds[rows], minlength=stages)
-        found[direction] = (total / np.bincount(table.stage[rows], minlength=stages)).tolist()
-    return found
+        found[direction] = mean(rows, weight)
+    return {**found, "step": mean(np.flatnonzero(table.op == Op.STEP))}
 
 
 def _slices(text: str, name: str, workers: int) -> list[list[tuple[str, float, float, float, float]]]:

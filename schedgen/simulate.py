@@ -1,8 +1,8 @@
 """When every instruction of a program happens: the list itself is executed against a cost model.
 
 An instruction starts when the one before it on its rank has ended and what it
-uses has arrived. Compute takes its duration, everything else no time of its
-own. A message starts when its SEND and its RECV are both reached and the sender's
+uses has arrived. Compute and STEP take their durations, everything else no
+time of its own. A message starts when its SEND and its RECV are both reached and the sender's
 link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
 a ring takes, and NORM waits for it and for all ranks. That of a tie starts
@@ -53,6 +53,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     machine = machine or Machine()
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
+    steps = np.flatnonzero(table.op == Op.STEP)
+    duration[steps] = by_stage(machine.step, header.stages)[table.stage[steps]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import typing
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -104,27 +105,84 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
     return launch
 
 
+class Ended(NamedTuple):
+    """How one of several runs in a launch ended; `out` and `err` of all ranks."""
+
+    code: int
+    out: str
+    err: str
+
+
 @pytest.fixture(scope="session")
-def several(
+def in_one_launch(
     launch: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list[tuple[int, str]]]:
+) -> Callable[..., tuple[list[Any], Result]]:
+    """What a program prints of each of a list of runs, which it reads from a file, and the launch."""
+
+    def in_one_launch(ranks: int, program: str, runs: Sequence[Any], limit: float) -> tuple[list[Any], Result]:
+        file = tmp_path_factory.mktemp("runs") / "runs.json"
+        file.write_text(json.dumps(runs, default=str))
+        result = launch(ranks, file, program=["-m", "mpi4py", f"programs/{program}"], limit=limit)
+        lines = [line for line in result.out.splitlines() if line.startswith("run: ")]
+        assert len(lines) == len(runs) and result.code == 0, (
+            f"the launch ended in run {len(lines)} of {len(runs)} with code {result.code}: "
+            f"{runs[min(len(lines), len(runs) - 1)]}\n{result.err}"
+        )
+        return [json.loads(line.removeprefix("run: ")) for line in lines], result
+
+    return in_one_launch
+
+
+@pytest.fixture(scope="session")
+def mistakes(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Ended]]:
+    """Runs of mpirun one after the other in one launch, none of which trains."""
+
+    def mistakes(ranks: int, runs: Sequence[Sequence[object]], limit: float = 240) -> list[Ended]:
+        ended, result = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit)
+        assert "Traceback" not in result.out + result.err
+        return [Ended(*one) for one in ended]
+
+    return mistakes
+
+
+@pytest.fixture(scope="session")
+def several(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[tuple[int, str]]]:
     """Runs of mpirun one after the other in one launch: the exit code and the stdout of each.
 
     Most of a short run is starting Python and importing torch; this pays for it once.
     """
 
     def several(ranks: int, runs: Sequence[Sequence[object]], limit: float = 240) -> list[tuple[int, str]]:
-        file = tmp_path_factory.mktemp("several") / "runs.json"
-        file.write_text(json.dumps([[str(argument) for argument in run] for run in runs]))
-        result = launch(ranks, file, program=["programs/several.py"], limit=limit)
-        lines = [line for line in result.out.splitlines() if line.startswith("run: ")]
-        assert len(lines) == len(runs) and result.code == 0, (
-            f"the launch ended in run {len(lines)} of {len(runs)} with code {result.code}: "
-            f"{runs[min(len(lines), len(runs) - 1)]}\n{result.err}"
-        )
-        return [tuple(json.loads(line.removeprefix("run: "))) for line in lines]
+        ended, _ = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit)
+        return [(code, out) for code, out, _ in ended]
 
     return several
+
+
+class Seen(NamedTuple):
+    """One of several runs in a launch, seen from inside."""
+
+    code: int
+    out: str
+    weights: str  # a hash of all weights in the end, on all ranks
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """What --verify printed: the largest relative difference of losses, gradients and parameters."""
+        found = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", self.out, re.M))
+        assert set(found) == {"losses", "gradients", "parameters"}, self.out
+        return {what: float(size) for what, size in found.items()}
+
+
+@pytest.fixture(scope="session")
+def inside(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Seen]]:
+    """Runs of mpirun in one launch, each an object as programs/inside.py takes them."""
+
+    def inside(ranks: int, runs: Sequence[dict[str, Any]], limit: float = 400) -> list[Seen]:
+        runs = [{**one, "arguments": list(map(str, one["arguments"]))} for one in runs]
+        return [Seen(*one) for one in in_one_launch(ranks, "inside.py", runs, limit)[0]]
+
+    return inside
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mpirun import Model
 from mpirun.models import mlp
+from mpirun.models.cut import cut
 
 WIDTH = 128  # of mlp.tiny
 
@@ -102,19 +103,22 @@ def peculiar(stages: int) -> Model:
     return mlp.tiny(stages)._replace(stages=[mlp.Embedding(WIDTH), nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
 
 
+def in_type(model: Model, dtype: torch.dtype) -> Model:
+    """With all layers converted."""
+    return model._replace(
+        stages=[{name: lambda make=make: make().to(dtype) for name, make in stage.items()} for stage in model.stages]
+    )
+
+
 def bf16(stages: int) -> Model:
     """mlp.tiny in bfloat16; the loss in float32."""
-    model = mlp.tiny(stages)
-    return model._replace(
-        stages=[lambda stage=stage: stage().to(torch.bfloat16) for stage in model.stages],
-        loss=lambda scores, target: nnf.cross_entropy(scores.float(), target),
-    )
+    model = in_type(mlp.tiny(stages), torch.bfloat16)
+    return model._replace(loss=lambda scores, target: nnf.cross_entropy(scores.float(), target))
 
 
 def f64(stages: int) -> Model:
     """mlp.tiny in float64."""
-    model = mlp.tiny(stages)
-    return model._replace(stages=[lambda stage=stage: stage().double() for stage in model.stages])
+    return in_type(mlp.tiny(stages), torch.float64)
 
 
 class Turned(nn.Module):
@@ -144,11 +148,55 @@ def strided(stages: int) -> Model:
     )
 
 
+# Random numbers
+
+
+class Dropped(mlp.Layer):
+    """A hidden layer of mlp.tiny with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class Attentive(nn.Module):
+    """Attention between 4 parts of a vector, with dropout inside, beside a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, 1, 4, WIDTH // 4).unbind(1)
+        return x + nnf.scaled_dot_product_attention(q, k, v, dropout_p=0.3).reshape(x.shape)
+
+
+def dropping_layers() -> dict[str, Callable[[], nn.Module]]:
+    layers: dict[str, Callable[[], nn.Module]] = {"embedding": lambda: mlp.Embedding(WIDTH)}
+    layers |= {f"layer{i}": (Dropped, lambda: mlp.Layer(WIDTH), Attentive)[i % 3] for i in range(8)}
+    layers["score"] = lambda: nn.Linear(WIDTH, 256)
+    return layers
+
+
+def dropping(stages: int) -> Model:
+    """Ten layers, some of which draw random numbers."""
+    return mlp.tiny(1)._replace(stages=cut(dropping_layers(), stages))
+
+
+def dropping_function(stages: int) -> Model:
+    """As `dropping`, but the second stage is given as a function."""
+    model = dropping(stages)
+    return model._replace(stages=[model.stages[0], lambda: nn.Sequential(Dropped(), Dropped()), *model.stages[2:]])
+
+
 # Trouble in the middle of the second step: stage 2's 13th forward, with 8 microbatches a step
 
 
 class Trouble(nn.Module):
-    """A linear layer that notes the time and then does `act`, at its 13th forward on data."""
+    """A linear layer that notes the time and then does `act`, at its 13th forward."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         super().__init__()
@@ -157,7 +205,7 @@ class Trouble(nn.Module):
         self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += not x.is_meta
+        self.forwards += 1
         if self.forwards == 13:
             Path(os.environ["TROUBLE_AT"]).write_text(repr(time.time()))
             self.act()

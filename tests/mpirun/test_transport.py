@@ -1,11 +1,17 @@
 """Messages arrive as they left, and a Sum is the sum in the order of its keys, for any type.
 
-What is checked, and on which ranks, stands in programs/transport.py.
+On memory that MPI may touch at once, and on a device that does its work late,
+with and without a copy in host memory. What is checked, and on which ranks,
+stands in programs/transport.py.
 """
 
 from __future__ import annotations
 
 import pytest
+
+CLAIMS = (
+    "sums of float32", "sums of bfloat16", "sums in the background", "messages", "kinds", "weights again", "groups",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +20,14 @@ def ran(launch):
     return launch(3, program=["-m", "mpi4py", "programs/transport.py"])
 
 
-@pytest.mark.parametrize("claim", ["sums of float32", "sums of bfloat16", "messages", "kinds", "groups"])
-def test_on_three_ranks(ran, claim):
-    assert f"holds: {claim}" in ran.out.splitlines(), ran.err
+@pytest.mark.parametrize("how", ["at once", "late", "late and staged"])
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_on_three_ranks(ran, claim, how):
+    assert f"holds: {claim}, {how}" in ran.out.splitlines(), ran.err
+
+
+def test_a_transfer_begins_when_the_device_has_come_to_it(ran):
+    assert "holds: in the stream" in ran.out.splitlines(), ran.err
 
 
 def test_nothing_else_failed(ran):

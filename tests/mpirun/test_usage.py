@@ -3,22 +3,168 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 MLP = "mpirun.models.mlp:tiny"
+SEE = " (see python -m mpirun --help)"
+
+
+class Files(NamedTuple):
+    schedule: Path  # of 2 ranks
+    text: Path
+    folder: Path  # empty
+
+
+class Mistake(NamedTuple):
+    """What is asked for in the presence of some files, and how it ends: an exit code and a sentence."""
+
+    arguments: Callable[[Files], list[Any]]
+    code: int
+    sentence: str | Callable[[Files], str]  # or a regular expression between slashes
+
+
+def model(name: str, sentence: str) -> Mistake:
+    return Mistake(lambda files: [files.schedule, "--text", files.text, "--model", name], 2, sentence)
+
+
+def option(*words: str, sentence: str) -> Mistake:
+    return Mistake(lambda files: [files.schedule, "--model", MLP, *words], 2, f"{sentence}{SEE}")
+
+
+def text_file(name: str, content: bytes | None, sentence: Callable[[Path], str]) -> Mistake:
+    def arguments(files: Files) -> list[Any]:
+        if content is not None:
+            (files.folder / name).write_bytes(content)
+        return [files.schedule, "--model", MLP, "--text", files.folder / name]
+
+    return Mistake(arguments, 2, lambda files: sentence(files.folder / name))
+
+
+def schedule(name: str, content: Callable[[bytes], bytes] | None, sentence: str) -> Mistake:
+    """A schedule file; None: one that is missing."""
+
+    def arguments(files: Files) -> list[Any]:
+        if content is not None:
+            sound = files.schedule.read_bytes()
+            assert content(sound) != sound
+            (files.folder / name).write_bytes(content(sound))
+        return [files.folder / name, "--model", MLP]
+
+    return Mistake(arguments, 1, lambda files: f"/{re.escape(str(files.folder / name))}{sentence}/")
+
+
+def change_a_job(data: bytes) -> bytes:
+    return data.replace(b'{"op": "FWD", "stage": 1, "mb": 1}', b'{"op": "FWD", "stage": 1, "mb": 0}')
+
+
+def change_the_generator(data: bytes) -> bytes:
+    """A byte that means nothing to a run: only the hash can tell."""
+    return data.replace(b'"generator": "schedgen', b'"generator": "schedgem')
+
+
+MISTAKES = {
+    "no such module": model(
+        "nowhere:tiny",
+        "--model nowhere:tiny: cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'",
+    ),
+    "no such function": model(
+        "mpirun.models.mlp:huge", "--model mpirun.models.mlp:huge: mpirun.models.mlp has no function huge"
+    ),
+    "no function": model(
+        "models_for_tests:not_a_function",
+        "--model models_for_tests:not_a_function: models_for_tests has no function not_a_function",
+    ),
+    "no colon": model("mpirun.models.mlp", "--model mpirun.models.mlp: should be MODULE:FUNCTION"),
+    "one stage more": model(
+        "models_for_tests:one_stage_more",
+        "--model models_for_tests:one_stage_more: has 3 stages, but the schedule has 2",
+    ),
+    "a list": model(
+        "models_for_tests:returns_a_list",
+        "--model models_for_tests:returns_a_list: should return an mpirun.Model, not list",
+    ),
+    "a model that raises": model(
+        "models_for_tests:raises", "--model models_for_tests:raises: raises(2) raised ValueError: no such luck"
+    ),
+    "stages that do not fit": model(
+        "models_for_tests:narrow", r"/stage 1 fails on the shapes it gets: RuntimeError: .+/"
+    ),
+    "a loss of many numbers": model("models_for_tests:loss_of_many", "the loss should be one number"),
+    "a stage that is no module": model(
+        "models_for_tests:no_module", "stage 1 of the model should be an nn.Module, not function"
+    ),
+    # Only one rank builds that stage; the other must learn of it.
+    "a stage of two types": model(
+        "models_for_tests:two_types", "/stage 1: parameters of one stage must have one type, not .+/"
+    ),
+    "a batch that raises": model("models_for_tests:batch_raises", "/.*ValueError: no such batch/"),
+    "a text that is missing": text_file("no-text", None, lambda file: f"--text {file}: No such file or directory"),
+    "a text that is too short": text_file(
+        "short",
+        b"x" * 16,  # of context, and 1 to guess
+        lambda file: f"{file}: 16 bytes are too short a text, the model needs 17",
+    ),
+    "no number": option("--steps", "x", sentence="argument --steps: 'x' is no whole number of at least 0"),
+    "not positive": option("--lr", "0", sentence="argument --lr: '0' is no positive number"),
+    "no walk": option("--accumulate", "0", sentence="argument --accumulate: '0' is no whole number of at least 1"),
+    "momentum of adamw": option("--momentum", "0.9", sentence="--momentum is of --optimizer sgd"),
+    "nonsense": option("--nonsense", sentence="unrecognized arguments: --nonsense"),
+    "no model": Mistake(lambda files: [files.schedule], 2, f"--model is missing{SEE}"),
+    "no schedule": Mistake(lambda files: ["--model", MLP], 2, f"FILE is missing{SEE}"),
+    "metrics nowhere": Mistake(
+        lambda files: [files.schedule, "--model", MLP, "--text", files.text, "--metrics", files.folder / "a" / "b"],
+        2,
+        lambda files: f"--metrics {files.folder / 'a' / 'b'}: No such file or directory",
+    ),
+    "a schedule that is missing": schedule("missing", None, ": No such file or directory"),
+    "a schedule that is a folder": Mistake(
+        lambda files: [files.folder, "--model", MLP], 1, lambda files: f"{files.folder}: Is a directory"
+    ),
+    "an empty schedule": schedule("empty", lambda data: b"", ":1: the file ends here, before its end"),
+    "a job changed": schedule("job", change_a_job, r":\d+: .*"),
+    "a byte of the header changed": schedule(
+        "byte",
+        change_the_generator,
+        r":\d+: the SHA-256 does not match the lines above: the file was damaged or edited",
+    ),
+    "a newer version": schedule(
+        "newer",
+        lambda data: data.replace(b'{"schedgen": 1,', b'{"schedgen": 2,'),
+        r":1: format version 2 is newer than this schedgen reads \(1\)",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def schedule(compiled) -> Path:
-    """A schedule of 2 ranks."""
-    return compiled("1f1b", stages=2, microbatches=2, workers=2)
+def files(compiled, text, tmp_path_factory) -> Files:
+    return Files(compiled("1f1b", stages=2, microbatches=2, workers=2), text, tmp_path_factory.mktemp("mistakes"))
+
+
+@pytest.fixture(scope="module")
+def made(mistakes, files) -> dict[str, Any]:
+    """How each mistake ended; all in one launch."""
+    return dict(zip(MISTAKES, mistakes(2, [one.arguments(files) for one in MISTAKES.values()]), strict=True))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_with_one_sentence(made, files, name):
+    (code, out, err), mistake = made[name], MISTAKES[name]
+    assert (code, out) == (mistake.code, "")
+    (line,) = err.splitlines()
+    expected = mistake.sentence if isinstance(mistake.sentence, str) else mistake.sentence(files)
+    if expected.startswith("/") and expected.endswith("/"):
+        assert re.fullmatch(f"mpirun: {expected[1:-1]}", line), line
+    else:
+        assert line == f"mpirun: {expected}"
 
 
 @pytest.fixture(scope="module")
 def sentence(launch):
-    """The one sentence that a launch ends with, after `mpirun: `."""
+    """The one sentence that a launch of its own ends with, after `mpirun: `."""
 
     def sentence(ranks: int | None, code: int, *arguments: object) -> str:
         result = launch(ranks, *arguments, limit=30)
@@ -32,134 +178,25 @@ def sentence(launch):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_wrong_number_of_ranks(sentence, schedule, ranks):
-    found = sentence(ranks, 2, schedule, "--model", MLP)
-    assert found.startswith(f"{schedule} is for 2 ranks, mpiexec -n 2, but this run has {ranks}")
+def test_a_wrong_number_of_ranks(sentence, files, ranks):
+    found = sentence(ranks, 2, files.schedule, "--model", MLP)
+    assert found.startswith(f"{files.schedule} is for 2 ranks, mpiexec -n 2, but this run has {ranks}")
 
 
-def test_no_mpiexec(sentence, schedule):
-    found = sentence(None, 2, schedule, "--model", MLP)
-    assert found.startswith(f"{schedule} is for 2 ranks, mpiexec -n 2, but this run has 1")
+def test_no_mpiexec(sentence, files):
+    found = sentence(None, 2, files.schedule, "--model", MLP)
+    assert found.startswith(f"{files.schedule} is for 2 ranks, mpiexec -n 2, but this run has 1")
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
-        ("nowhere:tiny", "cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'"),
-        ("mpirun.models.mlp:huge", "mpirun.models.mlp has no function huge"),
-        ("models_for_tests:not_a_function", "models_for_tests has no function not_a_function"),
-        ("mpirun.models.mlp", "should be MODULE:FUNCTION"),
-        ("models_for_tests:one_stage_more", "has 3 stages, but the schedule has 2"),
-        ("models_for_tests:returns_a_list", "should return an mpirun.Model, not list"),
-        ("models_for_tests:raises", "raises(2) raised ValueError: no such luck"),
-    ],
-)
-def test_a_model_that_is_none(sentence, schedule, text, model, reason):
-    assert sentence(2, 2, schedule, "--text", text, "--model", model) == f"--model {model}: {reason}"
-
-
-def test_stages_that_do_not_fit_each_other(sentence, schedule, text):
-    found = sentence(2, 2, schedule, "--text", text, "--model", "models_for_tests:narrow")
-    assert re.fullmatch(r"stage 1 fails on the shapes it gets: RuntimeError: .+", found), found
-
-
-def test_a_loss_that_is_not_one_number(sentence, schedule, text):
-    found = sentence(2, 2, schedule, "--text", text, "--model", "models_for_tests:loss_of_many")
-    assert found == "the loss should be one number"
-
-
-def test_a_stage_that_is_no_module(sentence, schedule, text):
-    found = sentence(2, 2, schedule, "--text", text, "--model", "models_for_tests:no_module")
-    assert found == "stage 1 of the model should be an nn.Module, not function"
-
-
-def test_a_stage_of_two_types(sentence, schedule, text):
-    """Only one rank builds the stage; the other must learn of it."""
-    found = sentence(2, 2, schedule, "--text", text, "--model", "models_for_tests:two_types")
-    assert found.startswith("stage 1: parameters of one stage must have one type, not ")
-
-
-def test_a_batch_that_raises(sentence, schedule, text):
-    found = sentence(2, 2, schedule, "--text", text, "--model", "models_for_tests:batch_raises")
-    assert "ValueError: no such batch" in found
-
-
-def test_a_text_that_is_missing(sentence, schedule, tmp_path):
-    missing = tmp_path / "text"
-    assert sentence(2, 2, schedule, "--model", MLP, "--text", missing) == f"--text {missing}: No such file or directory"
-
-
-def test_a_text_that_is_too_short(sentence, schedule, tmp_path):
-    short = tmp_path / "text"
-    short.write_bytes(b"x" * 16)
-    found = sentence(2, 2, schedule, "--model", MLP, "--text", short)
-    assert found == f"{short}: 16 bytes are too short a text, the model needs 17"  # 16 of context and 1 to guess
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--model", MLP, "--steps", "x"], "argument --steps: 'x' is no whole number of at least 0"),
-        (["--model", MLP, "--lr", "0"], "argument --lr: '0' is no positive number"),
-        (["--model", MLP, "--nonsense"], "unrecognized arguments: --nonsense"),
-        ([], "--model is missing"),
-    ],
-)
-def test_options_that_are_wrong(sentence, schedule, arguments, reason):
-    assert sentence(2, 2, schedule, *arguments) == f"{reason} (see python -m mpirun --help)"
-
-
-def test_no_schedule(sentence):
-    assert sentence(2, 2, "--model", MLP) == "FILE is missing (see python -m mpirun --help)"
-
-
-def test_metrics_into_a_folder_that_is_missing(sentence, schedule, text, tmp_path):
-    file = tmp_path / "nowhere" / "metrics"
-    found = sentence(2, 2, schedule, "--model", MLP, "--text", text, "--metrics", file)
-    assert found == f"--metrics {file}: No such file or directory"
-
-
-def test_a_schedule_that_is_missing(sentence, tmp_path):
-    missing = tmp_path / "schedule.json"
-    assert sentence(2, 1, missing, "--model", MLP) == f"{missing}: No such file or directory"
-
-
-def test_a_schedule_that_is_a_folder(sentence, tmp_path):
-    assert sentence(2, 1, tmp_path, "--model", MLP) == f"{tmp_path}: Is a directory"
-
-
-def change_a_job(data: bytes) -> bytes:
-    return data.replace(b'{"op": "FWD", "stage": 1, "mb": 1}', b'{"op": "FWD", "stage": 1, "mb": 0}')
-
-
-def change_the_generator(data: bytes) -> bytes:
-    """A byte that means nothing to a run: only the hash can tell."""
-    return data.replace(b'"generator": "schedgen', b'"generator": "schedgem')
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda data: b"", ":1: the file ends here, before its end"),
-        (change_a_job, r":\d+: .*"),
-        (change_the_generator, r":\d+: the SHA-256 does not match the lines above: the file was damaged or edited"),
-        (
-            lambda data: data.replace(b'{"schedgen": 1,', b'{"schedgen": 2,'),
-            r":1: format version 2 is newer than this schedgen reads \(1\)",
-        ),
-    ],
-    ids=["empty", "one byte of a job", "one byte of the header", "from a newer version"],
-)
-def test_a_schedule_that_is_damaged(sentence, schedule, tmp_path, damage, reason):
-    damaged = tmp_path / "damaged.json"
-    damaged.write_bytes(damage(schedule.read_bytes()))
-    assert damaged.read_bytes() != schedule.read_bytes()
-    found = sentence(2, 1, damaged, "--model", MLP)
-    assert re.fullmatch(re.escape(str(damaged)) + reason, found), found
+@pytest.mark.parametrize("name", ["a stage of two types", "no number", "a newer version"])
+def test_the_job_ends_with_that_sentence(sentence, made, files, name):
+    """mpiexec's exit code is that of the ranks, and nothing else is said."""
+    mistake = MISTAKES[name]
+    assert sentence(2, mistake.code, *mistake.arguments(files)) == made[name].err.strip().removeprefix("mpirun: ")
 
 
 def test_help_is_no_mistake(launch):
     result = launch(None, "--help")
     assert (result.code, result.err) == (0, "")
-    for option in ("--model", "--steps", "--text", "--seed", "--verify", "--canonical", "--metrics"):
+    for option in ("--model", "--steps", "--text", "--seed", "--verify", "--canonical", "--metrics", "--accumulate"):
         assert option in result.out

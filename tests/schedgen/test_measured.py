@@ -8,6 +8,7 @@ import pytest
 
 from schedgen.cli import checked
 from schedgen.measured import measured, read_trace
+from schedgen.program import Op
 
 CAUSES = {"activation", "gradient", "weight", "weight_gradient", "send", "reduction", "overhead", "begin", "end"}
 
@@ -67,6 +68,7 @@ def test_the_numbers_of_a_trace_that_was_written_by_hand(pair, run, tmp_path):
     assert numbers["seconds"]["SEND"] == pytest.approx(5e-6)
     assert numbers["profile"]["F"] == pytest.approx([100e-6, 20e-6])
     assert numbers["profile"]["B"] == pytest.approx([200e-6, 30e-6])
+    assert numbers["profile"]["step"] == pytest.approx([1e-6, 1e-6])
 
 
 def test_numbers_are_means_over_walks(pair, run, tmp_path):
@@ -92,8 +94,9 @@ def test_numbers_are_means_over_walks(pair, run, tmp_path):
 def test_a_simulation_s_trace_gives_the_simulation_s_numbers(golden, run, tmp_path, scheme):
     schedule, profile, trace = (tmp_path / name for name in ("schedule.json", "profile.json", "trace.json"))
     schedule.write_text(golden[scheme])
-    times = dict.fromkeys(checked(str(schedule)).header.directions, 0.5)
-    profile.write_text(json.dumps({**times, "alpha": 0.125, "beta": 0.25, "activation": 2, "weight": 3}))
+    program = checked(str(schedule))
+    times = dict.fromkeys(program.header.directions, 0.5)
+    profile.write_text(json.dumps({**times, "alpha": 0.125, "beta": 0.25, "activation": 2, "weight": 3, "step": 2}))
     plan = json.loads(run("simulate", schedule, "--profile", profile, "--json", "--trace", trace).out)
     numbers = json.loads(run("stats", schedule, "--measured", trace, "--json").out)
     for key in ("latency", "makespan", "bubble"):
@@ -101,7 +104,9 @@ def test_a_simulation_s_trace_gives_the_simulation_s_numbers(golden, run, tmp_pa
     for mine, planned in zip(numbers["workers"], plan["workers"], strict=True):
         assert mine["busy"] == pytest.approx(planned["busy"])
         assert {cause: mine["idle"][cause] for cause in planned["idle"]} == pytest.approx(planned["idle"])
-        assert mine["idle"]["overhead"] == mine["idle"]["begin"] == 0
+        steps = [i for i in program.instructions(mine["worker"]) if i.op == Op.STEP]
+        assert mine["idle"]["overhead"] == pytest.approx(2 * len(steps))
+        assert mine["idle"]["begin"] == 0
     for direction, seconds in times.items():
         assert numbers["profile"][direction] == pytest.approx([seconds] * len(numbers["profile"][direction]))
 
@@ -121,7 +126,8 @@ def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
     assert [sum(e["ph"] == "X" and e["pid"] == pid for e in merged) for pid in (0, 1)] == [len(events)] * 2
     lengths = [{e["args"]["instruction"]: e["dur"] for e in merged if e["ph"] == "X" and e["pid"] == k} for k in (0, 1)]
     for instruction, length in lengths[0].items():
-        assert length == pytest.approx(lengths[1][instruction] if '"mb"' in instruction else 0)
+        takes_time = '"mb"' in instruction or '"STEP"' in instruction
+        assert length == pytest.approx(lengths[1][instruction] if takes_time else 0)
     arrows = [(e["id"], e["ph"]) for e in merged if e["ph"] in "sf"]
     assert len(set(arrows)) == len(arrows)
     again = [run("stats", schedule, "--measured", trace).out for trace in (reality, both)]

@@ -1,4 +1,4 @@
-"""Transport and Sum on 3 ranks: one line on rank 0 for each claim that holds."""
+"""Transport, Queued and Sum on 3 ranks: one line on rank 0 for each claim that holds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable
 
 import torch
+from late import Late
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.transport import Sum, Transport
+from mpirun.reduction import Sum, Sums
+from mpirun.transport import Done, Queued, Transport
 
 WORLD = MPI.COMM_WORLD
 GROUPS = [(0, 1, 2), (1, 2)]  # overlapping
@@ -36,18 +38,12 @@ def in_key_order(keys: list[list[int]], length: int, dtype: torch.dtype) -> Tens
     return total
 
 
-def start(transport: Transport, group: int, keys: list[list[int]], length: int, dtype: torch.dtype) -> Sum:
-    mine = [row(key, length, dtype) for key in keys[transport.group(group).rank]]
-    return Sum(transport.group(group), mine, keys, like=torch.empty(length, dtype=dtype))
-
-
 def data(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def sums(dtype: torch.dtype) -> None:
-    """All at once on both groups; then each is finished."""
-    transport = Transport(WORLD, GROUPS)
+def sums(transport: Transport, dtype: torch.dtype) -> None:
+    """All of both groups at once, twice: what they receive into is the same both times."""
     cases = [
         (group, keys, length)
         for length in LENGTHS
@@ -55,17 +51,38 @@ def sums(dtype: torch.dtype) -> None:
         for keys in KEYS[group]
         if WORLD.rank in members
     ]
-    begun = [start(transport, group, keys, length, dtype) for group, keys, length in cases]
-    for (group, keys, length), one in zip(cases, begun, strict=True):
-        total = one.finish()
-        expected = in_key_order(keys, length, dtype)
-        assert total.dtype == dtype and data(total) == data(expected), (WORLD.rank, group, keys, length)
-        assert len(set(transport.group(group).allgather(data(total)))) == 1
+    made: list[tuple[Sum, Tensor]] = []
+    for group, keys, length in cases:
+        mine = keys[transport.group(group).rank]
+        rows = torch.empty((len(mine), length), dtype=dtype)
+        total = None if mine else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
+        made.append((Sum(transport, transport.group(group), rows, keys, total), rows))
+    under_way = Sums(transport)
+    for again in range(2):
+        for (group, keys, length), (one, rows) in zip(cases, made, strict=True):
+            for place, key in zip(rows, keys[transport.group(group).rank], strict=True):
+                place.copy_(row(key + again, length, dtype))
+            under_way.start(one)
+        under_way.finish()
+        for (group, keys, length), (one, _) in zip(cases, made, strict=True):
+            expected = in_key_order([[key + again for key in member] for member in keys], length, dtype)
+            assert data(one.total) == data(expected), (WORLD.rank, again, group, keys, length)
+            assert len(set(transport.group(group).allgather(data(one.total)))) == 1
 
 
-def messages() -> None:
-    """Each to the next rank, all on one tag, in order: as large as one that MPI does not buffer."""
-    transport = Transport(WORLD, GROUPS)
+def in_the_background(transport: Transport) -> None:
+    """A sum goes on while its members wait for something else."""
+    keys = [[0], [1], [2]]
+    rows = row(WORLD.rank, 1000, torch.float32)[None].clone()
+    under_way = Sums(transport)
+    under_way.start(Sum(transport, transport.group(0), rows, keys))
+    transport.wait(lambda: not under_way.active)
+    assert data(rows[0]) == data(in_key_order(keys, 1000, torch.float32))
+    WORLD.Barrier()
+
+
+def messages(transport: Transport) -> None:
+    """Each to the next rank, all on one tag, in order: as large as one that MPI does not buffer. Twice."""
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
 
     def tensors(rank: int) -> list[Tensor]:
@@ -81,49 +98,108 @@ def messages() -> None:
 
     mine, expected = tensors(WORLD.rank), tensors(before)
     got = [torch.empty_like(tensor) for tensor in expected]
-    requests = [transport.receive(tensor, before, 1) for tensor in got]
-    requests += [transport.send(tensor, after, 1) for tensor in mine]
-    MPI.Request.Waitall(requests)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert torch.equal(ours, theirs), (WORLD.rank, theirs.dtype, theirs.shape)
+    receives = [transport.receive(tensor, before, 1) for tensor in got]
+    for _ in range(2):
+        for tensor in got:
+            tensor.zero_()
+        for receive in receives:
+            receive.start()
+        wait_for_all(transport, [receive.done for receive in receives] + [transport.send(x, after, 1) for x in mine])
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours, theirs), (WORLD.rank, theirs.dtype, theirs.shape)
 
 
-def kinds() -> None:
+def wait_for_all(transport: Transport, dones: list[Done]) -> None:
+    for done in dones:
+        transport.wait(done)
+
+
+def kinds(transport: Transport) -> None:
     """Messages of two kinds may be received in another order than they were sent in."""
-    transport = Transport(WORLD, GROUPS)
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     out = [torch.full((4,), 10.0 * WORLD.rank + kind) for kind in (1, 2)]
     into = [torch.empty(4) for _ in out]
-    requests = [transport.receive(into[kind - 1], before, kind) for kind in (2, 1)]
-    requests += [transport.send(out[kind - 1], after, kind) for kind in (1, 2)]
-    MPI.Request.Waitall(requests)
+    receives = [transport.receive(into[kind - 1], before, kind) for kind in (2, 1)]
+    for receive in receives:
+        receive.start()
+    sends = [transport.send(out[kind - 1], after, kind) for kind in (1, 2)]
+    wait_for_all(transport, [receive.done for receive in receives] + sends)
     assert [float(tensor[0]) for tensor in into] == [10.0 * before + 1, 10.0 * before + 2]
 
 
-def groups() -> None:
+def weights_again(transport: Transport) -> None:
+    """Weights that came before a forward may come again before its backward: autograd sees no change."""
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    weights = torch.zeros(3)
+    x, parameter = torch.ones(3, requires_grad=True), torch.nn.Parameter(weights.view(3))
+    receive = transport.receive(weights, before, 1)
+
+    def fetch() -> None:
+        receive.start()
+        wait_for_all(transport, [receive.done, transport.send(torch.full((3,), 5.0), after, 1)])
+
+    fetch()
+    output = (x * parameter).sum()
+    fetch()
+    output.backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0] * 3
+
+
+def groups(transport: Transport) -> None:
     """A group's ranks are its members in order; who is outside has none."""
-    transport = Transport(WORLD, GROUPS)
     for index, members in enumerate(GROUPS):
         assert (transport.groups[index] is not None) == (WORLD.rank in members)
         if WORLD.rank in members:
             assert transport.group(index).allgather(WORLD.rank) == list(members)
 
 
-CLAIMS: dict[str, Callable[[], None]] = {
-    "sums of float32": lambda: sums(torch.float32),
-    "sums of bfloat16": lambda: sums(torch.bfloat16),
+def in_the_stream() -> None:
+    """A message holds what was written before its send, and arrives behind what reads there before its receive."""
+    device = Late(direct=True, seed=WORLD.rank)
+    transport = Queued(WORLD, GROUPS, device)
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    value, place, seen = torch.zeros(4), torch.zeros(4), []
+    receive = transport.receive(place, before, 1)
+    for k in range(1, 6):
+        device.launch(lambda k=k: value.fill_(100.0 * k + WORLD.rank))
+        sent = transport.send(value, after, 1)
+        device.launch(lambda: seen.append(place.tolist()))
+        receive.start()
+        wait_for_all(transport, [receive.done, sent])
+    came = [[100.0 * k + before] * 4 for k in range(6)]
+    assert seen == [[0.0] * 4, *came[1:5]] and place.tolist() == came[5], (seen, place)
+
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "at once": lambda: Transport(WORLD, GROUPS),
+    "late": lambda: Queued(WORLD, GROUPS, Late(direct=True, seed=WORLD.rank)),
+    "late and staged": lambda: Queued(WORLD, GROUPS, Late(direct=False, seed=WORLD.rank)),
+}
+CLAIMS: dict[str, Callable[[Transport], None]] = {
+    "sums of float32": lambda transport: sums(transport, torch.float32),
+    "sums of bfloat16": lambda transport: sums(transport, torch.bfloat16),
+    "sums in the background": in_the_background,
     "messages": messages,
     "kinds": kinds,
+    "weights again": weights_again,
     "groups": groups,
 }
+
+
+def holds(name: str) -> None:
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        print(f"holds: {name}", flush=True)
+
 
 if __name__ == "__main__":
     order = in_key_order([[0, 1, 2]], 1000, torch.float32)
     other = in_key_order([[0]], 1000, torch.float32) + in_key_order([[1, 2]], 1000, torch.float32)
     assert data(order) != data(other), "numbers whose order does not matter would prove nothing"
-    for name, claim in CLAIMS.items():
-        claim()
-        WORLD.Barrier()
-        if WORLD.rank == 0:
-            print(f"holds: {name}", flush=True)
+    for how, make in TRANSPORTS.items():
+        for name, claim in CLAIMS.items():
+            claim(make())
+            holds(f"{name}, {how}")
+    in_the_stream()
+    holds("in the stream")
     sys.exit()

@@ -1,0 +1,91 @@
+"""Several runs of mpirun in one job, looked at from inside.
+
+The argument is a JSON file with a list of runs, each an object:
+
+    arguments  those of mpirun
+    delay      a seed: before every instruction something may hold the rank up, each time for another while
+    late       a device that does its work late: "direct" or "staged"
+    record     a file for a `verify.Record` of all stages; needs --verify
+
+Rank 0 prints a line a run: its exit code, its stdout, and a hash of all weights in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from late import Late
+from mpi4py import MPI
+
+import mpirun.train
+from mpirun import verify
+from mpirun.__main__ import _options
+from mpirun.device import Device, device
+
+WORLD = MPI.COMM_WORLD
+
+
+class Run(mpirun.train.Run):
+    def __init__(self, options: argparse.Namespace, record: str | None) -> None:
+        super().__init__(WORLD, options)
+        self.record = record
+
+    def _verify(self, record: verify.Record) -> int:
+        code = super()._verify(record)
+        whole = verify.gather(self.comm, self.header, record)
+        if self.record is not None and WORLD.rank == 0:
+            assert isinstance(whole, verify.Record), whole
+            torch.save(whole._asdict(), self.record)
+        return code
+
+    def weights(self) -> str:
+        """A hash of the weights of all stages, on all ranks that own them."""
+        mine = {s: bytes(one.weights.view(torch.uint8).numpy()) for s, one in self.interpreter.optimizer.stages.items()}
+        everything = WORLD.allgather({s: hashlib.sha256(data).hexdigest() for s, data in mine.items()})
+        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], None]:
+    """Half of the times nothing, else up to 3 ms, and one time of a hundred 20 ms."""
+
+    def run() -> None:
+        if (luck := rng.random()) < 0.5:
+            time.sleep(0.02 if luck < 0.01 else 0.003 * rng.random())
+        act()
+
+    return run
+
+
+def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], Device]:
+    return device if late is None else lambda comm, name: Late(late == "direct", seed)
+
+
+def run(one: dict[str, Any]) -> tuple[int, str, str]:
+    mpirun.train.device = new_device(one.get("late"), WORLD.rank)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        made = Run(_options(WORLD, one["arguments"]), one.get("record"))
+        if (seed := one.get("delay")) is not None:
+            rng = np.random.default_rng([seed, WORLD.rank])
+            made.interpreter.code = [delayed(act, rng) for act in made.interpreter.code]
+        code = made.train()
+    return max(WORLD.allgather(code)), out.getvalue(), made.weights()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path.cwd()))
+    for one in json.loads(Path(sys.argv[1]).read_text()):
+        result = run(one)
+        if WORLD.rank == 0:
+            print(f"run: {json.dumps(result)}", flush=True)
