@@ -82,17 +82,21 @@ class Interpreter:
         self.at = -1  # the instruction being executed, for error messages; -1: none
         self.result = Result([], 0.0)
         self.observe: Callable[[dict[int, Tensor]], None] = lambda totals: None  # --verify looks on
+        self.walk_list: Callable[[], None] = self.walk  # --trace puts its own here
 
     def run(self, step: int) -> Result:
         """Execute the list, as often as a step goes through it."""
         self.compute.now = step
         losses: list[float] = []
         for self.compute.walk in range(self.walks):  # noqa: B020
-            for self.at, act in enumerate(self.code):  # noqa: B020
-                act()
+            self.walk_list()
             losses += self.result.losses
         self.at = -1
         return self.result._replace(losses=losses)
+
+    def walk(self) -> None:
+        for self.at, act in enumerate(self.code):  # noqa: B020
+            act()
 
     def learn(self, step: int) -> Result:
         """The first step: as `run`, and pumps whatever computes for long from then on."""
