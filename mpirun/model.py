@@ -149,7 +149,7 @@ def shapes(
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
-    fake = FakeTensorMode()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
     outputs: list[Tensor] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
