@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
 from mpirun.device import autocast
 from mpirun.randomness import Watch, number
@@ -137,6 +137,13 @@ def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tup
     return model.batch(text, np.random.default_rng([seed, step, mb]))
 
 
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
+
+    def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
+        pass
+
+
 def shapes(
     model: Model, producers: Sequence[Sequence[int]], text: Tensor, mixed: torch.dtype | None = None
 ) -> list[Shape]:
@@ -150,6 +157,7 @@ def shapes(
         raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
+    fake.fake_tensor_converter = _Forgetful()
     outputs: list[Tensor] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
