@@ -12,6 +12,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -161,8 +162,9 @@ def shapes(
     outputs: list[Tensor] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
-        with fake, torch.no_grad():
+        with nullcontext() if isinstance(entry, nn.Module) else fake:  # a fake mode cannot copy real tensors
             module = build(model, stage, 0)
+        with fake, torch.no_grad():
             watch = Watch(module, list(entry) if isinstance(entry, Mapping) else [])
             inputs = [outputs[p] for p in producers[stage]] or [fake.from_tensor(data)]
             versions = [x._version for x in inputs]
