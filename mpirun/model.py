@@ -49,12 +49,15 @@ class Model(NamedTuple):
             uint8 tensor, shape (bytes,); `rng` is seeded by the run's seed,
             the step and the microbatch.
     length  how many bytes of text `batch` needs at least.
+    tied    parameters that are one: for each, its places as (stage, name).
+            All get the first one's value, and the sum of their gradients.
     """
 
     stages: Sequence[Layers | Callable[[], nn.Module] | nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[Tensor, np.random.Generator], tuple[Tensor, Tensor]]
     length: int = 1
+    tied: Sequence[Sequence[tuple[int, str]]] = ()
 
 
 class Shape(NamedTuple):
@@ -99,6 +102,9 @@ def load(name: str, stages: int, seed: int) -> Model:
         raise UsageError(f"--model {name}: stages should be a list, not {type(model.stages).__name__}")
     if len(model.stages) != stages:
         raise UsageError(f"--model {name}: has {len(model.stages)} stages, but the schedule has {stages}")
+    for stage, name in (place for tie in model.tied for place in tie):
+        if not 0 <= stage < stages:
+            raise UsageError(f"the model ties {name} of stage {stage}, but there are {stages} stages")
     return model
 
 
@@ -114,6 +120,22 @@ def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[
 
 def build(model: Model, stage: int, seed: int) -> nn.Module:
     """The module of one stage, its weights seeded by layer, or else by stage: the same on whichever rank."""
+    module = _untied(model, stage, seed)
+    for tie in model.tied:
+        first_stage, first_name = tie[0]
+        if any(place == stage for place, _ in tie):
+            source = module if first_stage == stage else _untied(model, first_stage, seed)
+            value = source.get_parameter(first_name)
+            mine = [name for place, name in tie if place == stage]
+            kept = module.get_parameter(mine[0])
+            kept.data.copy_(value.data)
+            for name in mine[1:]:
+                owner, _, last = name.rpartition(".")
+                setattr(module.get_submodule(owner), last, kept)
+    return module
+
+
+def _untied(model: Model, stage: int, seed: int) -> nn.Module:
     entry = model.stages[stage]
     if isinstance(entry, nn.Module):
         return copy.deepcopy(entry)
@@ -131,6 +153,13 @@ def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> n
     if not isinstance(module, nn.Module):
         raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
     return module
+
+
+def shared_before(model: Model, stage: int) -> set[str]:
+    """The parameters of a stage that an earlier stage has too."""
+    return {
+        name for tie in model.tied for place, name in tie if place == stage and min(place for place, _ in tie) < stage
+    }
 
 
 def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tuple[Tensor, Tensor]:

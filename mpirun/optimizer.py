@@ -67,8 +67,10 @@ class Optimizer:
                 self.gathered[stage] += total
 
     def norms(self, stage: int, gradient: Tensor) -> list[float]:
-        """The norm of each parameter's gradient."""
-        return norms(self.stages[stage].views(gradient))
+        """The norm of each parameter's gradient; 0 for one that an earlier stage shares."""
+        one = self.stages[stage]
+        found = norms(one.views(gradient))
+        return [0.0 if name in one.shared else norm for name, norm in zip(one.names, found, strict=True)]
 
     def step(self, stage: int, gradient: Gradient, step: int, norm: float) -> None:
         """One step of an owned stage, its gradient clipped by the norm of the whole."""

@@ -32,8 +32,12 @@ class Saved(NamedTuple):
         return [x for x in self.inputs if x.requires_grad]
 
     def gradients(self) -> list[Tensor]:
-        """Those of all inputs: zero where there is none."""
-        return [torch.zeros_like(x) if x.grad is None else x.grad.contiguous() for x in self.inputs]
+        """Those of all inputs, taken off them: zero where there is none."""
+        found = []
+        for x in self.inputs:
+            found.append(torch.zeros_like(x) if x.grad is None else x.grad.contiguous())
+            x.grad = None  # a graph that is still to give weight gradients keeps x
+        return found
 
 
 class Stage:
@@ -71,6 +75,7 @@ class Stage:
                     view.copy_(parameter.detach())
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
         module.to(device.torch)
+        self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
         self.draws = Draws(module, index, shape.draws, device.seed)
 
     def views(self, flat: Tensor) -> list[Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import sys
 import time
 from itertools import pairwise
@@ -12,27 +12,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-import torch
 from mpi4py import MPI
 from torch import Tensor
 from tqdm import tqdm
 
-import mpirun.data
-import mpirun.model
 from mpirun import verify
-from mpirun.device import device
-from mpirun.errors import Stop, on_rank_0, together
-from mpirun.interpreter import Interpreter, Result
-from mpirun.memory import Memory
-from mpirun.model import Shape
-from mpirun.optimizer import Optimizer, Recipe
-from mpirun.pump import Pump
-from mpirun.stage import Stage
-from mpirun.transport import transport
+from mpirun.errors import Stop, on_rank_0
+from mpirun.interpreter import Result
+from mpirun.tracker import measure
+from mpirun.training import interpreter, training
 from schedgen.check import check
 from schedgen.errors import RefusedFile, UsageError
 from schedgen.file import line_of, read
-from schedgen.program import COMPUTE, Header, Kind, Program
+from schedgen.program import Header, Program
 
 
 class Run:
@@ -43,56 +35,14 @@ class Run:
         self.program, self.first_line = _schedule(comm, options.file)
         self.header = self.program.header
         self.instructions = self.program.instructions(comm.rank)
-        torch.set_num_threads(options.threads or _threads(comm))
-        self.device = device(comm, options.device)
-        self.mixed = torch.bfloat16 if options.autocast else None
-        self.model = together(comm, lambda: mpirun.model.load(options.model, self.header.stages, options.seed))
-        self.text = mpirun.data.load(comm, options.text, self.model.length)
-        self.recipe = Recipe(
-            options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
-            options.steps, options.clip,
-        )  # fmt: skip
-        self.tokens, shapes = together(comm, self._shapes)
-        self.interpreter = self._interpreter(shapes)
+        self.training = training(comm, options, self.header)
+        self.tokens = self.training.tokens * self.header.microbatches * options.accumulate
+        self.memory = contextlib.ExitStack()
+        self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
+        self.interpreter = interpreter(comm, self.program, self.instructions, self.training)
         self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
-        if self.device.said and comm.rank == 0:
-            print(self.device.said, flush=True)
-
-    def _shapes(self) -> tuple[int, list[Shape]]:
-        """Tokens of a step, and what every stage gives."""
-        shapes = mpirun.model.shapes(self.model, self.header.producers, self.text, self.mixed)
-        tokens = mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1].numel()
-        return tokens * self.header.microbatches * self.options.accumulate, shapes
-
-    def _interpreter(self, shapes: list[Shape]) -> Interpreter:
-        options = self.options
-        memory = Memory(self.comm, self.program, self.instructions, shapes, self.device, options.canonical)
-        stages = together(self.comm, lambda: self._stages(shapes, memory))
-        owned = {stage: one for stage, one in stages.items() if self.comm.rank in self.header.owners[stage]}
-        return Interpreter(
-            self.header,
-            self.instructions,
-            stages,
-            memory,
-            transport(self.comm, self.header.groups, self.device),
-            Pump(self.comm),
-            self.model,
-            self.text,
-            options.seed,
-            Optimizer(self.recipe, owned),
-            options.accumulate,
-        )
-
-    def _stages(self, shapes: list[Shape], memory: Memory) -> dict[int, Stage]:
-        """The stages this rank owns, computes or adds gradients of."""
-        owned = {stage for stage, owners in enumerate(self.header.owners) if self.comm.rank in owners}
-        needed = owned | {i.stage for i in self.instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-        stages = {}
-        for stage in sorted(needed):
-            module = mpirun.model.build(self.model, stage, self.options.seed)
-            place = None if stage in owned else memory.weights(stage)
-            stages[stage] = Stage(module, stage, shapes[stage], self.device, stage in owned, place, self.mixed)
-        return stages
+        if self.training.device.said and comm.rank == 0:
+            print(self.training.device.said, flush=True)
 
     def place(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -121,6 +71,11 @@ class Run:
                 self._write_metrics(step, result, seconds)
         if progress is not None:
             progress.close(self.header)
+        if self.bytes is not None:
+            peaks = self.comm.gather(self.bytes.peak)
+            self.memory.close()
+            if peaks is not None:
+                print(f"memory: most bytes of tensors at once, by rank: {' '.join(map(str, peaks))}", flush=True)
         return self._verify(record) if options.verify else 0
 
     def _write_metrics(self, step: int, result: Result, seconds: float) -> None:
@@ -148,12 +103,7 @@ class Run:
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None:
-            theirs = verify.reference(
-                verify.Plan(
-                    self.model, self.header, self.interpreter.memory.shapes, self.text, options.seed, options.steps,
-                    self.recipe, options.accumulate, self.device, self.mixed,
-                )
-            )  # fmt: skip
+            theirs = verify.reference(self.training, self.header, options.steps)
             limit = 0.0 if options.canonical else options.tolerance
             differences = verify.compare(ours, theirs)
             for difference in differences:
@@ -232,14 +182,6 @@ def _checked(comm: MPI.Comm, name: str) -> Program:
     if fault:
         raise RefusedFile(fault)
     return program
-
-
-def _threads(comm: MPI.Comm) -> int:
-    """Threads a rank may use: this host's cores shared out over its ranks."""
-    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = here.size
-    here.Free()
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def _open(path: str | None) -> TextIO | None:

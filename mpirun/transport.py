@@ -25,7 +25,9 @@ from mpirun.device import Device, Mark
 
 # Integers of an element's size, so that a count stays small and bf16 travels too.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
-SPIN = 50e-6  # seconds a rank asks again and again before it gives the core away for longer
+# Seconds for which a rank that waits asks again and again, yielding its core at every turn, before it sleeps: with
+# a core for every rank, and with more ranks than cores.
+SPIN, CROWDED_SPIN = 2e-3, 50e-6
 NAP = 50e-6  # seconds it then sleeps at a time
 IDLE = 99  # a tag that no message has: asking for it only moves others on
 
@@ -48,8 +50,10 @@ class Receive(NamedTuple):
 
 
 class Transport:
-    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]]) -> None:
+    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]], crowded: bool = True) -> None:
+        """`crowded`: there are more ranks here than cores."""
         self.comm = comm.Dup()
+        self.spin = CROWDED_SPIN if crowded else SPIN
         world = comm.Get_group()
         self.groups = [
             comm.Create_group(world.Incl(list(members)), tag) if comm.rank in members else None
@@ -80,7 +84,7 @@ class Transport:
     def _wait(self, done: Done) -> None:
         """Yields the core at every turn, then sleeps: with more ranks than cores others compute meanwhile."""
         begin = time.perf_counter()
-        naps = begin + SPIN
+        naps = begin + self.spin
         while not done():
             self.poll()
             if time.perf_counter() < naps:
@@ -99,8 +103,8 @@ class Transport:
 class Queued(Transport):
     """For a GPU: transfers begin when the GPU has come to them, in the order in which they were given."""
 
-    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device) -> None:
-        super().__init__(comm, groups)
+    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool) -> None:
+        super().__init__(comm, groups, crowded)
         self.device = device
         self.queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
 
@@ -156,6 +160,8 @@ class Queued(Transport):
             self.queue.popleft()[1]()
 
 
-def transport(comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device) -> Transport:
+def transport(comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool) -> Transport:
     """The one for a device."""
-    return Transport(comm, groups) if device.kind == "cpu" else Queued(comm, groups, device)
+    if device.kind == "cpu":
+        return Transport(comm, groups, crowded)
+    return Queued(comm, groups, device, crowded)

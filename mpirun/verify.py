@@ -15,11 +15,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.device import Device, autocast
-from mpirun.model import Model, Shape, build, microbatch
-from mpirun.optimizer import Recipe, clip_factor, norms, whole_norm
+from mpirun.device import autocast
+from mpirun.model import build, microbatch, shared_before
+from mpirun.optimizer import clip_factor, norms, whole_norm
 from mpirun.randomness import Draws
 from mpirun.stage import Stage
+from mpirun.training import Training
 from schedgen.program import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
@@ -61,27 +62,12 @@ def gather(comm: MPI.Intracomm, header: Header, record: Record) -> Record | str 
     return Record(record.losses, gradients, parameters)
 
 
-class Plan(NamedTuple):
-    """What is trained, and how: all that a reference needs."""
-
-    model: Model
-    header: Header
-    shapes: Sequence[Shape]
-    text: Tensor
-    seed: int
-    steps: int
-    recipe: Recipe
-    walks: int  # through the list, a step
-    device: Device
-    mixed: torch.dtype | None
-
-
-def reference(plan: Plan) -> Record:
+def reference(of: Training, header: Header, steps: int) -> Record:
     """The same steps in one process."""
-    modules = [build(plan.model, stage, plan.seed).to(plan.device.torch) for stage in range(plan.header.stages)]
+    modules = [build(of.model, stage, of.seed).to(of.device.torch) for stage in range(header.stages)]
     draws = [
-        Draws(module, stage, shape.draws, plan.device.seed)
-        for stage, (module, shape) in enumerate(zip(modules, plan.shapes, strict=True))
+        Draws(module, stage, shape.draws, of.device.seed)
+        for stage, (module, shape) in enumerate(zip(modules, of.shapes, strict=True))
     ]
     parameters: dict[tuple[int, str], torch.nn.Parameter] = {
         (stage, name): parameter
@@ -89,35 +75,46 @@ def reference(plan: Plan) -> Record:
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    optimizer = plan.recipe.make(list(parameters.values())) if parameters else None
+    optimizer = of.recipe.make(list(parameters.values())) if parameters else None
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
-    for step in range(plan.steps):
+    for step in range(steps):
         losses.append([])
         total: Parameters = {}
-        for walk in range(plan.walks):
-            for mb in range(plan.header.microbatches):
+        for walk in range(of.walks):
+            summed: Parameters = {}
+            for mb in range(header.microbatches):
                 for one in draws:
-                    one.at = (plan.seed, step, walk * plan.header.microbatches + mb)
-                losses[-1].append(_forward_backward(plan, modules, step, walk * plan.header.microbatches + mb))
+                    one.at = (of.seed, step, walk * header.microbatches + mb)
+                losses[-1].append(_forward_backward(of, header, modules, step, walk * header.microbatches + mb))
             for key, parameter in parameters.items():
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total[key] = grad if walk == 0 else total[key] + grad
+                summed[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = None
+            for tie in of.model.tied:  # copies, whose gradients are added in the order of the stages
+                copies = sorted({(stage, name) for stage, name in tie if (stage, name) in summed})
+                whole = summed[copies[0]]
+                for key in copies[1:]:
+                    whole = whole + summed[key]
+                summed |= {key: whole.clone() for key in copies}
+            total = {key: grad if walk == 0 else total[key] + grad for key, grad in summed.items()}
         gradients.append({key: grad.clone() for key, grad in total.items()})
-        if plan.recipe.clip is not None:
-            factor = clip_factor(whole_norm(norms(list(total.values()))), plan.recipe.clip)
+        if of.recipe.clip is not None:
+            sizes = zip(total, norms(list(total.values())), strict=True)
+            once = [0.0 if name in shared_before(of.model, stage) else size for (stage, name), size in sizes]
+            factor = clip_factor(whole_norm(once), of.recipe.clip)
             for grad in total.values():
                 grad.mul_(factor)
         for key, parameter in parameters.items():
             parameter.grad = total[key]
         if optimizer is not None:
-            plan.recipe.step(optimizer, step)
+            of.recipe.step(optimizer, step)
             optimizer.zero_grad()
     return Record(losses, gradients, {key: parameter.detach() for key, parameter in parameters.items()})
 
 
-def _forward_backward(plan: Plan, modules: Sequence[torch.nn.Module], step: int, number: int) -> float:
+def _forward_backward(
+    of: Training, header: Header, modules: Sequence[torch.nn.Module], step: int, number: int
+) -> float:
     """One microbatch through all stages and back; its loss.
 
     The graph is cut at the borders of stages, so that gradients which several
@@ -125,17 +122,17 @@ def _forward_backward(plan: Plan, modules: Sequence[torch.nn.Module], step: int,
     Autograd's own order for a graph in one piece is another, and gives other
     bits though the same sum.
     """
-    data, target = (x.to(plan.device.torch) for x in microbatch(plan.model, plan.text, plan.seed, step, number))
+    data, target = (x.to(of.device.torch) for x in microbatch(of.model, of.text, of.seed, step, number))
     outputs: list[Tensor] = []
     leaves: list[list[Tensor]] = []
-    for module, producers in zip(modules, plan.header.producers, strict=True):
+    for module, producers in zip(modules, header.producers, strict=True):
         inputs = [outputs[p].detach() for p in producers] or [data]
         leaves.append([x.requires_grad_(x.is_floating_point()) for x in inputs])
-        with autocast(plan.device.kind, plan.mixed):
+        with autocast(of.device.kind, of.mixed):
             outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
-    with autocast(plan.device.kind, plan.mixed):
-        loss = plan.model.loss(outputs[-1], target)
-    outputs[-1] = loss / (plan.header.microbatches * plan.walks)
+    with autocast(of.device.kind, of.mixed):
+        loss = of.model.loss(outputs[-1], target)
+    outputs[-1] = loss / (header.microbatches * of.walks)
     shares: list[list[Tensor]] = [[] for _ in modules]  # of each output's gradient, last consumer first
     shares[-1] = [torch.ones_like(outputs[-1])]
     for stage in range(len(modules) - 1, -1, -1):
@@ -144,7 +141,7 @@ def _forward_backward(plan: Plan, modules: Sequence[torch.nn.Module], step: int,
             while shares[stage]:
                 gradient = gradient + shares[stage].pop()
             outputs[stage].backward(gradient.contiguous())
-        for producer, leaf in zip(plan.header.producers[stage], leaves[stage], strict=False):
+        for producer, leaf in zip(header.producers[stage], leaves[stage], strict=False):
             shares[producer].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
     return loss.item()
 

@@ -16,26 +16,29 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from schedgen.cost import durations
+from schedgen.cost import Amount, by_stage, durations
 from schedgen.program import Header
 
 
-def bounds(header: Header, cost: Mapping[str, float], peak_activations: int) -> dict[str, float]:
+def bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) -> dict[str, float]:
     """Lower bounds on the latency, in the units of `cost`; `peak_activations`: summed over workers."""
     split = "W" in header.cost
-    lengths = durations(cost, split)
+    lengths = {name: by_stage(time, header.stages) for name, time in durations(cost, split).items()}
     forward, backward = lengths["F"], lengths["I"] if split else lengths["B"]
+    weights = lengths["W"] if split else np.zeros(header.stages)
     busy = np.zeros(header.workers)
     for d, name in enumerate(header.directions):
-        busy += np.bincount(header.compute[d].ravel(), minlength=header.workers) * lengths[name]
-    # The longest way from each stage to the loss, in edges.
-    depth = np.zeros(header.stages)
+        time = np.repeat(lengths[name], header.microbatches)
+        busy += np.bincount(header.compute[d].ravel(), time, minlength=header.workers)
+    # The longest ways from behind each stage to the loss and back: forwards there and backwards.
+    there, back = np.zeros((2, header.stages))
     for producer, consumer in sorted(header.edges, reverse=True):
-        depth[producer] = max(depth[producer], depth[consumer] + 1)
+        there[producer] = max(there[producer], there[consumer] + forward[consumer])
+        back[producer] = max(back[producer], back[consumer] + backward[consumer])
     # From the end of a stage's forward on: forwards to the loss, backwards to this stage, and its W.
-    alive = depth * forward + (depth + 1) * backward + (lengths["W"] if split else 0)
+    alive = there + back + backward + weights
     return {
         "work": float(busy.max()),
-        "critical_path": float(depth.max() + 1) * (forward + backward) + (lengths["W"] if split else 0),
+        "critical_path": float((forward + alive).max()),
         "memory": float(alive.sum()) * header.microbatches / max(peak_activations, 1),
     }

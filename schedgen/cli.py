@@ -89,7 +89,7 @@ def _compile(options: argparse.Namespace) -> int:
             options.tied,
         )
     check(program, "internal error, the compiled schedule")
-    with _output(options.output) as out:
+    with output(options.output) as out:
         write(program, out)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
@@ -115,13 +115,15 @@ def _seal(options: argparse.Namespace) -> int:
     except UnicodeDecodeError as error:
         raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
     program = parse(text, options.file)
-    with _output(options.file) as out:
+    with output(options.file) as out:
         write(program, out)
     return 0
 
 
 def _stats(options: argparse.Namespace) -> int:
-    numbers = stats(checked(options.file), options.cost)
+    program = checked(options.file)
+    cost, machine = _profile(options, program) if options.profile else (options.cost, None)
+    numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0
 
@@ -131,15 +133,19 @@ def _simulate(options: argparse.Namespace) -> int:
     cost: Mapping[str, Amount] = options.cost or program.header.cost
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
     if options.profile:
-        text = Path(options.profile).read_text(errors="replace")
-        cost, machine = read_profile(text, options.profile, program.header.stages)
+        cost, machine = _profile(options, program)
     run = simulate(program, cost, machine)
     if options.trace:
-        with _output(options.trace) as out:
+        with output(options.trace) as out:
             out.write(json.dumps(trace(program, run)).encode())
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
+
+
+def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
+    text = Path(options.profile).read_text(errors="replace")
+    return read_profile(text, options.profile, program.header.stages)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -155,7 +161,7 @@ def _schemes(_: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _output(name: str) -> Iterator[BinaryIO]:
+def output(name: str) -> Iterator[BinaryIO]:
     """Standard output for '-', else a file that appears whole or not at all."""
     if name == "-":
         yield sys.stdout.buffer
@@ -282,7 +288,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("stats", _stats, "latency, bubble, memory and messages", "schedgen stats 1f1b.json --json")
     sub.add_argument("file", metavar="FILE")
     sub.add_argument("--json", action="store_true")
-    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs = sub.add_mutually_exclusive_group()
+    costs.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")
 
     sub = command(
         "simulate", _simulate, "execute a schedule against a cost model",
@@ -297,7 +305,8 @@ def _parser() -> argparse.ArgumentParser:
         "--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient"
     )
     sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
-    sub.add_argument("--profile", metavar="P", help="JSON with all of these by name, times and bytes also by stage")
+    add = sub.add_argument
+    add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
     sub.add_argument("--json", action="store_true")
     sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
 

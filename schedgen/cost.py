@@ -46,6 +46,10 @@ class Machine(NamedTuple):
     activation: Amount = 1  # bytes of x.s.b, of g.s.b too: of all stages, or by stage
     weight: Amount = 1  # bytes of w.s, of dw.s too
     saved: Amount = 1  # bytes a forward keeps for its backward
+    half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W
+    workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
+    owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
+    step: Amount = 0  # time a STEP takes
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
@@ -54,9 +58,10 @@ def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
 
 
 def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], Machine]:
-    """The costs in a JSON object: F, B (or F, I, W), alpha, beta, activation, weight, saved.
+    """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
 
-    Times and bytes are numbers, or lists by stage.
+    Times and bytes are numbers, or lists by stage; workspace may be an object with these for some of F, B, I, W.
+    Raises UsageError for anything else.
     """
     try:
         values = json.loads(text)
@@ -66,16 +71,27 @@ def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], 
     if names is None:
         raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
     for key, value in values.items():
-        numbers = value if isinstance(value, list) else [value]
-        single = key in ("alpha", "beta")
         if key not in (*names, *Machine._fields):
             raise UsageError(f"{name}: there is no cost '{key}'")
-        if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
-            raise UsageError(f"{name}: {key} should be a number of at least 0{'' if single else ', or a list of them'}")
-        if numbers is value and len(value) != stages:
-            raise UsageError(f"{name}: {key} has {len(value)} numbers, but the schedule has {stages} stages")
+        if key == "workspace" and isinstance(value, dict):
+            for direction, amount in value.items():
+                if direction not in DIRECTION.values():
+                    raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{direction}'")
+                _check(amount, f"{name}: workspace of {direction}", stages)
+            continue
+        numbers = _check(value, f"{name}: {key}", stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < one < 1e12 for one in numbers):
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
     machine = Machine(**{key: value for key, value in values.items() if key in Machine._fields})
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in names}
     return times, machine
+
+
+def _check(value: Any, what: str, stages: int, single: bool = False) -> list[float]:
+    """The numbers in a value of a profile: it itself or, unless `single`, a list of one for each stage."""
+    numbers: list[float] = value if isinstance(value, list) else [value]
+    if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
+        raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
+    if numbers is value and len(numbers) != stages:
+        raise UsageError(f"{what} has {len(numbers)} numbers, but the schedule has {stages} stages")
+    return numbers

@@ -1,8 +1,8 @@
 """When every instruction of a program happens: the list itself is executed against a cost model.
 
 An instruction starts when the one before it on its rank has ended and what it
-uses has arrived. Compute takes its duration, everything else no time of its
-own. A message starts when its SEND and its RECV are both reached and the sender's
+uses has arrived. Compute and STEP take their durations, everything else no
+time of its own. A message starts when its SEND and its RECV are both reached and the sender's
 link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
 a ring takes, and NORM waits for it and for all ranks. That of a tie starts
@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.check.deadlock import waits
-from schedgen.check.lives import Memory, lives
+from schedgen.check.lives import Memory
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
 from schedgen.heap import settle
 from schedgen.kernels import kernel
+from schedgen.places import Footprint, follow, measured, needed, plan
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
 
 Times = NDArray[np.float64]
@@ -43,6 +44,7 @@ class Simulation(NamedTuple):
     idle: Times  # (workers, len(CAUSES)): time each rank stood still, by cause
     sizes: Numbers  # bytes of each SEND row's message; 0 for other rows
     memory: Memory  # peak bytes of each rank, by kind
+    footprint: Footprint  # bytes each rank needs
 
 
 def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
@@ -50,17 +52,21 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     machine = machine or Machine()
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
+    steps = np.flatnonzero(table.op == Op.STEP)
+    duration[steps] = by_stage(machine.step, header.stages)[table.stage[steps]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
         rows = np.flatnonzero(table.op == op)
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
-    x, w, saved = (by_stage(one, header.stages) for one in (machine.activation, machine.weight, machine.saved))
-    of_kind = np.stack([0 * x, x, x, w, w]).astype(np.int64)
+    bytes = measured(machine, header.stages)
+    x, w = bytes.activation, bytes.weight
+    of_kind = np.stack([0 * x, x, x, w, w])
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
     sizes[sends] = of_kind[table.kind[sends], table.stage[sends]]
     subject = Subject(program, "")
-    found = lives(subject, np.stack([x, x, w, w, w, saved]).astype(np.int64))
+    found = follow(subject, bytes)
+    footprint = needed(header, bytes, found, plan(program, bytes, found))
     needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
@@ -74,7 +80,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
         needs.collective, needs.members, ring_time, table.peer, duration, message, free, len(CAUSES),
     )  # fmt: skip
-    return Simulation(start, end, arrival, idle, sizes, found.memory)
+    return Simulation(start, end, arrival, idle, sizes, found.memory, footprint)
 
 
 def report(program: Program, run: Simulation) -> dict[str, Any]:
@@ -96,9 +102,15 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
             {"from": int(one // workers), "to": int(one % workers), "bytes": int(size)}
             for one, size in zip(link, traffic, strict=True)
         ],
+        "peak_bytes": int(run.footprint.peak.max()),
         "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
         "workers": [
-            {"worker": r, "busy": float(busy[r]), "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True))}
+            {
+                "worker": r,
+                "busy": float(busy[r]),
+                "peak_bytes": int(run.footprint.peak[r]),
+                "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
+            }
             for r in range(workers)
         ],
     }
@@ -109,7 +121,8 @@ def trace(program: Program, run: Simulation) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for row in np.flatnonzero(run.end > run.start).tolist():
         instruction = program.instruction(row)
-        name = f"{Op(instruction.op).name} {instruction.stage} {instruction.mb}"
+        job = (instruction.stage,) if instruction.op == Op.STEP else (instruction.stage, instruction.mb)
+        name = " ".join([Op(instruction.op).name, *map(str, job)])
         begin, length = float(run.start[row]), float(run.end[row] - run.start[row])
         place = {"pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length}
         events.append({"name": name, "ph": "X", **place, "args": {"instruction": str(instruction)}})

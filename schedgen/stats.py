@@ -13,12 +13,13 @@ import numpy as np
 
 from schedgen.bounds import bounds
 from schedgen.check import check
+from schedgen.cost import Amount, Machine
 from schedgen.program import COMPUTE, KIND_WORDS, Op, Program
 from schedgen.simulate import simulate
 
 
-def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All numbers of a projected program, in the units of `cost` (default: the file's).
+def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:
+    """All numbers of a projected program, in the units of `cost` (default: the file's); bytes if `machine` gives sizes.
 
     latency            when the last job ends
     throughput         jobs per worker per unit of time [Rahimi 2025, "Definition: throughput"]
@@ -34,11 +35,14 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
     weights live elsewhere; activation_receives, the seed's count of inputs
     that travel: activations forwards and their gradients backwards;
     gradient_receives, partial weight gradients received; receives, the same
-    messages by kind; peak_memory, buffers alive at once by kind.
+    messages by kind; peak_memory, buffers alive at once by kind. With `machine`,
+    in all (the largest) and per worker: peak_bytes, the memory a worker needs,
+    and memory_bytes, the most bytes of each kind at once.
     """
     header, table = program.header, program.rows
     memory = check(program)
-    times = simulate(program, header.cost if cost is None else cost)
+    cost = header.cost if cost is None else cost
+    times = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
     compute = np.flatnonzero(np.isin(table.op, COMPUTE))
     worker = table.rank[compute]
     start, end = times.start[compute], times.end[compute]
@@ -57,8 +61,8 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
         for kind, words in KIND_WORDS.items()
     }
     jobs = header.compute.size
-    limits = bounds(header, header.cost if cost is None else cost, int(memory.saved.sum()))
-    return {
+    limits = bounds(header, cost, int(memory.saved.sum()))
+    numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": _plain(latency),
         "throughput": jobs / (latency * header.workers),
@@ -87,6 +91,15 @@ def stats(program: Program, cost: Mapping[str, float] | None = None) -> dict[str
             for rank in range(header.workers)
         ],
     }
+    if machine is not None:
+        peak = times.footprint.peak
+        kinds = {**times.memory._asdict(), "places": times.footprint.places, "owned": times.footprint.owned}
+        numbers["peak_bytes"] = int(peak.max())
+        numbers["memory_bytes"] = {kind: int(most.max()) for kind, most in kinds.items()}
+        for rank, worker in enumerate(numbers["workers"]):
+            worker["peak_bytes"] = int(peak[rank])
+            worker["memory_bytes"] = {kind: int(most[rank]) for kind, most in kinds.items()}
+    return numbers
 
 
 def _collectives(program: Program) -> int:

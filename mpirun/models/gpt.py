@@ -24,10 +24,11 @@ VOCABULARY = 256  # bytes
 class Embedding(nn.Module):
     """Bytes and their places to vectors: (sequences, length) -> (sequences, length, width)."""
 
-    def __init__(self, length: int, width: int) -> None:
+    def __init__(self, length: int, width: int, scale: float = 1.0) -> None:
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, width)
         self.place = nn.Embedding(length, width)
+        nn.init.normal_(self.byte.weight, std=scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.byte(tokens) + self.place.weight[: tokens.shape[1]]
@@ -67,9 +68,13 @@ class Head(nn.Module):
         return self.score(self.norm(x))
 
 
-def gpt(stages: int, blocks: int, width: int, heads: int, length: int, sequences: int) -> Model:
-    """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes."""
-    layers: OrderedDict[str, Callable[[], nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width))
+def gpt(stages: int, blocks: int, width: int, heads: int, length: int, sequences: int, tied: bool = False) -> Model:
+    """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
+
+    `tied`: the scores use the embedding's vectors.
+    """
+    scale = width**-0.5 if tied else 1.0
+    layers: OrderedDict[str, Callable[[], nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
     layers |= {f"block{i}": partial(Block, width, heads) for i in range(blocks)}
     layers["head"] = partial(Head, width)
 
@@ -81,12 +86,18 @@ def gpt(stages: int, blocks: int, width: int, heads: int, length: int, sequences
     def loss(scores: Tensor, target: Tensor) -> Tensor:
         return nnf.cross_entropy(scores.flatten(0, 1), target.flatten())
 
-    return Model(cut(layers, stages), loss, batch, length + 1)
+    ties = [[(0, "embedding.byte.weight"), (stages - 1, "head.score.weight")]] if tied else []
+    return Model(cut(layers, stages), loss, batch, length + 1, ties)
 
 
 def tiny(stages: int) -> Model:
     """0.4 million parameters, 256 bytes a microbatch; up to 10 stages."""
     return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4)
+
+
+def tied(stages: int) -> Model:
+    """As tiny, but the first and the last stage share the bytes' vectors: compile with --tied 0,S-1."""
+    return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4, tied=True)
 
 
 def small(stages: int) -> Model:

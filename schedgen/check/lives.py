@@ -5,7 +5,8 @@ touch one buffer on one rank, in program order, must then read
     DEFINE USE* END
 where ADD_TO may stand for DEFINE (the first part of a sum) and for USE, an
 owned weight is there from the start to the end, and a fetched weight may have
-several lives.
+several lives. What an instruction ends is there until it is done: all that it
+reads and writes takes memory at once.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from numpy.typing import NDArray
 from schedgen.check.subject import Numbers, Subject
 from schedgen.check.ties import spelled_out
 from schedgen.kernels import kernel
-from schedgen.program import Ints, Kind, Op, Small, buffer_name
+from schedgen.program import B, F, Ints, Kind, Op, Small, buffer_name
 
 # What takes memory on a rank, in the order of `Memory`.
-X, G, WEIGHT, DW, PARTIAL, SAVED = range(6)
+X, G, WEIGHT, DW, PARTIAL, SAVED, HALF = range(7)
 DEFINE, ADD_TO, USE, END = range(4)
 # Which buffers of a kind: of this job; of the inputs of this stage; the shares of this stage's
 # gradient, one a consumer; of this stage; of this stage from rank `peer`; the one that is named.
@@ -38,8 +39,14 @@ EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
         (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (DEFINE, G, INPUTS),
         (END, SAVED, JOB),
     ),
-    Op.BWD_I: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (USE, SAVED, JOB), (DEFINE, G, INPUTS)),
-    Op.BWD_W: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (END, SAVED, JOB)),
+    Op.BWD_I: (
+        (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (USE, SAVED, JOB), (DEFINE, HALF, JOB),
+        (DEFINE, G, INPUTS),
+    ),
+    Op.BWD_W: (
+        (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (END, HALF, JOB),
+        (END, SAVED, JOB),
+    ),
     Op.ADD: ((ADD_TO, DW, STAGE), (END, PARTIAL, PEER)),
     Op.ALLREDUCE: ((ADD_TO, DW, STAGE),),
     Op.NORM: (),
@@ -59,7 +66,7 @@ FAULTS = {
 
 
 class Memory(NamedTuple):
-    """Rule 8: the most buffers of each kind alive at once, one array entry a rank."""
+    """Rule 8: the most buffers (or their bytes) of each kind alive at once, one array entry a rank."""
 
     activation: Numbers  # x, computed or received
     gradient: Numbers  # g
@@ -67,6 +74,7 @@ class Memory(NamedTuple):
     weight_gradient: Numbers  # dw
     partial: Numbers  # received dw, not added yet
     saved: Numbers  # what a forward keeps for its backward: the seed's activation storage
+    half: Numbers  # what a BWD_I keeps in addition for its BWD_W
 
 
 class Lives(NamedTuple):
@@ -77,16 +85,19 @@ class Lives(NamedTuple):
     used: Numbers  # rows that are the first to use what was received ...
     received: Numbers  # ... and the rows that received it
     chain: Ints  # by row, for SEND, FREE and STEP: the SEND of the same buffer before it; -1 if there is none
+    ended: Ints  # by row: the row that received what ends here; -1 if nothing ends, or it was computed here
+    computed: Numbers  # by rank: the most bytes of x, g and saved that it computes, with workspaces, at once
 
 
-def lives(subject: Subject, sizes: Numbers | None = None) -> Lives:
+def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | None = None) -> Lives:
     """Follow every buffer of every rank through the program, up to the first fault.
 
-    `sizes`: what a buffer of each kind of `Memory` (rows) and stage (columns) counts; default: one.
+    sizes      what a buffer of each kind of `Memory` (rows) and stage (columns) counts; default: one
+    workspace  what an instruction of each opcode (rows) and stage (columns) takes while it runs; default: nothing
     """
     if subject.header.tied:
         plain, origin = spelled_out(subject)
-        return _as_written(lives(plain, sizes), origin, len(subject.program))
+        return _as_written(lives(plain, sizes, workspace), origin, len(subject.program))
     header, (rank, op, kind, stage, mb, via, peer) = subject.header, subject.program.rows
     events = [(o, what, thing, which) for o in Op for what, thing, which in EVENTS[o]]
     first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
@@ -95,7 +106,7 @@ def lives(subject: Subject, sizes: Numbers | None = None) -> Lives:
     named = np.flatnonzero((op == Op.ADD) | ((op == Op.RECV) & (kind == Kind.DW)))
     key = (rank[named].astype(np.int64) * header.stages + stage[named]) * header.workers + peer[named]
     partials, partial[named] = np.unique(key, return_inverse=True)
-    redone = np.zeros((header.stages, header.microbatches), bool)
+    redone = header.compute[F] != header.compute[B]  # there the rank of the backward has the RECOMPUTE
     again = subject.having(Op.RECOMPUTE)
     redone[stage[again], mb[again]] = True
     # Edges by consumer and by producer; header.edges is sorted by producer.
@@ -104,25 +115,28 @@ def lives(subject: Subject, sizes: Numbers | None = None) -> Lives:
     first_in = np.searchsorted(ends[by_consumer, 1], np.arange(header.stages + 1))
     first_out = np.searchsorted(ends[:, 0], np.arange(header.stages + 1))
     if sizes is None:
-        sizes = np.ones((6, header.stages), np.int64)
-    code, row, slot_of_fault, peaks, used, received, chain, count = _follow.sized(4 * len(op))(
-        rank, op, kind, stage, mb, via, partial, np.array(events, np.int64), first_event, ends, by_consumer, first_in,
-        first_out, redone, subject.owner, sizes, header.stages, header.microbatches, len(partials),
-        int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
+        sizes = np.ones((len(Memory._fields), header.stages), np.int64)
+    if workspace is None:
+        workspace = np.zeros((len(Op), header.stages), np.int64)
+    code, row, slot_of_fault, count, (peaks, used, received, chain, ended, computed) = _follow.sized(4 * len(op))(
+        rank, op, kind, stage, mb, via, partial, np.array(events, np.int64), first_event, ends, by_consumer,
+        first_in, first_out, redone, subject.owner, sizes, workspace, header.stages, header.microbatches,
+        len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()), bool((op == Op.BWD_I).any()),
     )  # fmt: skip
     fault = None
     if code:
         words = f"{_name(subject, slot_of_fault, int(row), ends)} {FAULTS[code]}"
         fault = (2 if code in (UNDEFINED, NOTHING) else 7, int(row), words)
-    return Lives(fault, Memory(*peaks.T), used[:count], received[:count], chain)
+    return Lives(fault, Memory(*peaks.T), used[:count], received[:count], chain, ended, computed)
 
 
 def _as_written(found: Lives, origin: Numbers, length: int) -> Lives:
     """The same for the program whose row origin[i] the row i stands for."""
-    chain = np.full(length, -1, np.int32)
+    chain, ended = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     chain[origin] = np.where(found.chain < 0, -1, origin[found.chain])
+    ended[origin] = np.where(found.ended < 0, -1, origin[found.ended])
     fault = found.fault and (found.fault[0], int(origin[found.fault[1]]), found.fault[2])
-    return Lives(fault, found.memory, origin[found.used], origin[found.received], chain)
+    return Lives(fault, found.memory, origin[found.used], origin[found.received], chain, ended, found.computed)
 
 
 def rule_2(subject: Subject, found: Lives) -> None:
@@ -141,6 +155,8 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
     first, mb = divmod(number, subject.header.microbatches)
     if thing == SAVED:
         return f"what the forward of stage {first}, microbatch {mb} saves"
+    if thing == HALF:
+        return f"what BWD_I of stage {first}, microbatch {mb} keeps for BWD_W"
     if thing == PARTIAL:
         return f"dw.{subject.stage[row]} from rank {subject.peer[row]}"
     if thing in (WEIGHT, DW):
@@ -158,30 +174,32 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
 def _follow(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, partial: Ints, events: Numbers,
     first_event: Numbers, ends: Numbers, by_consumer: Numbers, first_in: Numbers, first_out: Numbers,
-    redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, stages: int, batches: int,
-    partials: int, receives: int,
-) -> tuple[int, int, tuple[int, int], Numbers, Numbers, Numbers, Ints, int]:  # fmt: skip
-    """(fault, row, (thing, number), peaks, used, received, chain, how many used); fault 0: none.
+    redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, workspace: Numbers,
+    stages: int, batches: int, partials: int, receives: int, split: bool,
+) -> tuple[int, int, tuple[int, int], int, tuple[Numbers, Numbers, Numbers, Ints, Ints, Numbers]]:  # fmt: skip
+    """(fault, row, (thing, number), how many used, what `Lives` holds); fault 0: none.
 
-    Buffers are numbered within their kind: x and saved by job, g by job of the
-    producer, or of the edge where there are several, dw and w by stage.
+    Buffers are numbered within their kind: x, saved and half by job, g by job of
+    the producer, or of the edge where there are several, dw and w by stage.
     """
-    edges = len(ends)
-    base = np.zeros(7, np.int64)  # where each kind begins among all buffers
-    for thing, size in enumerate((stages * batches, (stages + edges) * batches, stages, stages, partials,
-                                  stages * batches)):  # fmt: skip
+    edges, jobs = len(ends), stages * batches
+    base = np.zeros(8, np.int64)  # where each kind begins among all buffers
+    for thing, size in enumerate((jobs, jobs + edges * batches, stages, stages, partials, jobs, jobs * split)):
         base[thing + 1] = base[thing] + size
-    seen = np.full(base[6], -1, np.int32)  # the rank whose life a buffer's entry speaks of
-    state = np.zeros(base[6], np.int8)  # 0 not defined, 1 alive, 2 ended
-    arrived = np.full(base[6], -1, np.int32)  # the row that receives it, until it is used
-    last = np.zeros(base[6], np.int32)
-    sent, chain = np.full(base[6], -1, np.int32), np.full(len(op), -1, np.int32)
+    seen = np.full(base[7], -1, np.int32)  # the rank whose life a buffer's entry speaks of
+    state = np.zeros(base[7], np.int8)  # 0 not defined, 1 alive, 2 ended
+    arrived = np.full(base[7], -1, np.int32)  # the row that receives it, -2 - row once it is used; -1: computed
+    last = np.zeros(base[7], np.int32)
+    sent, chain, ended = np.full(base[7], -1, np.int32), np.full(len(op), -1, np.int32), np.full(len(op), -1, np.int32)
     workers = len(owner)
-    alive, peaks = np.zeros(6, np.int64), np.zeros((workers, 6), np.int64)
+    alive, peaks, computed = np.zeros(7, np.int64), np.zeros((workers, 7), np.int64), np.zeros(workers, np.int64)
     used, received = np.empty(receives, np.int64), np.empty(receives, np.int64)
+    found = peaks, used, received, chain, ended, computed
     count = 0
+    total = np.int64(0)  # bytes of what is computed, apart from weight gradients
     for row in range(len(op)):
         o, r, s, b = op[row], rank[row], stage[row], mb[row]
+        given_back = np.int64(0)  # bytes
         for e in range(first_event[o], first_event[o + 1]):
             what, thing, which = events[e, 1], events[e, 2], events[e, 3]
             if thing == SAVED and what == DEFINE and o == Op.FWD and redone[s, b]:
@@ -222,7 +240,7 @@ def _follow(
                             if ends[edge, 1] == via[row]:
                                 number = (stages + edge) * batches + b
                     if number < 0:
-                        return NOTHING, row, (thing, number), peaks, used, received, chain, count
+                        return NOTHING, row, (thing, number), count, found
                 slot = base[thing] + number
                 own = thing == WEIGHT and owner[r, s]
                 now = state[slot] if seen[slot] == r else (1 if own else 0)
@@ -236,19 +254,22 @@ def _follow(
                 elif now == 0 and what in (USE, END):
                     fault = UNDEFINED
                 if fault:
-                    return fault, row, (thing, number), peaks, used, received, chain, count
+                    return fault, row, (thing, number), count, found
                 if seen[slot] != r:
                     seen[slot] = r
                     arrived[slot] = -1
                     sent[slot] = -1
                 if now != 1:
-                    alive[thing] += sizes[thing, s if which != INPUTS else ends[edge, 0]]
+                    size = sizes[thing, s if which != INPUTS else ends[edge, 0]]
+                    alive[thing] += size
                     peaks[r, thing] = max(peaks[r, thing], alive[thing])
                     arrived[slot] = row if o == Op.RECV or o == Op.FETCH_W else -1
+                    if arrived[slot] < 0 and thing != DW:
+                        total += size
                 elif arrived[slot] >= 0:
                     used[count], received[count] = row, arrived[slot]
                     count += 1
-                    arrived[slot] = -1
+                    arrived[slot] = -2 - arrived[slot]
                 state[slot] = 1
                 last[slot] = row
                 if o == Op.SEND or o == Op.FREE or (o == Op.STEP and thing == WEIGHT):
@@ -258,15 +279,21 @@ def _follow(
                     state[slot] = 2
                     sent[slot] = -1
                     alive[thing] -= sizes[thing, s]
-        if alive.max() > 0 and (row + 1 == len(op) or rank[row + 1] != r):
+                    if arrived[slot] == -1:
+                        given_back += sizes[thing, s] * (thing != DW)
+                    else:
+                        ended[row] = -2 - arrived[slot]
+        computed[r] = max(computed[r], total + workspace[o, s])
+        total -= given_back
+        if (row + 1 == len(op) or rank[row + 1] != r) and alive.max() > 0:
             # Something is left at the rank's end: the one whose last use comes first.
             first, left = len(op), -1
-            for slot in range(base[6]):
+            for slot in range(base[7]):
                 own = base[WEIGHT] <= slot < base[WEIGHT + 1] and owner[r, slot - base[WEIGHT]]
                 if seen[slot] == r and state[slot] == 1 and not own and last[slot] < first:
                     first, left = last[slot], slot
             thing = 0
             while left >= base[thing + 1]:
                 thing += 1
-            return LEFT, first, (thing, left - base[thing]), peaks, used, received, chain, count
-    return 0, 0, (0, 0), peaks, used, received, chain, count
+            return LEFT, first, (thing, left - base[thing]), count, found
+    return 0, 0, (0, 0), count, found

@@ -175,7 +175,7 @@ class Executor:
     not here yet, a Counter of microbatches for a weight gradient.
     """
 
-    FIELDS = ("activation", "gradient", "weight", "weight_gradient", "partial", "saved")
+    FIELDS = ("activation", "gradient", "weight", "weight_gradient", "partial", "saved", "half")
 
     def __init__(self, program) -> None:
         self.header = header = program.header
@@ -205,7 +205,7 @@ class Executor:
         assert [set(held) for held in self.held] == [{(Kind.W, s, -1, -1) for s in own} for own in self.own], "left"
         jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
         assert self.forwards == Counter(jobs), "not every forward once"
-        kinds = (Kind.X, Kind.G, Kind.W, Kind.DW, "partial", "saved")
+        kinds = (Kind.X, Kind.G, Kind.W, Kind.DW, "partial", "saved", "half")
         return [{field: peak[kind] for field, kind in zip(self.FIELDS, kinds, strict=True)} for peak in self.peaks]
 
     def operands(self, i):
@@ -300,9 +300,13 @@ class Executor:
         if i.op in (Op.BWD, Op.BWD_I):
             for p in self.header.producers[s]:
                 self.define(rank, (Kind.G, p, b, self.header.share(p, s)), True)
+        if i.op == Op.BWD_I:
+            self.define(rank, ("half", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_W):
             self.add(rank, s, Counter({b: 1}))
             del self.held[rank]["saved", s, b, -1]
+        if i.op == Op.BWD_W:
+            del self.held[rank]["half", s, b, -1]
 
 
 @pytest.fixture(scope="session")

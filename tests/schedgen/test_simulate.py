@@ -122,6 +122,9 @@ def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
     numbers = json.loads(run("simulate", path, "--profile", profile, "--json").out)
     assert numbers["latency"] == 6 + 12 + 2 * (0.5 + 0.25 * 2) + 2 * (0.5 + 0.25 * 4)
     assert numbers["bytes"]["activation"] == 2 + 4 and numbers["peak_memory"]["weight_gradient"] == [5, 6, 7]
+    profile.write_text(json.dumps({**costs, "step": [7, 1, 2]}))
+    steps = json.loads(run("simulate", path, "--profile", profile, "--json").out)
+    assert steps == {**numbers, "makespan": numbers["makespan"] + 7, "workers": steps["workers"]}
     for wrong, words in (
         ({"F": 1}, "F and B"),
         ({"F": [1, 2], "B": 1}, "2 numbers"),

@@ -1,0 +1,129 @@
+"""The options of both commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+from mpi4py import MPI
+
+from mpirun.errors import Stop
+
+T = TypeVar("T", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Stop(f"{message} (see {self.prog} --help)", 2, speaker=0)
+
+
+def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m mpirun",
+        description="Train a model by a schedule, one MPI rank a worker.",
+        epilog="example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20; "
+        "python -m mpirun profile --help: measure what a model's stages cost",
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
+    _common(parser, steps=20)
+    add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
+    add(
+        "--tolerance",
+        type=_fraction,
+        metavar="X",
+        help="relative difference that --verify allows; default: 1e-5, with --autocast 1e-2",
+    )
+    add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
+    add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
+    add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
+    add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
+    options = _parsed(comm, parser, arguments, file="FILE", model="--model")
+    if options.tolerance is None:
+        options.tolerance = 1e-2 if options.autocast else 1e-5
+    return options
+
+
+def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m mpirun profile",
+        description="Measure what a model's stages and messages cost here, on all ranks at once: a profile for "
+        "schedgen simulate --profile.",
+        epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.models.gpt:tiny --stages 4 -o tiny.json",
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into, as a chain")
+    add("--schedule", metavar="FILE", help="take stages, edges and whether backwards are split from a schedule")
+    add("--split", action="store_true", help="time the two halves of a backward, I and W, not B")
+    add("-o", "--output", metavar="PROFILE", help="the file to write")
+    _common(parser, steps=10)
+    options = _parsed(comm, parser, arguments, model="--model", output="--output")
+    if options.stages is None and options.schedule is None:
+        parser.error("--stages or --schedule is missing")
+    options.accumulate, options.canonical = 1, False
+    if not options.steps:
+        parser.error("--steps: nothing is measured in 0 steps")
+    return options
+
+
+def _common(parser: Parser, steps: int) -> None:
+    """The options of the model and of its training."""
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", help="show this and exit")
+    add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
+    add("--steps", type=_count, default=steps, metavar="N", help=f"default: {steps}")
+    add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
+    add(
+        "--seed", type=_count, default=0, metavar="N", help="of the weights and of the microbatches' places in the text"
+    )
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
+    add("--lr", type=_positive, default=1e-3, metavar="X", help="learning rate; default: 0.001")
+    add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
+    add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
+    add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
+    add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
+    add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
+    add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
+    add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
+    add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
+
+
+def _parsed(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: str) -> argparse.Namespace:
+    """The options; `needed`: those that must be there, and what they are called."""
+    options = parser.parse_args(arguments)
+    if options.help:
+        if comm.rank == 0:
+            parser.print_help()
+        raise Stop("", 0, speaker=-1)
+    if options.momentum and options.optimizer != "sgd":
+        parser.error("--momentum is of --optimizer sgd")
+    for name, words in needed.items():
+        if getattr(options, name) is None:
+            parser.error(f"{words} is missing")
+    return options
+
+
+def _number(name: str, kind: type[T], lowest: float, highest: float) -> Callable[[str], T]:
+    """What argparse reads a number with; `name` says which numbers it takes."""
+
+    def read(text: str) -> T:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value < highest:
+            raise argparse.ArgumentTypeError(f"'{text}' is no {name}")
+        return value
+
+    return read
+
+
+_count = _number("whole number of at least 0", int, 0, 2**31)
+_positive_count = _number("whole number of at least 1", int, 1, 2**31)
+_threads = _number("number from 1 to 1024", int, 1, 1025)
+_positive = _number("positive number", float, 1e-300, float("inf"))
+_fraction = _number("number of at least 0", float, 0, float("inf"))

@@ -1,0 +1,221 @@
+"""`python -m mpirun profile`: what a model's stages cost here, in the form that `schedgen simulate --profile` reads.
+
+Every rank trains all stages by schedules of one worker, with the interpreter
+that trains, and times its instructions; all ranks do so at once, and share
+cores and memory's bandwidth as they do in training. Bytes are counted by the
+tracker, in steps of their own. Messages are timed between neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from tqdm import tqdm
+
+from mpirun.compute import Act
+from mpirun.errors import on_rank_0
+from mpirun.interpreter import Interpreter
+from mpirun.links import links
+from mpirun.tracker import Memory, measure
+from mpirun.training import interpreter, training
+from schedgen.cli import checked, output
+from schedgen.compile import compile_scheme
+from schedgen.errors import RefusedFile, UsageError
+from schedgen.program import DIRECTIONS, F, Header, Instruction, Kind, Op, Program, W
+from schedgen.scheme import Scheme, Sizes
+
+MICROBATCHES = 4  # of a step
+OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
+Key = tuple[int, int]  # an opcode and a stage
+Buffer = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
+
+
+class Bytes(NamedTuple):
+    """What an instruction does to the bytes alive on its rank."""
+
+    before: int
+    peak: int
+    after: int
+    defined: int  # the buffers it makes: x, g
+
+    @property
+    def kept(self) -> int:
+        """What it leaves beside them."""
+        return max(0, self.after - self.before - self.defined)
+
+    @property
+    def workspace(self) -> int:
+        """The peak above all that is alive when it begins or that it leaves."""
+        return max(0, self.peak - self.before - self.defined - self.kept)
+
+
+class Profile:
+    """One rank's part of a profile."""
+
+    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
+        self.comm, self.options = comm, options
+        on_rank_0(comm, lambda: _writable(options.output))
+        schedules, splits = comm.bcast(on_rank_0(comm, lambda: _schedules(options)))
+        self.split = options.split or splits
+        self.at: Instruction | None = None
+        self.training = training(comm, options, schedules[0].header)
+        self.programs = schedules
+
+    def _interpreter(self, split: bool) -> tuple[Interpreter, list[Instruction]]:
+        """This rank's own, of all stages."""
+        program = self.programs[split]
+        code = program.instructions(0)
+        return interpreter(MPI.COMM_SELF, program, code, self.training), code
+
+    def place(self) -> str:
+        """The instruction being executed, for error messages; empty outside of a step."""
+        return "" if self.at is None else f"{self.at}: "
+
+    def write(self) -> int:
+        """Measure, and write the file on rank 0; the exit code."""
+        sizes = self._bytes()
+        seconds = self._seconds()
+        alpha, beta = links(self.comm, self.training.crowded)
+        if self.comm.size == 1:
+            print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
+        numbers = {**seconds, "alpha": alpha, "beta": beta, **sizes}
+        on_rank_0(self.comm, lambda: _write(self.options.output, numbers))
+        return 0
+
+    # Bytes
+
+    def _bytes(self) -> dict[str, object]:
+        """Bytes by stage. The same in every run: no time comes in, nor what was measured before."""
+        found: dict[Key, list[Bytes]] = {}
+        gc.collect()
+        gc.disable()  # its moments are accidents: what only cycles of Python's objects keep, stays
+        for split in (False, True):
+            one, code = self._interpreter(split)
+            with measure(self.training.device.torch) as memory:
+                for self.at, act in zip(code, one.code, strict=True):
+                    found.setdefault((self.at.op, self.at.stage), []).append(_execute(one, self.at, act, memory))
+        gc.enable()
+        self.at = None
+        stages = range(len(self.training.shapes))
+        weight = [shape.weights for shape in self.training.shapes]
+        return {
+            "activation": [found[Op.FWD, s][0].defined for s in stages],
+            "weight": weight,
+            "saved": [max(one.kept for one in found[Op.FWD, s]) for s in stages],
+            "half": [max(one.kept for one in found[Op.BWD_I, s]) for s in stages],
+            "workspace": {
+                direction: [max(one.workspace for one in found[OPS[direction], s]) for s in stages]
+                for direction in ("F", "B", "I", "W")
+            },
+            "owned": [weight[s] + found[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
+        }
+
+    # Seconds
+
+    def _seconds(self) -> dict[str, list[float]]:
+        """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
+        steps, silent = self.options.steps, self.comm.rank > 0 or not sys.stderr.isatty()
+        found: dict[Key, list[float]] = {}
+        one, code = self._interpreter(self.split)
+        self._step(one, code, {})  # to warm up
+        self.comm.Barrier()
+        for _ in tqdm(range(steps), unit="step", disable=silent):
+            self._step(one, code, found)
+        medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in found.items()})
+        stages = range(len(self.training.shapes))
+        return {
+            name: [float(np.median([one[OPS[name], s] for one in medians])) for s in stages]
+            for name in (*DIRECTIONS[3 if self.split else 2], "step")
+        }
+
+    def _step(self, one: Interpreter, code: Sequence[Instruction], found: dict[Key, list[float]]) -> None:
+        """Every instruction once, timed."""
+        for self.at, act in zip(code, one.code, strict=True):
+            one.compute.batches.clear()  # in training, first and last stage make theirs on ranks of their own
+            begin = time.perf_counter()
+            act()
+            self.training.device.finish()
+            found.setdefault((self.at.op, self.at.stage), []).append(time.perf_counter() - begin)
+        self.at = None
+
+
+def _execute(one: Interpreter, i: Instruction, act: Act, memory: Memory) -> Bytes:
+    one.compute.batches.clear()
+    before = memory.live
+    memory.reset_peak()
+    act()
+    peak = memory.peak
+    read, made = _buffers(one.header, i)
+    # Copies take the buffers' places: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
+    for key in (*read, *made):
+        buffer = one.buffers(*key)
+        buffer.value = buffer.value.clone()
+    return Bytes(before, peak, memory.live, sum(one.buffers(*key).value.nbytes for key in made))
+
+
+def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]]:
+    """The x and g that an instruction makes, and before them the g that it is the last to read."""
+    if i.op == Op.FWD:
+        return [], [(Kind.X, i.stage, i.mb, -1)]
+    if i.op not in (Op.BWD, Op.BWD_I):
+        return [], []
+    read: list[Buffer] = [(Kind.G, i.stage, i.mb, header.share(i.stage, c)) for c in header.consumers[i.stage]]
+    return read, [(Kind.G, p, i.mb, header.share(p, i.stage)) for p in header.producers[i.stage]]
+
+
+def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
+    """One worker's program with whole and with split backwards; whether --schedule has split ones."""
+    stages, edges, splits = options.stages, None, False
+    tied: tuple[tuple[int, ...], ...] = ()
+    if options.schedule is not None:
+        try:
+            header = checked(options.schedule).header
+        except OSError as error:
+            raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
+        if stages not in (None, header.stages):
+            raise UsageError(f"--stages {stages}: {options.schedule} has {header.stages}")
+        stages, edges, tied, splits = header.stages, header.edges, header.tied, "W" in header.cost
+    return [_one_worker(stages, edges, tied, split) for split in (False, True)], splits
+
+
+def _one_worker(
+    stages: int, edges: tuple[tuple[int, int], ...] | None, tied: tuple[tuple[int, ...], ...], split: bool
+) -> Program:
+    """A step on one worker. Microbatches go by twos, so a stage does two jobs of a kind in a row: what is in the
+    caches then lies between a pipeline's 1F1B and GPipe."""
+
+    def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
+        place = np.where(d == F, s, 3 * stages - 2 * s + (d == W))
+        return (b // 2 * 4 * stages + place) * 2 + b % 2
+
+    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split, edges=edges)
+    return compile_scheme(scheme, Sizes(stages, MICROBATCHES, 1), tied=tied)
+
+
+def _writable(path: str) -> None:
+    """Refuse now what could not be written when all is measured."""
+    folder = Path(path).resolve().parent
+    wrong = "Is a directory" if Path(path).is_dir() else None if folder.is_dir() else "No such file or directory"
+    if wrong is None and path != "-" and not os.access(folder, os.W_OK):
+        wrong = "Permission denied"
+    if wrong:
+        raise UsageError(f"--output {path}: {wrong}")
+
+
+def _write(path: str, numbers: dict[str, object]) -> None:
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in numbers.items())
+    try:
+        with output(path) as out:
+            out.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    except OSError as error:
+        raise RefusedFile(f"--output {path}: {error.strerror}") from None

@@ -1,0 +1,122 @@
+"""How many bytes of tensors are alive, and the most at once, counted at every op.
+
+The CPU's allocator keeps no such numbers, so a dispatch mode looks at what
+every op returns, backwards included: autograd runs under the modes of the
+thread that called it. On CUDA the allocator is asked. `measure` gives either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Memory(Protocol):
+    """Bytes of tensors allocated since the measurement began."""
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once since the beginning or the last `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Forget the past: the peak is what is alive now."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor that was there before, until it is freed."""
+
+
+class Tracker(TorchDispatchMode):
+    """Counts storages, each once and as large as it is at that moment, from the op that returns them to their death.
+
+    A storage first met as an input was there before and does not count, unless `add`ed. Memory that an op gets and
+    frees again within itself is not seen, nor is that of tensors with neither strides nor data (sparse, meta).
+    `live` is exact at any time; `peak` looks after every op, where its inputs and outputs are alive together.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
+        self._peak = 0
+
+    @property
+    def live(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages)
+
+    @property
+    def peak(self) -> int:
+        self._peak = max(self._peak, self.live)
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self.live
+
+    def add(self, tensor: Tensor) -> None:
+        self._storages.update(_storages(tensor))
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        before = {storage._cdata for storage in _storages((args, kwargs))}
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, outside of any op
+            before.clear()
+        self._peak = max(self._peak, self.live)  # a storage may have been resized since the last op
+        result = func(*args, **kwargs)
+        self._storages.update(storage for storage in _storages(result) if storage._cdata not in before)
+        self._peak = max(self._peak, self.live)
+        return result
+
+
+class CudaMemory:
+    """The allocator's own count on one CUDA device, workspaces inside ops and rounding included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._base = torch.cuda.memory_allocated(device)
+        self.reset_peak()
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self.device) - self._base
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) - self._base
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def add(self, tensor: Tensor) -> None:
+        self._base -= tensor.untyped_storage().nbytes()
+
+
+@contextlib.contextmanager
+def measure(device: torch.device) -> Iterator[Memory]:
+    """Count the bytes of tensors on a device while the block runs."""
+    if device.type == "cuda":
+        yield CudaMemory(device)
+    else:
+        with Tracker() as tracker:
+            yield tracker
+
+
+def _storages(value: Any) -> Iterable[UntypedStorage]:
+    """The storages of all tensors in an op's arguments or results."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and value.device.type != "meta":
+            yield value.untyped_storage()
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _storages(one)
+    elif isinstance(value, dict):
+        yield from _storages(list(value.values()))

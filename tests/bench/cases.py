@@ -1,0 +1,60 @@
+"""The models of `make bench-run`: a GPT of four blocks, cut so that stages are as equal as they get.
+
+`--model cases:compute` or `cases:overhead`, for 1, 2 or 4 stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from mpirun.model import Model
+from mpirun.models import gpt
+from schedgen.errors import UsageError
+
+BLOCKS = 4
+
+
+class Case(NamedTuple):
+    width: int
+    heads: int
+    length: int
+    sequences: int  # of a microbatch
+    microbatches: int  # of a step, over all ranks
+    steps: int  # timed ones
+
+
+CASES = {
+    "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
+    "overhead": Case(width=64, heads=4, length=16, sequences=1, microbatches=64, steps=30),
+}
+
+
+def model(case: Case, stages: int) -> Model:
+    """Embedding and head lie with the first and the last block."""
+    if BLOCKS % stages:
+        raise UsageError(f"its {BLOCKS} blocks do not go into {stages} equal stages")
+    layers: list[list[Callable[[], nn.Module]]] = [
+        [partial(gpt.Block, case.width, case.heads)] * (BLOCKS // stages) for _ in range(stages)
+    ]
+    layers[0] = [partial(gpt.Embedding, case.length, case.width), *layers[0]]
+    layers[-1] = [*layers[-1], partial(gpt.Head, case.width)]
+    text = gpt.gpt(1, BLOCKS, case.width, case.heads, case.length, case.sequences)
+    return text._replace(stages=[partial(_stage, tuple(found)) for found in layers])
+
+
+def _stage(layers: tuple[Callable[[], nn.Module], ...]) -> nn.Module:
+    return nn.Sequential(*(layer() for layer in layers))
+
+
+def compute(stages: int) -> Model:
+    """Jobs of many milliseconds."""
+    return model(CASES["compute"], stages)
+
+
+def overhead(stages: int) -> Model:
+    """Jobs of under a millisecond, so that what is around them shows."""
+    return model(CASES["overhead"], stages)

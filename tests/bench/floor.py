@@ -1,0 +1,96 @@
+"""1F1B on two ranks by hand: what is left when there is no framework at all.
+
+Receives are posted a microbatch ahead, into two buffers each of which has
+a persistent request; sends go straight from the tensors that torch made.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+
+def view(tensor: Tensor) -> list[Any]:
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), 4 * tensor.numel()), tensor.numel(), MPI.FLOAT]
+
+
+class Floor:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Callable[[int, int], tuple[Tensor, Tensor]],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        microbatches: int,
+    ) -> None:
+        self.comm, self.module, self.optimizer, self.batch, self.loss = comm, module, optimizer, batch, loss
+        self.microbatches = microbatches
+        self.share = torch.tensor(1 / microbatches)  # the gradient is the mean over the microbatches
+        self.other = 1 - comm.rank
+        with torch.no_grad():
+            # What rank 0 sends is of the shape that comes back.
+            like = comm.bcast(module(batch(0, 0)[0]) if comm.rank == 0 else None)
+        self.buffers = [torch.empty_like(like) for _ in range(2)]
+        self.receives = [comm.Recv_init(view(buffer), self.other) for buffer in self.buffers]
+        for receive in self.receives:
+            atexit.register(receive.Free)
+        self.step = self.first if comm.rank == 0 else self.last
+
+    def first(self, step: int) -> Sequence[Tensor]:
+        """Rank 0: F0 F1 B0 F2 B1 ... B."""
+        module, batch, count = self.module, self.batch, self.microbatches
+        receives, buffers = self.receives, self.buffers
+        self.optimizer.zero_grad()
+        outputs: list[Tensor] = []
+        sends: list[MPI.Request] = []
+
+        def forward(mb: int) -> None:
+            output = module(batch(step, mb)[0])
+            sends.append(self.comm.Isend(view(output), self.other))
+            outputs.append(output)
+
+        receives[0].Start()
+        forward(0)
+        for mb in range(count):
+            if mb + 1 < count:
+                receives[(mb + 1) % 2].Start()
+                forward(mb + 1)
+            receives[mb % 2].Wait()
+            sends[mb].Wait()  # its gradient is here, so it has long left
+            outputs[mb].backward(buffers[mb % 2])
+            outputs[mb] = buffers[0]  # lets go of the graph
+        self.optimizer.step()
+        return []
+
+    def last(self, step: int) -> Sequence[Tensor]:
+        """Rank 1: F0 B0 F1 B1 ..."""
+        module, batch, count = self.module, self.batch, self.microbatches
+        receives, buffers = self.receives, self.buffers
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        send: MPI.Request | None = None
+        receives[0].Start()
+        for mb in range(count):
+            target = batch(step, mb)[1]
+            receives[mb % 2].Wait()
+            if mb + 1 < count:
+                receives[(mb + 1) % 2].Start()
+            x = buffers[mb % 2].detach().requires_grad_()
+            loss = self.loss(module(x), target)
+            loss.backward(self.share)
+            losses.append(loss.detach())
+            if send is not None:
+                send.Wait()
+            gradient = x.grad  # lets go of the one before, which has left
+            assert gradient is not None
+            send = self.comm.Isend(view(gradient), self.other)
+        self.optimizer.step()
+        if send is not None:
+            send.Wait()
+        return losses

@@ -1,0 +1,201 @@
+"""One rank of what `make bench-run` holds mpirun against: `mpiexec -n 2 python -m mpi4py peers.py PEER ...`.
+
+Every peer trains the model that mpirun trains, on the same microbatches, with
+the same optimizer and one thread, and rank 0 writes the seconds and the loss
+of every step. Each is set up as its documentation advises for speed; where
+that leaves a choice, the faster one of those tried here was taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from floor import Floor
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+import mpirun.data
+from mpirun.model import Model, build, load, microbatch
+from mpirun.models.gpt import Block
+
+Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of the microbatches this rank saw
+
+
+class Task:
+    """What all peers are given."""
+
+    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
+        self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
+        self.stages: int = options.stages
+        self.microbatches: int = options.microbatches
+        self.seed: int = options.seed
+        self.model: Model = load(options.model, self.stages, self.seed)
+        self.text = mpirun.data.load(comm, None, self.model.length)
+
+    def stage(self, index: int) -> nn.Module:
+        return build(self.model, index, self.seed)
+
+    def whole(self) -> nn.Sequential:
+        return nn.Sequential(*(self.stage(index) for index in range(self.stages)))
+
+    def batch(self, step: int, mb: int) -> tuple[Tensor, Tensor]:
+        return microbatch(self.model, self.text, self.seed, step, mb)
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+
+
+def pipelining(task: Task, interleaved: bool) -> Step:
+    """torch.distributed.pipelining; whole outputs are not asked for, which would cost it a copy of each."""
+    mine = range(task.rank, task.stages, task.ranks)
+    modules = nn.ModuleList(task.stage(index) for index in mine)
+    stages = [
+        PipelineStage(module, index, task.stages, torch.device("cpu"))
+        for index, module in zip(mine, modules, strict=True)
+    ]
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B
+    if interleaved:
+        schedule = ScheduleInterleaved1F1B([*stages], task.microbatches, loss_fn=task.model.loss)
+    else:
+        schedule = Schedule1F1B(stages[0], task.microbatches, loss_fn=task.model.loss)
+    optimizer = task.optimizer(modules)
+
+    def part(step: int, which: int) -> Tensor:
+        return torch.cat([task.batch(step, mb)[which] for mb in range(task.microbatches)])
+
+    def run(step: int) -> Sequence[Tensor]:
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        if stages[0].is_first:
+            schedule.step(part(step, 0), return_outputs=False)
+        else:
+            schedule.step(target=part(step, 1), losses=losses, return_outputs=False)
+        optimizer.step()
+        return [loss.detach() for loss in losses]
+
+    return run
+
+
+def ddp(task: Task) -> Step:
+    """DistributedDataParallel, which talks during the last backward of a step only."""
+    module = DistributedDataParallel(task.whole(), gradient_as_bucket_view=True)
+    optimizer = task.optimizer(module)
+    *first, last = range(task.rank, task.microbatches, task.ranks)
+    share = torch.tensor(1 / (len(first) + 1))  # the gradient is the mean over the microbatches
+
+    def one(step: int, mb: int) -> Tensor:
+        data, target = task.batch(step, mb)
+        loss = task.model.loss(module(data), target)
+        loss.backward(share)
+        return loss.detach()
+
+    def run(step: int) -> Sequence[Tensor]:
+        optimizer.zero_grad()
+        with module.no_sync():
+            losses = [one(step, mb) for mb in first]
+        losses.append(one(step, last))
+        optimizer.step()
+        return losses
+
+    return run
+
+
+def fsdp(task: Task, keep: bool) -> Step:
+    """FSDP2 by blocks; gradients are reduced with the last microbatch of a step only.
+
+    keep: weights are gathered once a step and stay, else they are given back
+    after every forward and backward, which is FSDP2's default.
+    """
+    module = task.whole()
+    for block in [part for part in module.modules() if isinstance(part, Block)]:
+        fully_shard(block, reshard_after_forward=not keep)
+    root = fully_shard(module, reshard_after_forward=False)  # of the root's own weights: they are needed again at once
+    optimizer = task.optimizer(module)
+    mine = range(task.rank, task.microbatches, task.ranks)
+    share = torch.tensor(1 / len(mine))
+
+    def run(step: int) -> Sequence[Tensor]:
+        optimizer.zero_grad()
+        losses = []
+        for mb in mine:
+            is_last = mb == mine[-1]
+            root.set_requires_gradient_sync(is_last)
+            if keep:
+                root.set_reshard_after_backward(is_last)
+            data, target = task.batch(step, mb)
+            loss = task.model.loss(module(data), target)
+            loss.backward(share)
+            losses.append(loss.detach())
+        optimizer.step()
+        return losses
+
+    return run
+
+
+def floor(task: Task) -> Step:
+    """The loop written by hand, in floor.py."""
+    module = task.stage(task.rank)
+    return Floor(task.comm, module, task.optimizer(module), task.batch, task.model.loss, task.microbatches).step
+
+
+PEERS: dict[str, Callable[[Task], Step]] = {
+    "1f1b": lambda task: pipelining(task, interleaved=False),
+    "interleaved-1f1b": lambda task: pipelining(task, interleaved=True),
+    "ddp": ddp,
+    "fsdp": lambda task: fsdp(task, keep=False),
+    "fsdp-keep": lambda task: fsdp(task, keep=True),
+    "floor": floor,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--microbatches", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--meet", type=Path, required=True, help="a file that torch's ranks find each other by")
+    parser.add_argument("--watch", metavar="MODULE:FUNCTION", help="gets the step function and gives one back")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    task = Task(comm, options)
+    if options.peer != "floor":
+        dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
+    step = PEERS[options.peer](task)
+    if options.watch:
+        module, function = options.watch.split(":")
+        step = getattr(importlib.import_module(module), function)(step)
+    seconds, losses = [], []
+    comm.Barrier()
+    for number in range(options.steps):
+        begin = time.perf_counter()
+        losses.append(step(number))
+        seconds.append(time.perf_counter() - begin)
+    parts = comm.gather([[float(loss) for loss in one] for one in losses])
+    if parts is not None:
+        with options.metrics.open("w") as out:
+            for number, lap in enumerate(seconds):
+                found = [loss for part in parts for loss in part[number]]
+                assert len(found) == task.microbatches
+                print(json.dumps({"step": number, "loss": sum(found) / len(found), "seconds": lap}), file=out)
+    comm.Barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
