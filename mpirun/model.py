@@ -12,12 +12,13 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
 from mpirun.device import autocast
 from mpirun.randomness import Watch, number
@@ -166,6 +167,13 @@ def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tup
     return model.batch(text, np.random.default_rng([seed, step, mb]))
 
 
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
+
+    def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
+        pass
+
+
 def shapes(
     model: Model, producers: Sequence[Sequence[int]], text: Tensor, mixed: torch.dtype | None = None
 ) -> list[Shape]:
@@ -178,12 +186,14 @@ def shapes(
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
-    fake = FakeTensorMode()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
+    fake.fake_tensor_converter = _Forgetful()
     outputs: list[Tensor] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
-        with fake, torch.no_grad():
+        with nullcontext() if isinstance(entry, nn.Module) else fake:  # a fake mode cannot copy real tensors
             module = build(model, stage, 0)
+        with fake, torch.no_grad():
             watch = Watch(module, list(entry) if isinstance(entry, Mapping) else [])
             inputs = [outputs[p] for p in producers[stage]] or [fake.from_tensor(data)]
             versions = [x._version for x in inputs]

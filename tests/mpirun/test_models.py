@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpirun.model import Model, build, load, microbatch
+from mpirun.model import Model, build, load, microbatch, shapes
 from mpirun.models import gpt, mlp
 from schedgen.errors import UsageError
 
@@ -129,3 +129,53 @@ def test_more_stages_than_layers_is_one_clear_error(name):
 def test_the_small_models_have_the_sizes_they_say():
     sizes = {make: sum(p.numel() for p in build(make(1), 0, 0).parameters()) for make in (gpt.small, mlp.small)}
     assert round(sizes[gpt.small] / 1e6) == 10 and round(sizes[mlp.small] / 1e6) == 17  # as their docstrings say
+
+
+class Scaled(nn.Module):
+    """Has tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.scales = [torch.tensor(0.5), torch.arange(4.0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self.linear(x) * scale for scale in self.scales), torch.zeros(4))
+
+
+class Recurrent(nn.Module):
+    """Refers to its parameters in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "dtype"),
+    [
+        (lambda: nn.Linear(3, 4).to(torch.bfloat16).double(), (2, 4), torch.float64),
+        (lambda: Recurrent().double(), (2, 5), torch.float64),
+        (lambda: Scaled().half().float(), (2, 4), torch.float32),
+        (Scaled(), (2, 4), torch.float32),
+        (nn.Linear(3, 4, dtype=torch.float16), (2, 4), torch.float16),
+    ],
+    ids=["converted", "recurrent", "with other tensors", "a module with other tensors", "a module"],
+)
+def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        return torch.ones(2, 3, dtype=dtype), torch.ones(())
+
+    model = Model([stage], lambda output, target: output.mean(), batch)
+    (found,) = shapes(model, [()], TEXT)
+    real = build(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
+    assert (found.size, found.dtype) == (tuple(real.shape), real.dtype) == (size, dtype)
+
+
+def test_with_mixed_precision_shapes_have_the_types_that_travel():
+    found = shapes(mlp.tiny(4), [(), (0,), (1,), (2,)], TEXT, torch.bfloat16)
+    assert [one.dtype for one in found] == [torch.float32] * 3 + [torch.bfloat16]  # sums with what was, and scores
+    assert all(one.weights % 64 == 0 and one.weights > 0 for one in found)

@@ -1,0 +1,36 @@
+"""Messages move while ranks compute, and ranks that wait leave the cores to others.
+
+These claims are about time, so each is a ratio within one launch, of medians
+over many turns, and asks for much less than what is measured: a wait takes
+about a tenth of a core, and of a message of 16 MiB behind a computation of 40 ms
+nothing is left to wait for. programs/progress.py measures.
+"""
+
+from __future__ import annotations
+
+import json
+from statistics import median
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def measured(launch) -> dict[str, Any]:
+    result = launch(4, program=["-m", "mpi4py", "programs/progress.py"])
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_a_rank_that_waits_uses_less_than_half_a_core(measured):
+    assert len(measured["waiting"]) == 4 and max(measured["waiting"]) < 0.5
+
+
+def test_with_the_pump_a_message_hides_behind_a_computation(measured):
+    """At least half of what is waited for without."""
+    if not measured["works"]:
+        pytest.skip("this MPI lets one thread in only")
+    transfer, plain, pumped = (median(measured[what]) for what in ("transfer", "plain", "pumped"))
+    if plain < transfer / 2:
+        pytest.skip("this MPI moves messages by itself")
+    assert pumped < plain / 2, measured
