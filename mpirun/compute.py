@@ -70,8 +70,8 @@ class Compute:
     def _forward(self, i: Instruction, save: bool) -> Callable[[], Tensor]:
         stage, weights, job, mb = self.stages[i.stage], self.buffers(Kind.W, i.stage), self._job(i), i.mb
         inputs = [self.buffers(Kind.X, producer, mb) for producer in self.header.producers[i.stage]]
-        read = None if inputs else self._reader(mb)
-        finish = None if self.header.consumers[i.stage] else self._scaled_loss(i)
+        read = None if inputs else self._reader(mb, save)
+        finish = None if self.header.consumers[i.stage] else self._scaled_loss(i, save)
         ready = self.buffers.ready
 
         def forward() -> Tensor:
@@ -85,9 +85,9 @@ class Compute:
 
         return forward
 
-    def _scaled_loss(self, i: Instruction) -> Callable[[Tensor], Tensor]:
+    def _scaled_loss(self, i: Instruction, save: bool) -> Callable[[Tensor], Tensor]:
         """The microbatch's share of the loss: its gradients then add up to the mean's."""
-        read, mb, parts = self._reader(i.mb), i.mb, self.header.microbatches * self.walks
+        read, mb, parts = self._reader(i.mb, save), i.mb, self.header.microbatches * self.walks
 
         def finish(output: Tensor) -> Tensor:
             loss = self.model.loss(output, read()[1]).reshape(())
@@ -97,8 +97,11 @@ class Compute:
 
         return finish
 
-    def _reader(self, mb: int) -> Callable[[], tuple[Tensor, Tensor]]:
-        """What reads (input, target) of a microbatch: made for the first reader, forgotten after the last."""
+    def _reader(self, mb: int, save: bool) -> Callable[[], tuple[Tensor, Tensor]]:
+        """What reads (input, target) of a microbatch: made for the first reader, forgotten after the last.
+
+        A forward that saves nothing for its backward does not save them either.
+        """
         me = self.readers[mb] = object()
 
         def read() -> tuple[Tensor, Tensor]:
@@ -107,7 +110,8 @@ class Compute:
                 device = self.memory.device.torch
                 x, y = microbatch(self.model, self.text, self.seed, self.now, number)
                 self.batches[mb] = (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
-            return self.batches.pop(mb) if self.readers[mb] is me else self.batches[mb]
+            last = not save or self.readers[mb] is me
+            return self.batches.pop(mb) if last else self.batches[mb]
 
         return read
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import mpirun.data
 import mpirun.model
 from mpirun.device import Device, device
-from mpirun.errors import together
+from mpirun.errors import on_rank_0, together
 from mpirun.interpreter import Interpreter
 from mpirun.memory import Memory
 from mpirun.model import Model, Shape
@@ -58,7 +58,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
         options.steps, options.clip,
     )  # fmt: skip
-    shapes = together(comm, lambda: mpirun.model.shapes(model, header.producers, text, mixed))
+    shapes = comm.bcast(on_rank_0(comm, lambda: mpirun.model.shapes(model, header.producers, text, mixed)))
     return Training(
         model, shapes, text, options.seed, recipe, options.accumulate, options.canonical, where, mixed, cores < 1
     )
