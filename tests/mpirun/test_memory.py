@@ -14,7 +14,7 @@ import pytest
 
 from schedgen.cli import main as schedgen
 
-GPT = "mpirun.models.gpt:tiny"
+MLP = "mpirun.models.mlp:tiny"
 NAMES = (
     "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "lpp-g4", "fslpp-g4", "zb-h1", "zb-h2", "chimera",
     "pipedream-flush", "interleaved-1f1b", "looped-bfs", "depth-first", "breadth-first", "zb-v", "v-half", "v-min",
@@ -36,7 +36,7 @@ def schedules(traces, compiled):
 @pytest.fixture(scope="module")
 def measured(several, schedules, text):
     """By schedule: the most bytes on every rank."""
-    runs = [[path, "--model", GPT, "--text", text, "--steps", 2, "--memory"] for path in schedules.values()]
+    runs = [[path, "--model", MLP, "--text", text, "--steps", 2, "--memory"] for path in schedules.values()]
     found = {}
     for name, (code, out) in zip(schedules, several(4, runs), strict=True):
         assert code == 0, out
@@ -52,7 +52,7 @@ def predicted(several, schedules, text, tmp_path_factory):
     kinds = [(stages, split) for stages in (4, 8) for split in (False, True)]
     files = {kind: folder / f"{kind[0]}-{kind[1]}.json" for kind in kinds}
     runs = [
-        ["profile", "--model", GPT, "--text", text, "--stages", stages, "--steps", 1, "-o", files[stages, split]]
+        ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", files[stages, split]]
         + ["--split"] * split
         for stages, split in kinds
     ]
