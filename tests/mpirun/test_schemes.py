@@ -11,7 +11,8 @@ import pytest
 
 GOLDEN = (
     "1f1b", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v", "fsdp", "fslpp", "fslpp-g4",
-    "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush", "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
+    "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush", "v-half", "v-min", "zb-h1", "zb-h2",
+    "zb-v",
 )  # fmt: skip
 GPT, TIED, MLP = "mpirun.models.gpt:tiny", "mpirun.models.gpt:tied", "mpirun.models.mlp:tiny"
 
