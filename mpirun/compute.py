@@ -46,6 +46,7 @@ class Compute:
         self.jobs: dict[tuple[int, int], Job] = {}
         self.batches: dict[int, tuple[Tensor, Tensor]] = {}
         self.readers: dict[int, object] = {}  # of each microbatch: the last to read it
+        self.one: Tensor | None = None
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.saves = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.saves -= {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
@@ -156,7 +157,7 @@ class Compute:
         """The gradient of the stage's output: its consumers' shares added in their order."""
         consumers = self.header.consumers[i.stage]
         if not consumers:  # of the loss with respect to itself
-            one = torch.ones((), device=self.memory.device.torch)
+            one = self.one = torch.ones((), device=self.memory.device.torch) if self.one is None else self.one
             return lambda: one
         shares = [self.buffers(Kind.G, i.stage, i.mb, self.header.share(i.stage, c)) for c in consumers]
         ready = self.buffers.ready

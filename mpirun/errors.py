@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -37,3 +39,13 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
 def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
     """`function()` on rank 0, None elsewhere; where it refuses, all raise its Stop."""
     return together(comm, lambda: function() if comm.rank == 0 else None)
+
+
+def writable(option: str, path: str) -> None:
+    """UsageError now, where a file could not be written in the end."""
+    folder = Path(path).resolve().parent
+    wrong = "Is a directory" if Path(path).is_dir() else None if folder.is_dir() else "No such file or directory"
+    if wrong is None and path != "-" and not os.access(folder, os.W_OK):
+        wrong = "Permission denied"
+    if wrong:
+        raise UsageError(f"{option} {path}: {wrong}")

@@ -76,41 +76,48 @@ class Interpreter:
             Op.FREE: self.free,
         }
         self.code = [self.table[i.op](i) for i in instructions]
-        self.computes = [row for row, i in enumerate(instructions) if i.op in COMPUTE]
+        self.computes = [(i.op, i.stage) if i.op in COMPUTE else None for i in instructions]
         for row, stage in _begins(instructions):
             self.code[row] = _both(self.gradient(stage).begin, self.code[row])
         self.at = -1  # the instruction being executed, for error messages; -1: none
         self.result = Result([], 0.0)
         self.observe: Callable[[dict[int, Tensor]], None] = lambda totals: None  # --verify looks on
+        self.walk_list: Callable[[], None] = self.walk  # --trace puts its own here
 
     def run(self, step: int) -> Result:
         """Execute the list, as often as a step goes through it."""
         self.compute.now = step
         losses: list[float] = []
         for self.compute.walk in range(self.walks):  # noqa: B020
-            for self.at, act in enumerate(self.code):  # noqa: B020
-                act()
+            self.walk_list()
             losses += self.result.losses
         self.at = -1
         return self.result._replace(losses=losses)
 
+    def walk(self) -> None:
+        for self.at, act in enumerate(self.code):  # noqa: B020
+            act()
+
     def learn(self, step: int) -> Result:
         """The first step: as `run`, and pumps whatever computes for long from then on."""
-        acts, seconds = self.code, dict.fromkeys(self.computes, 0.0)
+        acts = self.code
+        seconds: dict[tuple[int, int], float] = {}  # by opcode and stage: the least
 
-        def timed(row: int) -> Act:
-            act = self.pump.around(acts[row])
-
+        def timed(act: Act, job: tuple[int, int]) -> Act:
             def run() -> None:
-                begin = time.perf_counter()
+                waited, begin = self.transport.waited, time.perf_counter()
                 act()
-                seconds[row] = time.perf_counter() - begin
+                spent = time.perf_counter() - begin - (self.transport.waited - waited)
+                seconds[job] = min(spent, seconds.get(job, spent))
 
             return run
 
-        self.code = [timed(row) if row in seconds else act for row, act in enumerate(acts)]
+        self.code = [act if job is None else timed(act, job) for act, job in zip(acts, self.computes, strict=True)]
         result = self.run(step)
-        self.code = [self.pump.around(act) if seconds.get(row, 0) > LONG else act for row, act in enumerate(acts)]
+        long = {job for job, spent in seconds.items() if spent > LONG}
+        self.code = [
+            self.pump.around(act) if job in long else act for act, job in zip(acts, self.computes, strict=True)
+        ]
         return result
 
     # Messages

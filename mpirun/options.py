@@ -40,7 +40,11 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
     add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
+    add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
+    add("--trace-steps", type=_positive_count, default=1, metavar="K", help="trace the last K steps; default: 1")
     options = _parsed(comm, parser, arguments, file="FILE", model="--model")
+    if options.trace and not options.steps:
+        parser.error("--trace: there is nothing to trace in 0 steps")
     if options.tolerance is None:
         options.tolerance = 1e-2 if options.autocast else 1e-5
     return options

@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +21,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.compute import Act
-from mpirun.errors import on_rank_0
+from mpirun.errors import on_rank_0, writable
 from mpirun.interpreter import Interpreter
 from mpirun.links import links
 from mpirun.tracker import Memory, measure
@@ -64,7 +62,7 @@ class Profile:
 
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        on_rank_0(comm, lambda: _writable(options.output))
+        on_rank_0(comm, lambda: writable("--output", options.output))
         schedules, splits = comm.bcast(on_rank_0(comm, lambda: _schedules(options)))
         self.split = options.split or splits
         self.at: Instruction | None = None
@@ -200,16 +198,6 @@ def _one_worker(
 
     scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split, edges=edges)
     return compile_scheme(scheme, Sizes(stages, MICROBATCHES, 1), tied=tied)
-
-
-def _writable(path: str) -> None:
-    """Refuse now what could not be written when all is measured."""
-    folder = Path(path).resolve().parent
-    wrong = "Is a directory" if Path(path).is_dir() else None if folder.is_dir() else "No such file or directory"
-    if wrong is None and path != "-" and not os.access(folder, os.W_OK):
-        wrong = "Permission denied"
-    if wrong:
-        raise UsageError(f"--output {path}: {wrong}")
 
 
 def _write(path: str, numbers: dict[str, object]) -> None:

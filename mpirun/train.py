@@ -17,8 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mpirun import verify
-from mpirun.errors import Stop, on_rank_0
+from mpirun.errors import Stop, on_rank_0, writable
 from mpirun.interpreter import Result
+from mpirun.trace import Trace
 from mpirun.tracker import measure
 from mpirun.training import interpreter, training
 from schedgen.check import check
@@ -32,7 +33,8 @@ class Run:
 
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        self.program, self.first_line = _schedule(comm, options.file)
+        self.program, self.first_line, whole = _schedule(comm, options.file)
+        self.whole = whole if options.trace else None
         self.header = self.program.header
         self.instructions = self.program.instructions(comm.rank)
         self.training = training(comm, options, self.header)
@@ -41,6 +43,8 @@ class Run:
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training)
         self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
+        if options.trace:
+            on_rank_0(comm, lambda: writable("--trace", options.trace))
         if self.training.device.said and comm.rank == 0:
             print(self.training.device.said, flush=True)
 
@@ -58,7 +62,12 @@ class Run:
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
         progress = Progress(options.steps, self.tokens) if self.comm.rank == 0 else None
+        traced = max(0, options.steps - options.trace_steps) if options.trace else options.steps
+        recorded = (options.steps - traced) * options.accumulate
+        trace = Trace(interpreter, self.instructions, self.training.device, recorded) if recorded else None
         for step in range(options.steps):
+            if trace is not None and step == traced:
+                trace.begin()
             begin = time.perf_counter()
             result = interpreter.learn(step) if step == 0 else interpreter.run(step)
             seconds = time.perf_counter() - begin
@@ -71,6 +80,8 @@ class Run:
                 self._write_metrics(step, result, seconds)
         if progress is not None:
             progress.close(self.header)
+        if trace is not None:
+            trace.write(self.comm, self.whole, options.trace)
         if self.bytes is not None:
             peaks = self.comm.gather(self.bytes.peak)
             self.memory.close()
@@ -154,8 +165,8 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int]:
-    """This rank's part of the file, which rank 0 reads and proves, and the line of its first instruction."""
+def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int, Program | None]:
+    """This rank's part of the file, the line of its first instruction and, on rank 0, which proves it, the whole."""
     program = on_rank_0(comm, lambda: _checked(comm, name))
     header: Header = comm.bcast(None if program is None else program.header)
     parts = None
@@ -165,7 +176,7 @@ def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int]:
             (program.rows.take(slice(a, b)), line_of(program, a, rank)) for rank, (a, b) in enumerate(pairwise(ends))
         ]
     rows, line = comm.scatter(parts)
-    return Program(header, rows), line
+    return Program(header, rows), line, program
 
 
 def _checked(comm: MPI.Comm, name: str) -> Program:

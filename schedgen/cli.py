@@ -25,12 +25,14 @@ from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import diff
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
+from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated
 from schedgen.file import parse, read, write
+from schedgen.measured import measured, read_trace
 from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Sizes
 from schedgen.schemes import SCHEMES, describe, load
 from schedgen.schemes.orders import ORDERS
-from schedgen.simulate import report, simulate, trace
+from schedgen.simulate import report, simulate
 from schedgen.stats import stats, summary, table
 
 
@@ -122,10 +124,19 @@ def _seal(options: argparse.Namespace) -> int:
 
 def _stats(options: argparse.Namespace) -> int:
     program = checked(options.file)
+    if options.measured:
+        numbers = measured(program, _measured(options, program))
+        shown = {key: value for key, value in numbers.items() if key != "profile"}
+        print(json.dumps(numbers, indent=1) if options.json else summary(shown))
+        return 0
     cost, machine = _profile(options, program) if options.profile else (options.cost, None)
     numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0
+
+
+def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
+    return read_trace(Path(options.measured).read_text(errors="replace"), options.measured, program)
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -134,10 +145,17 @@ def _simulate(options: argparse.Namespace) -> int:
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
     if options.profile:
         cost, machine = _profile(options, program)
+    walks = _measured(options, program) if options.measured else []
+    if walks and not (options.cost or options.profile):
+        times = measured(program, walks)["profile"]
+        cost, machine = times, machine._replace(step=times.pop("step"))
     run = simulate(program, cost, machine)
     if options.trace:
+        seconds = options.profile or (walks and not options.cost)
+        found = events(program, [simulated(program, run, 1e6 if seconds else 1.0)], SIMULATED)
+        found += events(program, walks, MEASURED) if walks else []
         with output(options.trace) as out:
-            out.write(json.dumps(trace(program, run)).encode())
+            out.write(json.dumps({"traceEvents": found}).encode())
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
@@ -291,6 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     costs = sub.add_mutually_exclusive_group()
     costs.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
     costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")
+    costs.add_argument("--measured", metavar="TRACE", help="the seconds of a run, from what mpirun --trace wrote")
 
     sub = command(
         "simulate", _simulate, "execute a schedule against a cost model",
@@ -308,7 +327,8 @@ def _parser() -> argparse.ArgumentParser:
     add = sub.add_argument
     add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
     sub.add_argument("--json", action="store_true")
-    sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
+    add("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
+    add("--measured", metavar="TRACE", help="durations as mpirun --trace found them; OUT has both")
 
     sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
     sub.add_argument("a", metavar="A")

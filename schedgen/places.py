@@ -24,7 +24,7 @@ from schedgen.check.lives import Lives, lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
-from schedgen.program import Header, Ints, Kind, Op, Program, Small
+from schedgen.program import F, Header, Ints, Kind, Op, Program, Small
 
 LINE = 64  # bytes: where a rank's part of a sum begins is a multiple
 
@@ -53,7 +53,7 @@ class Places(NamedTuple):
 class Footprint(NamedTuple):
     """The bytes a rank needs, arrays by rank; the peak is their sum."""
 
-    owned: Numbers  # what it holds throughout: weights, optimizer state, gradients, and room for sums over owners
+    owned: Numbers  # held throughout: weights, optimizer state, gradients, room for sums over owners, losses
     places: Numbers
     computed: Numbers  # the most at once of activations, their gradients and saved forwards that it computes
 
@@ -120,6 +120,8 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
         parts = len(ranks)  # each owner adds up one of so many, and receives that of all others
         part = -(-bytes.weight[stage] // (parts * LINE)) * LINE
         owned[list(ranks)] += bytes.owned[stage] + bytes.weight[stage] + (parts - 1) * part
+        if not header.consumers[stage]:  # losses are kept until NORM
+            owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
 

@@ -42,6 +42,7 @@ class Simulation(NamedTuple):
     end: Times  # ... and ends
     arrival: Times  # of SEND rows: when the message is there; 0 for other rows
     idle: Times  # (workers, len(CAUSES)): time each rank stood still, by cause
+    cause: Small  # of rows that waited: what came last, an index of CAUSES
     sizes: Numbers  # bytes of each SEND row's message; 0 for other rows
     memory: Memory  # peak bytes of each rank, by kind
     footprint: Footprint  # bytes each rank needs
@@ -76,11 +77,11 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         entered = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
         summed[needs.collective[entered]] = weight[table.stage[entered]]
     ring_time = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
-    start, end, arrival, idle = _execute.sized(len(program))(
+    start, end, arrival, idle, cause = _execute.sized(len(program))(
         table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
         needs.collective, needs.members, ring_time, table.peer, duration, message, free, len(CAUSES),
     )  # fmt: skip
-    return Simulation(start, end, arrival, idle, sizes, found.memory, footprint)
+    return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint)
 
 
 def report(program: Program, run: Simulation) -> dict[str, Any]:
@@ -116,33 +117,16 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
     }
 
 
-def trace(program: Program, run: Simulation) -> dict[str, Any]:
-    """The simulation as Chrome trace events, one row a rank, a unit of time as a microsecond; Perfetto opens it."""
-    events: list[dict[str, Any]] = []
-    for row in np.flatnonzero(run.end > run.start).tolist():
-        instruction = program.instruction(row)
-        job = (instruction.stage,) if instruction.op == Op.STEP else (instruction.stage, instruction.mb)
-        name = " ".join([Op(instruction.op).name, *map(str, job)])
-        begin, length = float(run.start[row]), float(run.end[row] - run.start[row])
-        place = {"pid": 0, "tid": int(program.rows.rank[row]), "ts": begin, "dur": length}
-        events.append({"name": name, "ph": "X", **place, "args": {"instruction": str(instruction)}})
-    for row in np.flatnonzero((program.rows.op == Op.SEND) & (run.arrival > run.start)).tolist():
-        one = {"name": str(program.instruction(row)), "cat": "message", "id": row, "pid": 0}
-        events.append({**one, "ph": "s", "tid": int(program.rows.rank[row]), "ts": float(run.start[row])})
-        events.append({**one, "ph": "f", "bp": "e", "tid": int(program.rows.peer[row]), "ts": float(run.arrival[row])})
-    return {"traceEvents": events}
-
-
 @kernel
 def _execute(
     op: Small, rank: Ints, kind: Small, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, chain: Ints,
     collective: Ints, members: Numbers, ring: Times, peer: Ints, duration: Times, message: Times, free: bool,
     causes: int,
-) -> tuple[Times, Times, Times, Times]:  # fmt: skip
+) -> tuple[Times, Times, Times, Times, Small]:  # fmt: skip
     """Ranks act in the order of their clocks, so that links carry messages in the order of time."""
     rows, workers = len(op), len(bounds) - 1
     start, end, arrival = np.zeros(rows), np.zeros(rows), np.full(rows, -1.0)
-    idle = np.zeros((workers, causes))
+    idle, why = np.zeros((workers, causes)), np.full(rows, -1, np.int8)
     sender = np.full(rows, -1, np.int32)
     for row in range(rows):
         if receiver[row] >= 0:
@@ -171,7 +155,7 @@ def _execute(
             row = at[r]
             o = op[row]
             # What it waits for: a row whose message has not started, or a time.
-            unknown, until, cause = -1, clock[r], 0
+            unknown, until, cause = -1, clock[r], REDUCTION
             for k in range(first[row], first[row + 1]):
                 send = sends[k]
                 if arrival[send] < 0:
@@ -209,11 +193,13 @@ def _execute(
                 break
             if until > now:
                 idle[r, cause] += until - clock[r]
+                why[row] = cause
                 clock[r] = until
                 again = until
                 break
             if now > clock[r]:  # woken: it stood still since its clock
-                idle[r, cause_of(o, first, sends, kind, row)] += now - clock[r]
+                idle[r, cause] += now - clock[r]
+                why[row] = cause
                 clock[r] = now
             start[row] = clock[r]
             clock[r] += duration[row]
@@ -236,12 +222,4 @@ def _execute(
                 again = clock[r]
                 break
         settle(tree, leaves + r, again)
-    return start, end, np.maximum(arrival, 0.0), idle
-
-
-@kernel
-def cause_of(o: int, first: Numbers, sends: Numbers, kind: Small, row: int) -> int:
-    """What a rank that was woken at a row had waited for."""
-    if first[row + 1] > first[row]:
-        return int(kind[sends[first[row]]]) - 1
-    return SEND_CAUSE if o == Op.FREE or o == Op.STEP else REDUCTION
+    return start, end, np.maximum(arrival, 0.0), idle, why

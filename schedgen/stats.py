@@ -135,7 +135,10 @@ def summary(numbers: Mapping[str, Any]) -> str:
     lines = []
     for key, value in numbers.items():
         if isinstance(value, dict):
-            parts = ((name.replace("_", " "), max(n) if isinstance(n, list) else n) for name, n in value.items())
+            parts = (
+                (name.replace("_", " ") if name.islower() else name, max(n) if isinstance(n, list) else n)
+                for name, n in value.items()
+            )
             value = ", ".join(f"{name} {_short(n)}" for name, n in parts if n)
         if not isinstance(value, list):
             lines.append(f"{key.replace('_', ' '):22}{_short(value)}")

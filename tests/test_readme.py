@@ -40,6 +40,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     shutil.copytree(ROOT, copy, ignore=skip)
     venv = Path(sys.prefix)
     (copy / ".venv").symlink_to(venv)
+    for name in ("pyproject.toml", ".ci/constraints.txt"):  # older than the venv: make must not install the copy in it
+        os.utime(copy / name, (0, 0))
     tools = copy / "build" / "tools"
     tools.mkdir(parents=True)
     (tools / "srun").write_text(SRUN)

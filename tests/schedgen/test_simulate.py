@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
+from schedgen.events import waited
 from schedgen.program import COMPUTE, Kind, Op
 from schedgen.scheme import Sizes
 from schedgen.schemes import load
-from schedgen.simulate import simulate
+from schedgen.simulate import CAUSES, simulate
 
 COST = {"F": 1, "B": 2}
 
@@ -50,6 +51,9 @@ def test_time_adds_up_on_every_rank(cases, data):
     np.maximum.at(ends, program.rows.rank, run.end)
     assert run.idle.min() >= 0
     assert np.allclose(busy + run.idle.sum(axis=1), ends)
+    wait = waited(program, run)
+    at = program.rows.rank[wait > 0] * len(CAUSES) + run.cause[wait > 0]  # every wait has its cause
+    assert np.allclose(np.bincount(at, wait[wait > 0], minlength=run.idle.size), run.idle.ravel())
     sends = program.rows.op == Op.SEND
     assert (run.arrival[sends] >= run.start[sends] + machine.alpha + machine.beta).all()
     work = np.isin(program.rows.op, COMPUTE)
@@ -100,8 +104,8 @@ def test_the_command_writes_numbers_and_a_trace_perfetto_reads(run, tmp_path):
     assert numbers["latency"] > 33 and numbers["bytes"]["activation"] == 3 * 8
     assert sum(link["bytes"] for link in numbers["links"]) == 2 * 3 * 8
     events = json.loads(trace.read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == 2 * 4 * 8
-    assert {event["ph"] for event in events} == {"X", "s", "f"}
+    assert sum(event["ph"] == "X" and event["dur"] > 0 for event in events) == 2 * 4 * 8
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
 
 
 def test_a_memory_limit_holds_or_is_refused(run, refused, tmp_path):
