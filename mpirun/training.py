@@ -50,7 +50,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     """From the options. Collective."""
     cores = _cores(comm)
     torch.set_num_threads(options.threads or max(1, int(cores)))
-    where = device(comm, options.device)
+    where = together(comm, lambda: device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
     model = together(comm, lambda: mpirun.model.load(options.model, header.stages, options.seed))
     text = mpirun.data.load(comm, options.text, model.length)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 TRACES = Path(__file__).parents[2] / "traces"
-GOLDEN = sorted(path.stem for path in TRACES.glob("*.json") if "tied" not in path.stem)
+GOLDEN = sorted(path.stem for path in TRACES.glob("*.json"))
+MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {"1f1b-tied": "mpirun.models.gpt:tied"}
 DELAYS = (None, 1, 2)  # seeds
 
 
@@ -15,8 +16,14 @@ DELAYS = (None, 1, 2)  # seeds
 def runs(inside, text):
     """A short training by every golden schedule, without delays and with two kinds of them; all in one launch."""
     cases = [(name, delay) for name in GOLDEN for delay in DELAYS]
-    common = ["--model", "mpirun.models.mlp:tiny", "--text", text, "--steps", 2]
-    seen = inside(4, [{"arguments": [TRACES / f"{name}.json", *common], "delay": delay} for name, delay in cases])
+    common = ["--text", text, "--steps", 2]
+    seen = inside(
+        4,
+        [
+            {"arguments": [TRACES / f"{name}.json", "--model", MODEL[name], *common], "delay": delay}
+            for name, delay in cases
+        ],
+    )
     return dict(zip(cases, seen, strict=True))
 
 

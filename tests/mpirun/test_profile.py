@@ -145,7 +145,7 @@ def test_mistakes_are_one_sentence_each(launch, traces, tmp_path):
     result = launch(2, runs, program=["programs/several.py"])
     assert result.ours == [f"mpirun: {reason}" for _, _, reason in cases]
     ends = [json.loads(line.removeprefix("run: ")) for line in result.out.splitlines()]
-    assert ends == [[code, ""] for _, code, _ in cases]
+    assert ends == [[code, "", f"mpirun: {reason}\n"] for _, code, reason in cases]
 
 
 def test_one_rank_has_no_links(launch, text, tmp_path):

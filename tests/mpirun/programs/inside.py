@@ -29,9 +29,10 @@ from late import Late
 from mpi4py import MPI
 
 import mpirun.train
+import mpirun.training
 from mpirun import verify
-from mpirun.__main__ import _options
 from mpirun.device import Device, device
+from mpirun.options import train_options
 
 WORLD = MPI.COMM_WORLD
 
@@ -72,10 +73,10 @@ def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], De
 
 
 def run(one: dict[str, Any]) -> tuple[int, str, str]:
-    mpirun.train.device = new_device(one.get("late"), WORLD.rank)
+    mpirun.training.device = new_device(one.get("late"), WORLD.rank)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        made = Run(_options(WORLD, one["arguments"]), one.get("record"))
+        made = Run(train_options(WORLD, one["arguments"]), one.get("record"))
         if (seed := one.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
             made.interpreter.code = [delayed(act, rng) for act in made.interpreter.code]
