@@ -44,7 +44,6 @@ class Interpreter:
         stages: dict[int, Stage],
         memory: Memory,
         transport: Transport,
-        pump: Pump,
         model: Model,
         text: Tensor,
         seed: int,
@@ -52,9 +51,9 @@ class Interpreter:
         walks: int = 1,
     ) -> None:
         """`walks`: how often a step goes through the list before the optimizer steps."""
-        self.header, self.stages, self.memory, self.transport, self.pump = header, stages, memory, transport, pump
+        self.header, self.stages, self.memory, self.transport = header, stages, memory, transport
         self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, walks
-        self.buffers, self.sums = Buffers(transport), Sums(transport)
+        self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.poll)
         self.partials: dict[tuple[int, int], Buffer] = {}  # received dw by (stage, sender)
         self.gradients: dict[int, Gradient] = {}
         self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
@@ -76,7 +75,7 @@ class Interpreter:
             Op.FREE: self.free,
         }
         self.code = [self.table[i.op](i) for i in instructions]
-        self.computes = [(i.op, i.stage) if i.op in COMPUTE else None for i in instructions]
+        self.computes = [(i.stage, i.op) if i.op in COMPUTE else None for i in instructions]
         for row, stage in _begins(instructions):
             self.code[row] = _both(self.gradient(stage).begin, self.code[row])
         self.at = -1  # the instruction being executed, for error messages; -1: none
@@ -99,9 +98,9 @@ class Interpreter:
             act()
 
     def learn(self, step: int) -> Result:
-        """The first step: as `run`, and pumps whatever computes for long from then on."""
+        """The first step: as `run`, and puts the pump into the stages that compute for long."""
         acts = self.code
-        seconds: dict[tuple[int, int], float] = {}  # by opcode and stage: the least
+        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
         def timed(act: Act, job: tuple[int, int]) -> Act:
             def run() -> None:
@@ -113,11 +112,9 @@ class Interpreter:
             return run
 
         self.code = [act if job is None else timed(act, job) for act, job in zip(acts, self.computes, strict=True)]
-        result = self.run(step)
-        long = {job for job, spent in seconds.items() if spent > LONG}
-        self.code = [
-            self.pump.around(act) if job in long else act for act, job in zip(acts, self.computes, strict=True)
-        ]
+        result, self.code = self.run(step), acts
+        for stage in {stage for (stage, _), spent in seconds.items() if spent > LONG}:
+            self.pump.put_into(self.stages[stage].module)
         return result
 
     # Messages

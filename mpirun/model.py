@@ -220,7 +220,8 @@ def shapes(
         )
         outputs.append(output)
     try:
-        loss = model.loss(torch.zeros(outputs[-1].shape, dtype=outputs[-1].dtype), target)
+        with autocast("cpu", mixed):
+            loss = model.loss(torch.zeros(outputs[-1].shape, dtype=outputs[-1].dtype), target)
     except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -1,53 +1,54 @@
 """The pump: MPI moves large messages only while somebody is inside MPI.
 
 Between instructions the interpreter calls MPI anyway. Inside a long
-computation nobody does, so for its time a thread wakes up every millisecond
-and asks MPI for a message that never comes. Measured, this hides nearly all of
-a transfer behind the computation and slows it by about one percent; MPI's own
-progress threads and a thread that never sleeps take a core.
+computation nobody does, so there the ends of its layers, forwards and
+backwards, call it, at most once a millisecond. Nearly all of a transfer then
+hides behind the computation, which does not become slower. A thread that wakes
+up every millisecond hides as much, but where every core has a rank it takes
+some percent of the computation's time; MPI's own progress threads take a core.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from mpi4py import MPI
+from torch import Tensor, nn
 
 PERIOD = 1e-3  # seconds between two calls
-LONG = 2e-3  # seconds: what computes longer than this is worth waking the thread for
+LONG = 2e-3  # seconds: what computes longer than this has calls inside
 
 
 class Pump:
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """Collective: the thread has a communicator of its own."""
-        self.works = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.comm = comm.Dup()
-        self.on = False
-        self.gate = threading.Lock()  # locked: the thread waits
-        self.gate.acquire()
-        if self.works:
-            threading.Thread(target=self._run, name="pump", daemon=True).start()
+    def __init__(self, poll: Callable[[], None]) -> None:
+        """`poll`: what calls MPI."""
+        self.poll = poll
+        self.last = 0.0
 
-    def around(self, act: Callable[[], None]) -> Callable[[], None]:
-        """`act`, with messages moving meanwhile."""
-        if not self.works:
-            return act
+    def tick(self) -> None:
+        now = time.perf_counter()
+        if now - self.last > PERIOD:
+            self.poll()
+            self.last = now
 
-        def pumped() -> None:
-            self.on = True
-            if self.gate.locked():  # else the thread has not seen the last time yet
-                self.gate.release()
-            act()
-            self.on = False
+    def put_into(self, module: nn.Module) -> None:
+        """From now on the forwards and backwards of a module's layers tick."""
+        for layer in _layers(module):
+            layer.register_forward_hook(self._after_forward)
 
-        return pumped
+    def _after_forward(self, layer: nn.Module, given: Any, output: Any) -> None:
+        self.tick()
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(self._before_backward)
 
-    def _run(self) -> None:
-        while True:
-            self.gate.acquire()
-            while self.on:
-                time.sleep(PERIOD)
-                if self.on:
-                    self.comm.Iprobe(MPI.ANY_SOURCE)
+    def _before_backward(self, gradients: Any) -> None:
+        self.tick()
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module that have no parts; what torch.compile made is one."""
+    children = list(module.children())
+    if not children or hasattr(module, "_orig_mod"):
+        return [module]
+    return [layer for child in children for layer in _layers(child)]

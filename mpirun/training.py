@@ -19,7 +19,6 @@ from mpirun.interpreter import Interpreter
 from mpirun.memory import Memory
 from mpirun.model import Model, Shape
 from mpirun.optimizer import Optimizer, Recipe
-from mpirun.pump import Pump
 from mpirun.stage import Stage
 from mpirun.ties import check_ties
 from mpirun.transport import transport
@@ -75,7 +74,7 @@ def interpreter(
     owned = {stage: one for stage, one in stages.items() if comm.rank in header.owners[stage]}
     link = transport(comm, header.groups, of.device, of.crowded)
     return Interpreter(
-        header, instructions, stages, memory, link, Pump(comm), of.model, of.text, of.seed,
+        header, instructions, stages, memory, link, of.model, of.text, of.seed,
         Optimizer(of.recipe, owned), of.walks,
     )  # fmt: skip
 

@@ -28,14 +28,14 @@ STEPS = 40
 def measure(schedule: str) -> None:
     import torch
 
-    from mpirun.__main__ import _options
+    from mpirun.options import train_options
     from mpirun.stage import Saved
     from mpirun.train import Run
     from mpirun.transport import view
     from schedgen.program import Op
 
     comm = MPI.COMM_WORLD
-    run = Run(comm, _options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))
+    run = Run(comm, train_options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))
     interpreter = run.interpreter
     for stage in interpreter.stages.values():
         loss = not interpreter.header.consumers[stage.index]

@@ -1,15 +1,15 @@
-"""One rank of what `make bench-run` holds mpirun against: `mpiexec -n 2 python -m mpi4py peers.py PEER ...`.
+"""One rank of what `make bench-run` holds mpirun against: `mpiexec -n 2 python -m mpi4py peers.py PEER SCHEDULE ...`.
 
-Every peer trains the model that mpirun trains, on the same microbatches, with
-the same optimizer and one thread, and rank 0 writes the seconds and the loss
-of every step. Each is set up as its documentation advises for speed; where
-that leaves a choice, the faster one of those tried here was taken.
+The peer and mpirun train the same model on the same microbatches, with the
+same optimizer and one thread, in the same processes and in turns, step by
+step: whatever else the machine does meets both. Rank 0 writes the seconds of
+every step and the losses of the first ones. Each peer is set up as its
+documentation advises for speed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 import mpirun.data
 from mpirun.model import Model, build, load, microbatch
 from mpirun.models.gpt import Block
+from mpirun.options import train_options
+from mpirun.train import Run
 
+WARM = 3  # steps before the timed ones
 Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of the microbatches this rank saw
 
 
@@ -161,37 +164,44 @@ PEERS: dict[str, Callable[[Task], Step]] = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("schedule", help="what ours executes")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--stages", type=int, required=True)
+    parser.add_argument("--stages", type=int, required=True, help="the peer's")
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--metrics", type=Path, required=True)
     parser.add_argument("--meet", type=Path, required=True, help="a file that torch's ranks find each other by")
-    parser.add_argument("--watch", metavar="MODULE:FUNCTION", help="gets the step function and gives one back")
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     task = Task(comm, options)
     if options.peer != "floor":
         dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
-    step = PEERS[options.peer](task)
-    if options.watch:
-        module, function = options.watch.split(":")
-        step = getattr(importlib.import_module(module), function)(step)
-    seconds, losses = [], []
-    comm.Barrier()
-    for number in range(options.steps):
+    theirs = PEERS[options.peer](task)
+    common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]
+    ours = Run(comm, train_options(comm, [options.schedule, *common, "--threads", "1"])).interpreter
+    laps: dict[str, list[float]] = {"ours": [], "theirs": []}
+    losses: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    def lap(side: str, act: Callable[[], Sequence[float | Tensor]]) -> None:
+        comm.Barrier()
         begin = time.perf_counter()
-        losses.append(step(number))
-        seconds.append(time.perf_counter() - begin)
-    parts = comm.gather([[float(loss) for loss in one] for one in losses])
-    if parts is not None:
-        with options.metrics.open("w") as out:
-            for number, lap in enumerate(seconds):
-                found = [loss for part in parts for loss in part[number]]
-                assert len(found) == task.microbatches
-                print(json.dumps({"step": number, "loss": sum(found) / len(found), "seconds": lap}), file=out)
+        found = act()
+        laps[side].append(time.perf_counter() - begin)
+        if side == "theirs":  # every rank has some
+            found = [loss for part in comm.allgather([float(loss) for loss in found]) for loss in part]
+        assert len(found) == task.microbatches
+        losses[side].append(float(sum(found)) / len(found))
+
+    for number in range(options.steps + WARM):
+        turns = {
+            "ours": lambda: (ours.run if number else ours.learn)(number).losses,
+            "theirs": lambda: theirs(number),
+        }
+        for side in sorted(turns, reverse=bool(number % 2)):  # who goes first changes
+            lap(side, turns[side])
+    if comm.rank == 0:
+        print(json.dumps({side: {"seconds": laps[side][WARM:], "losses": losses[side][:WARM]} for side in laps}))
     comm.Barrier()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,12 +1,9 @@
 """make bench-run: seconds of a training step, mpirun beside torch's parallelisms and beside a loop written by hand.
 
-Two ranks of one thread on the CPU, the same model, microbatches and optimizer
-for both of a pair. A round launches ours and theirs one after the other; the
-ratio is that of the medians over the steps of the two launches, and the table
-shows the median, least and greatest ratio over the rounds. `best` is the ratio
-of the fastest steps of all rounds, `others` the cores that other processes of
-the machine used at most. Ours is the CLI as users run it. Losses of the first
-steps have to agree, or nothing is reported.
+Two ranks of one thread on the CPU; peers.py does the steps of both sides in
+turns, in the same processes. The ratio is the median over pairs of steps, with
+the quartiles of these ratios, `best` that of the fastest steps. Losses of the
+first steps have to agree, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -14,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +23,6 @@ from cases import CASES
 
 HERE = Path(__file__).parent
 RANKS = 2
-WARM = 3  # steps before the timed ones
 LIMIT = 300  # seconds a launch may take
 AGREE = 1e-4  # relative difference of losses
 
@@ -51,7 +45,7 @@ PAIRS = {
         4,
         {"compute": 0.93, "overhead": 0.75},
     ),
-    "ddp": Pair("ddp", "DistributedDataParallel", "ddp", 4, {"compute": 0.90, "overhead": 0.90}),
+    "ddp": Pair("ddp", "DistributedDataParallel", "ddp", 2, {"compute": 0.90, "overhead": 0.90}),
     "fsdp": Pair("fsdp", "FSDP2", "fsdp", 4, {"compute": 0.55, "overhead": 0.55}),
     "fsdp-lean": Pair(
         "fsdp", "FSDP2; ours holds one foreign stage", "fsdp", 4, {"compute": 0.55, "overhead": 0.55},
@@ -62,120 +56,45 @@ PAIRS = {
 }  # fmt: skip
 
 
-class Timing(NamedTuple):
-    seconds: float  # of a step, median
-    best: float  # of the fastest step
-    losses: list[float]  # of the first steps
-    others: float  # cores that other processes used meanwhile
-
-
-def launch(arguments: list[str], metrics: Path) -> Timing:
-    """Run two ranks of `python ARGUMENTS`, and read what rank 0 says of each step."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
-    command = [*mpi(RANKS), *arguments]
-    busy, own, begin = machine_busy(), children(), time.perf_counter()
-    try:
-        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{shlex.join(command)} took more than {LIMIT} s") from None
-    seconds = time.perf_counter() - begin
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    others = max(0.0, (machine_busy() - busy) - (children() - own)) / seconds
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    laps = [row["seconds"] for row in rows[WARM:]]
-    return Timing(statistics.median(laps), min(laps), [row["loss"] for row in rows[:WARM]], others)
-
-
 def mpi(ranks: int) -> list[str]:
     """What launches Python on so many ranks."""
     mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.executable).with_name("mpiexec"))))
     return [*mpiexec, "-n", str(ranks), sys.executable]
 
 
-def machine_busy() -> float:
-    """Seconds that all cores of this machine have worked, for anybody; 0 where it does not say."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    user, nice, system, _idle, _wait, *rest = map(int, stat.read_text().splitlines()[0].split()[1:9])
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
-
-
-def wait_for_quiet(cores: float, patience: float) -> None:
-    """Return once others used no more than so many cores for two seconds, or patience has run out."""
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        busy, begin = machine_busy(), time.monotonic()
-        time.sleep(2)
-        if machine_busy() - busy <= cores * (time.monotonic() - begin):
-            return
-
-
-def children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-class Bench:
-    def __init__(self, folder: Path, case: str, pair: Pair, seed: int) -> None:
-        self.folder, self.case, self.pair = folder, CASES[case], pair
-        schedule = folder / "schedule.json"
-        sizes = ["--stages", pair.stages, "--microbatches", self.case.microbatches, "--workers", RANKS]
-        subprocess.run(
-            [sys.executable, "-m", "schedgen", "compile", pair.scheme, *map(str, sizes), *pair.options, "-o", schedule],
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
-        )
-        self.common = ["--model", f"cases:{case}", "--steps", str(WARM + self.case.steps), "--seed", str(seed)]
-
-    def ours(self) -> Timing:
-        metrics = self.folder / "ours.jsonl"
-        extra = ["--threads", "1", "--optimizer", "adamw", "--metrics", str(metrics)]
-        return launch(["-m", "mpirun", str(self.folder / "schedule.json"), *self.common, *extra], metrics)
-
-    def theirs(self) -> Timing:
-        metrics, meet = self.folder / "theirs.jsonl", self.folder / "meet"
-        meet.unlink(missing_ok=True)
-        sizes = ["--stages", str(self.pair.stages), "--microbatches", str(self.case.microbatches)]
-        extra = [*sizes, "--metrics", str(metrics), "--meet", str(meet)]
-        return launch(["-m", "mpi4py", "peers.py", self.pair.peer, *self.common, *extra], metrics)
-
-    def round(self, number: int) -> tuple[Timing, Timing]:
-        """Ours and theirs; who goes first changes from round to round."""
-        if number % 2:
-            theirs = self.theirs()
-            ours = self.ours()
-        else:
-            ours = self.ours()
-            theirs = self.theirs()
-        for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
-            if abs(a - b) > AGREE * abs(b):
-                raise SystemExit(f"the losses of step {step} differ, ours {a} and theirs {b}: not the same training")
-        return ours, theirs
+def launch(case: str, pair: Pair, steps: int, seed: int) -> dict[str, dict[str, list[float]]]:
+    """What peers.py says of one pair."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
+    sizes = ["--stages", str(pair.stages), "--microbatches", str(CASES[case].microbatches)]
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = str(Path(folder) / "schedule.json")
+        compiler = [sys.executable, "-m", "schedgen", "compile", pair.scheme, *sizes, "--workers", str(RANKS)]
+        subprocess.run([*compiler, *pair.options, "-o", schedule], check=True, env=environment)
+        command = [*mpi(RANKS), "-m", "mpi4py", "peers.py", pair.peer, schedule, "--model", f"cases:{case}", *sizes]
+        command += ["--steps", str(steps), "--seed", str(seed), "--meet", str(Path(folder) / "meet")]
+        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    for step, (a, b) in enumerate(zip(found["ours"]["losses"], found["theirs"]["losses"], strict=True)):
+        if abs(a - b) > AGREE * abs(b):
+            raise SystemExit(f"the losses of step {step} differ, ours {a} and theirs {b}: not the same training")
+    return found
 
 
 def measure(case: str, name: str, options: argparse.Namespace) -> None:
-    pair = PAIRS[name]
-    found: list[tuple[Timing, Timing]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), case, pair, options.seed)
-        for number in range(options.rounds):
-            for _ in range(options.retries + 1):
-                wait_for_quiet(options.quiet, options.patience)
-                laps = bench.round(number)
-                if max(lap.others for lap in laps) <= options.quiet:
-                    break
-            found.append(laps)
-    ratios = [ours.seconds / theirs.seconds for ours, theirs in found]
-    ours, theirs = (1e3 * statistics.median(laps[side].seconds for laps in found) for side in (0, 1))
-    best = min(laps[0].best for laps in found) / min(laps[1].best for laps in found)
+    pair, ours, theirs = PAIRS[name], [], []
+    for number in range(options.rounds):
+        found = launch(case, pair, CASES[case].steps, options.seed + number)
+        ours += found["ours"]["seconds"]
+        theirs += found["theirs"]["seconds"]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
     target = f"{pair.target[case]:.2f}" if case in pair.target else "-"
-    others = max(lap.others for laps in found for lap in laps)
     print(
-        f"{case:9} {name:12} {ours:8.2f} {theirs:8.2f}   {statistics.median(ratios):6.3f}  {min(ratios):.3f} to "
-        f"{max(ratios):.3f}  {best:.3f} {target:>7} {others:7.2f}  {pair.about}",
+        f"{case:9} {name:12} {1e3 * statistics.median(ours):8.2f} {1e3 * statistics.median(theirs):8.2f}   "
+        f"{middle:6.3f}  {low:.3f} to {high:.3f}  {min(ours) / min(theirs):.3f} {target:>7}  {pair.about}",
         flush=True,
     )
 
@@ -184,19 +103,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quiet", type=float, default=0.1, help="cores others may use, or a round is done again")
-    parser.add_argument("--retries", type=int, default=2, help="how often a round is done again; default: 2")
-    parser.add_argument("--patience", type=float, default=20, help="seconds to wait for quiet before a round")
+    parser.add_argument("--rounds", type=int, default=3, help="launches of each pair; default: 3")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for case in options.cases:
         c = CASES[case]
         print(
             f"{case}: {RANKS} ranks, GPT blocks d={c.width}, T={c.length}, {c.microbatches} microbatches of "
-            f"{c.sequences}, median of {c.steps} steps"
+            f"{c.sequences}, {options.rounds} times {c.steps} pairs of steps"
         )
-    print(f"{'case':9} {'pair':12} {'ours ms':>8} {'theirs':>8}   {'ratio':>6}  {'spread':14}   best  target  others")
+    print(f"{'case':9} {'pair':12} {'ours ms':>8} {'theirs':>8}   {'ratio':>6}  {'quartiles':14}  best   target")
     for case in options.cases:
         for name in options.pairs:
             measure(case, name, options)
