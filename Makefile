@@ -77,6 +77,9 @@ bench-compile: venv
 bench-run: venv
 	$(BIN)/python tests/bench/split_backward.py
 	$(BIN)/python tests/bench/overhead.py
+	$(BIN)/python tests/bench/reduction.py
+	$(BIN)/python tests/bench/overlap.py
+	$(BIN)/python tests/bench/predict.py
 	$(BIN)/python tests/bench/run.py
 
 bench: bench-compile bench-run

@@ -21,7 +21,7 @@ from mpirun.gradient import Gradient
 from mpirun.memory import Memory
 from mpirun.model import Model
 from mpirun.optimizer import Optimizer, share, whole_norm
-from mpirun.pump import LONG, Pump
+from mpirun.pump import LONG, Pump, layers
 from mpirun.reduction import Sum, Sums
 from mpirun.stage import Stage
 from mpirun.ties import Tie, shared
@@ -53,7 +53,7 @@ class Interpreter:
         """`walks`: how often a step goes through the list before the optimizer steps."""
         self.header, self.stages, self.memory, self.transport = header, stages, memory, transport
         self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, walks
-        self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.poll)
+        self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.comm, transport.poll)
         self.partials: dict[tuple[int, int], Buffer] = {}  # received dw by (stage, sender)
         self.gradients: dict[int, Gradient] = {}
         self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
@@ -98,7 +98,7 @@ class Interpreter:
             act()
 
     def learn(self, step: int) -> Result:
-        """The first step: as `run`, and puts the pump into the stages that compute for long."""
+        """The first step: as `run`, and runs the pump during what computes for long from then on."""
         acts = self.code
         seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
@@ -112,8 +112,12 @@ class Interpreter:
             return run
 
         self.code = [act if job is None else timed(act, job) for act, job in zip(acts, self.computes, strict=True)]
-        result, self.code = self.run(step), acts
-        for stage in {stage for (stage, _), spent in seconds.items() if spent > LONG}:
+        result = self.run(step)
+        count = {stage: len(layers(one.module)) for stage, one in self.stages.items()}
+        coarse = {job for job, spent in seconds.items() if spent / count[job[0]] > LONG}
+        jobs = zip(acts, self.computes, strict=True)
+        self.code = [self.pump.around(act) if job in coarse else act for act, job in jobs]
+        for stage in {job[0] for job, spent in seconds.items() if spent > LONG and job not in coarse}:
             self.pump.put_into(self.stages[stage].module)
         return result
 

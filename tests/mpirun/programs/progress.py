@@ -6,6 +6,7 @@ Rank 0 prints them as JSON:
     transfer     of 16 MiB from rank 0 to rank 1 when both only wait: each of several times
     plain        by repetition: what rank 1 still waits for it behind a long computation
     pumped       as `plain`, with `Pump.around` the computations of both
+    layers       as `plain`, the computations being forwards and backwards of layers that the pump is put into
     works        whether this MPI lets two threads in, without which there is no pump
 """
 
@@ -93,14 +94,19 @@ def behind(pair: MPI.Intracomm, transport: Transport, act: Callable[[], None]) -
 
 def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
     """Of rank 1. Plain and pumped in turns, so that whatever else the machine does meets both."""
-    transport, pump = Transport(pair, []), Pump(pair)
+    transport = Transport(pair, [])
+    pump = Pump(pair, transport.poll)
     act = computation(0.04)
-    found: dict[str, list[float]] = {"transfer": [], "plain": [], "pumped": []}
+    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
+    pump.put_into(module)
+    x = torch.rand(256, 256)
+    found: dict[str, list[float]] = {"transfer": [], "plain": [], "pumped": [], "layers": []}
     for repetition in range(-1, REPETITIONS):
         times = {
             "transfer": behind(pair, transport, lambda: None),
             "plain": behind(pair, transport, act),
             "pumped": behind(pair, transport, pump.around(act)),
+            "layers": behind(pair, transport, lambda: module(x).sum().backward()),
         }
         if repetition >= 0:  # the first warms up
             for what, seconds in times.items():
@@ -110,7 +116,7 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"waiting": waiting(Transport(WORLD, [])), "works": Pump(WORLD).works}
+    result: dict[str, Any] = {"waiting": waiting(Transport(WORLD, [])), "works": Pump(WORLD, lambda: None).threads}
     pair = WORLD.Split(WORLD.rank // 2)
     if WORLD.rank < 2:
         result |= pair.bcast(hiding(pair), 1)

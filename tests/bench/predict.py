@@ -1,0 +1,51 @@
+"""make bench-run: seconds of a step as `schedgen simulate` predicts them from `mpirun profile`, and as measured.
+
+Two ranks of one thread, the compute-heavy GPT. Every round profiles, then
+trains; the ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from run import mpi
+
+HERE = Path(__file__).parent
+CASES = {"1f1b": 2, "gpipe": 2, "ddp": 2}  # stages
+ROUNDS, STEPS = 3, 10
+
+
+def main() -> None:
+    call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
+    print("predicted and measured ms a step; ratio: median (least to greatest) of rounds")
+    with tempfile.TemporaryDirectory() as folder:
+        schedule, profile, metrics = (str(Path(folder) / name) for name in ("schedule", "profile", "metrics"))
+        for scheme, stages in CASES.items():
+            sizes = ["--stages", str(stages), "--microbatches", "8", "--workers", "2"]
+            call([sys.executable, "-m", "schedgen", "compile", scheme, *sizes, "-o", schedule])
+            found: list[tuple[float, float]] = []
+            for _ in range(ROUNDS):
+                model = ["--model", "cases:compute", "--threads", "1"]
+                call([*mpi(2), "-m", "mpirun", "profile", *model, "--schedule", schedule, "-o", profile])
+                run = ["--steps", str(STEPS), "--metrics", metrics]
+                call([*mpi(2), "-m", "mpirun", schedule, *model, *run])
+                numbers = call([sys.executable, "-m", "schedgen", "simulate", schedule, "--profile", profile, "--json"])
+                rows = [json.loads(line)["seconds"] for line in Path(metrics).read_text().splitlines()]
+                found.append((json.loads(numbers.stdout)["makespan"], statistics.median(rows[2:])))
+            ratios = [measured / predicted for predicted, measured in found]
+            predicted, measured = (1e3 * statistics.median(one[k] for one in found) for k in (0, 1))
+            print(
+                f"  {scheme:6} {predicted:7.1f} {measured:7.1f}   {statistics.median(ratios):.3f} "
+                f"({min(ratios):.3f} to {max(ratios):.3f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
