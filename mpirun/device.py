@@ -50,10 +50,6 @@ class Device:
     def finish(self) -> None:
         """Wait for all work given so far."""
 
-    def peak(self) -> int | None:
-        """Most bytes of tensors alive at once so far; None where nobody counts them."""
-        return None
-
 
 class _Event:
     def __init__(self) -> None:
@@ -92,9 +88,6 @@ class Cuda(Device):
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch)
-
-    def peak(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated(self.torch))
 
 
 def cuda_aware() -> bool:
