@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -29,11 +30,19 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
         result = function()
     except (UsageError, RefusedFile) as error:
         refusal = (str(error), error.code)
+    meet(comm)
     refusals = comm.allgather(refusal)
     for rank, one in enumerate(refusals):
         if one is not None:
             raise Stop(one[0], one[1], speaker=rank)
     return result  # type: ignore[return-value]
+
+
+def meet(comm: MPI.Comm) -> None:
+    """A barrier in which those who wait leave the cores to those who are still to come."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(1e-3)
 
 
 def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:

@@ -9,7 +9,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import numpy as np
 from mpi4py import MPI
@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mpirun import verify
-from mpirun.errors import Stop, on_rank_0, writable
+from mpirun.errors import Stop, meet, on_rank_0, writable
 from mpirun.interpreter import Result
 from mpirun.trace import Trace
 from mpirun.tracker import measure
@@ -122,7 +122,8 @@ class Run:
                 print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")
             code = 0 if all(difference.size <= limit for difference in differences) else 1
             print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
-        return int(_patient_bcast(self.comm, code))
+        meet(self.comm)  # rank 0 has done all steps again
+        return int(self.comm.bcast(code))
 
 
 class Progress:
@@ -200,12 +201,3 @@ def _open(path: str | None) -> TextIO | None:
         return Path(path).open("w") if path else None
     except OSError as error:
         raise UsageError(f"--metrics {path}: {error.strerror}") from None
-
-
-def _patient_bcast(comm: MPI.Intracomm, value: Any) -> Any:
-    """Broadcast from rank 0, which may take long: the others leave it the cores."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        if comm.rank:
-            time.sleep(0.02)
-    return comm.bcast(value)
