@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mpirun.device import Device
+from mpirun.gradient import Gradient
 from mpirun.model import Shape
 from mpirun.models.gpt import Block
 from mpirun.stage import Stage
@@ -26,7 +28,9 @@ def timed(function: Callable[[], object]) -> float:
 def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float]:
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
-    stage = Stage(Block(width, 8), 0, True, Shape(tuple(x.shape), x.dtype, 8))
+    stage = Stage(Block(width, 8), 0, Shape(tuple(x.shape), x.dtype, 8), Device(), owned=True)
+    gathered = Gradient(stage, [0], torch.zeros(stage.size))
+    gathered.use(0)
 
     def saved() -> tuple[Tensor, ...]:
         return stage.forward([x], None, save=True)[1]
@@ -37,7 +41,7 @@ def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float
 
     def halves() -> float:
         kept = saved()
-        return timed(lambda: stage.backward_weight(stage.backward_input(kept, gradient)[1]))
+        return timed(lambda: gathered.add(0, stage.backward_weight(stage.backward_input(kept, gradient))))
 
     whole(), halves()
     return [halves() / whole() for _ in range(runs)]
