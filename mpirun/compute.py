@@ -11,8 +11,9 @@ from mpirun.backward import WeightHalf
 from mpirun.buffers import Buffers
 from mpirun.gradient import Gradient
 from mpirun.memory import Memory
-from mpirun.model import Model, microbatch
+from mpirun.model import microbatch
 from mpirun.stage import Saved, Stage
+from mpirun.training import Training
 from schedgen.program import Header, Instruction, Kind, Op
 
 Act = Callable[[], None]
@@ -35,13 +36,10 @@ class Compute:
         buffers: Buffers,
         gradient: Callable[[int], Gradient],
         memory: Memory,
-        model: Model,
-        text: Tensor,
-        seed: int,
-        walks: int,
+        training: Training,
     ) -> None:
         self.header, self.stages, self.buffers, self.gradient, self.memory = header, stages, buffers, gradient, memory
-        self.model, self.text, self.seed, self.walks = model, text, seed, walks
+        self.of = training
         self.now, self.walk = 0, 0  # the step being executed, and how often it has been through the list
         self.jobs: dict[tuple[int, int], Job] = {}
         self.batches: dict[int, tuple[Tensor, Tensor]] = {}
@@ -77,7 +75,7 @@ class Compute:
         def forward() -> Tensor:
             ready(weights)
             given = [ready(x) for x in inputs] if read is None else [read()[0]]
-            stage.draws.at = (self.seed, self.now, self.walk * self.header.microbatches + mb)
+            stage.draws.at = (self.of.seed, self.now, self.walk * self.header.microbatches + mb)
             output, saved = stage.forward(given, finish, save)
             if saved is not None:
                 job.saved = saved
@@ -87,10 +85,10 @@ class Compute:
 
     def _scaled_loss(self, i: Instruction, save: bool) -> Callable[[Tensor], Tensor]:
         """The microbatch's share of the loss: its gradients then add up to the mean's."""
-        read, mb, parts = self._reader(i.mb, save), i.mb, self.header.microbatches * self.walks
+        read, mb, parts = self._reader(i.mb, save), i.mb, self.header.microbatches * self.of.walks
 
         def finish(output: Tensor) -> Tensor:
-            loss = self.model.loss(output, read()[1]).reshape(())
+            loss = self.of.model.loss(output, read()[1]).reshape(())
             if i.op == Op.FWD:
                 self.losses[mb] = loss.detach()
             return loss / parts
@@ -107,8 +105,8 @@ class Compute:
         def read() -> tuple[Tensor, Tensor]:
             if mb not in self.batches:
                 number = self.walk * self.header.microbatches + mb
-                device = self.memory.device.torch
-                x, y = microbatch(self.model, self.text, self.seed, self.now, number)
+                device = self.of.device.torch
+                x, y = microbatch(self.of.model, self.of.text, self.of.seed, self.now, number)
                 self.batches[mb] = (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
             last = not save or self.readers[mb] is me
             return self.batches.pop(mb) if last else self.batches[mb]
@@ -161,7 +159,7 @@ class Compute:
         """The gradient of the stage's output: its consumers' shares added in their order."""
         consumers = self.header.consumers[i.stage]
         if not consumers:  # of the loss with respect to itself
-            one = self.one = torch.ones((), device=self.memory.device.torch) if self.one is None else self.one
+            one = self.one = torch.ones((), device=self.of.device.torch) if self.one is None else self.one
             return lambda: one
         shares = [self.buffers(Kind.G, i.stage, i.mb, self.header.share(i.stage, c)) for c in consumers]
         ready = self.buffers.ready

@@ -50,6 +50,11 @@ def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
     return together(comm, lambda: function() if comm.rank == 0 else None)
 
 
+def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
+    """`function()` of rank 0, on every rank; where it refuses, all raise its Stop."""
+    return comm.bcast(on_rank_0(comm, function))
+
+
 def writable(option: str, path: str) -> None:
     """UsageError now, where a file could not be written in the end."""
     folder = Path(path).resolve().parent

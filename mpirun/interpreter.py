@@ -19,12 +19,12 @@ from mpirun.buffers import Buffer, Buffers
 from mpirun.compute import Act, Compute
 from mpirun.gradient import Gradient
 from mpirun.memory import Memory
-from mpirun.model import Model
 from mpirun.optimizer import Optimizer, share, whole_norm
 from mpirun.pump import LONG, Pump, layers
 from mpirun.reduction import Sum, Sums
 from mpirun.stage import Stage
 from mpirun.ties import Tie, shared
+from mpirun.training import Training
 from mpirun.transport import Transport
 from schedgen.program import COMPUTE, Header, Instruction, Kind, Op
 
@@ -44,20 +44,17 @@ class Interpreter:
         stages: dict[int, Stage],
         memory: Memory,
         transport: Transport,
-        model: Model,
-        text: Tensor,
-        seed: int,
+        training: Training,
         optimizer: Optimizer,
-        walks: int = 1,
     ) -> None:
-        """`walks`: how often a step goes through the list before the optimizer steps."""
         self.header, self.stages, self.memory, self.transport = header, stages, memory, transport
-        self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, walks
+        self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, training.walks
         self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.comm, transport.poll)
         self.partials: dict[tuple[int, int], Buffer] = {}  # received dw by (stage, sender)
         self.gradients: dict[int, Gradient] = {}
         self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
-        compute = Compute(header, instructions, stages, self.buffers, self.gradient, memory, model, text, seed, walks)
+        self.model = training.model
+        compute = Compute(header, instructions, stages, self.buffers, self.gradient, memory, training)
         self.compute = compute
         self.table: dict[int, Callable[[Instruction], Act]] = {
             Op.FETCH_W: self.fetch_w,
@@ -130,7 +127,7 @@ class Interpreter:
         if i.kind == Kind.DW:
             buffer = self.partials[i.stage, i.peer] = Buffer()
             stage = self.stages[i.stage]
-            value = self.memory.place(i, (len(self.memory.keys[i.peer, i.stage]), stage.size), stage.dtype)
+            value = self.memory.place(i, (len(self.memory.keys(i.peer, i.stage)), stage.size), stage.dtype)
         else:
             shape = self.memory.shapes[i.stage]
             buffer, value = self.buffers(*i[1:5]), self.memory.place(i, shape.size, shape.dtype)
@@ -177,7 +174,7 @@ class Interpreter:
 
     def add(self, i: Instruction) -> Act:
         gradient, partial = self.gradient(i.stage), self.partials[i.stage, i.peer]
-        keys = self.memory.keys[i.peer, i.stage]
+        keys = self.memory.keys(i.peer, i.stage)
 
         def act() -> None:
             gradient.add_rows(keys, self.buffers.ready(partial))
@@ -188,7 +185,7 @@ class Interpreter:
         if i.kind == Kind.T:
             return self.tie(i)
         gradient = self.gradient(i.stage)
-        keys = [self.memory.keys[rank, i.stage] for rank in self.header.groups[i.peer]]
+        keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
         one = Sum(self.transport, self.transport.group(i.peer), gradient.data, keys)
 
         def act() -> None:
@@ -199,7 +196,7 @@ class Interpreter:
     def tie(self, i: Instruction) -> Act:
         stages = self.header.tied[i.stage]
         owned = {s: self.gradient(s) for s in stages if self.rank in self.header.owners[s]}
-        names, single = shared(self.compute.model, stages), self.single(owned)
+        names, single = shared(self.model, stages), self.single(owned)
         one = Tie(self.transport, self.transport.group(i.peer), self.sums, self.header, stages, names, owned)
 
         def act() -> None:

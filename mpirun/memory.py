@@ -10,32 +10,27 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.device import Device
-from mpirun.model import Shape
 from mpirun.stage import Stage
+from mpirun.training import Training
 from schedgen.places import Bytes, places
 from schedgen.program import Instruction, Op, Program
 
 
 class Memory:
     def __init__(
-        self,
-        comm: MPI.Intracomm,
-        program: Program,
-        instructions: Sequence[Instruction],
-        shapes: Sequence[Shape],
-        device: Device,
-        canonical: bool,
+        self, comm: MPI.Intracomm, program: Program, instructions: Sequence[Instruction], of: Training
     ) -> None:
         """`program`: this rank's part. Collective."""
-        self.device, self.shapes, self.rank, self.canonical = device, shapes, comm.rank, canonical
-        self.keys = row_keys(comm, instructions, len(shapes), canonical)
-        weight = np.array([shape.weights for shape in shapes], np.int64)
-        activation = np.array([shape.bytes for shape in shapes], np.int64)
-        # In canonical mode gradients have more rows than one: room for the most that anybody sends or gathers.
-        most = [max(len(self.keys[rank, s]) for rank in range(comm.size)) for s in range(len(shapes))]
-        rows = np.array([max(1, one) for one in most], np.int64)
-        zero = np.zeros(len(shapes), np.int64)
+        self.device, self.shapes, self.rank = of.device.torch, of.shapes, comm.rank
+        weight = np.array([shape.weights for shape in of.shapes], np.int64)
+        activation = np.array([shape.bytes for shape in of.shapes], np.int64)
+        rows = np.ones(len(of.shapes), np.int64)
+        self.rows: dict[tuple[int, int], list[int]] | None = None  # by rank and stage; None: one, its key the rank
+        if of.canonical:
+            self.rows = _rows(comm, instructions, len(of.shapes))
+            for (_, stage), keys in self.rows.items():  # room for the most that anybody sends or gathers
+                rows[stage] = max(rows[stage], len(keys))
+        zero = np.zeros(len(of.shapes), np.int64)
         planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero))
         sizes = planned.sizes[comm.rank].tolist()
         table = program.rows
@@ -45,13 +40,20 @@ class Memory:
         self.gathers = {int(table.stage[row]): int(planned.row[row]) for row in begins}
         for stage, place in self.gathers.items():
             sizes[place] = max(sizes[place], int(weight[stage] * rows[stage]))
-        self.blocks = [torch.empty(size, dtype=torch.uint8, device=device.torch) for size in sizes]
+        self.blocks = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         self.of = {i: place for i, place in zip(instructions, planned.row.tolist(), strict=True) if place >= 0}
         self.fetched = {i.stage: self.of[i] for i in instructions if i.op == Op.FETCH_W}
 
     def row(self, mb: int) -> int:
         """The key of the row of dw that a microbatch's backward adds to."""
-        return mb if self.canonical else self.rank
+        return self.rank if self.rows is None else mb
+
+    def keys(self, rank: int, stage: int) -> list[int]:
+        """The keys of the rows of dw.stage that a rank has once it has added all it receives.
+
+        In canonical mode a row a microbatch; otherwise one row, its key the rank.
+        """
+        return [rank] if self.rows is None else self.rows[rank, stage]
 
     def place(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What a receive of this rank fills."""
@@ -67,21 +69,16 @@ class Memory:
 
     def gradient(self, stage: Stage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, and memory for them."""
-        keys = self.keys[self.rank, stage.index] or [-1]
+        keys = self.keys(self.rank, stage.index) or [-1]
         count = len(keys) * stage.size
         if stage.index not in self.gathers:
-            return keys, torch.zeros(count, dtype=stage.dtype, device=self.device.torch)
+            return keys, torch.zeros(count, dtype=stage.dtype, device=self.device)
         block = self.blocks[self.gathers[stage.index]]
         return keys, block[: count * stage.dtype.itemsize].view(stage.dtype)
 
 
-def row_keys(
-    comm: MPI.Intracomm, instructions: Sequence[Instruction], stages: int, canonical: bool
-) -> dict[tuple[int, int], list[int]]:
-    """The rows of dw.s that each rank has once it has added all it receives, by (rank, stage).
-
-    In canonical mode a row a microbatch; otherwise one row, its key the rank.
-    """
+def _rows(comm: MPI.Intracomm, instructions: Sequence[Instruction], stages: int) -> dict[tuple[int, int], list[int]]:
+    """By rank and stage: the microbatches whose gradients a rank adds up, its own and those it receives."""
     own: dict[int, list[int]] = {}
     for i in instructions:
         if i.op in (Op.BWD, Op.BWD_W):
@@ -91,7 +88,6 @@ def row_keys(
 
     def rows(rank: int, stage: int) -> list[int]:
         own, adds = parts[rank]
-        found = own.get(stage, []) + [row for s, peer in adds if s == stage for row in rows(peer, stage)]
-        return sorted(found) if canonical else [rank]
+        return sorted(own.get(stage, []) + [row for s, peer in adds if s == stage for row in rows(peer, stage)])
 
     return {(rank, stage): rows(rank, stage) for rank in range(len(parts)) for stage in range(stages)}

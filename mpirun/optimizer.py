@@ -29,11 +29,11 @@ class Recipe(NamedTuple):
     clip: float | None  # largest norm of the whole gradient; None: no limit
 
     def make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        fused = all(parameter.is_floating_point() for parameter in parameters)  # torch fuses no complex numbers
+        decay = self.weight_decay
         if self.name == "sgd":
-            return torch.optim.SGD(
-                parameters, self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=True
-            )
-        return torch.optim.AdamW(parameters, self.lr, weight_decay=self.weight_decay, fused=True)
+            return torch.optim.SGD(parameters, self.lr, momentum=self.momentum, weight_decay=decay, fused=fused)
+        return torch.optim.AdamW(parameters, self.lr, weight_decay=decay, fused=fused)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

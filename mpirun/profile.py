@@ -20,12 +20,13 @@ import numpy as np
 from mpi4py import MPI
 from tqdm import tqdm
 
+from mpirun.assemble import interpreter
 from mpirun.compute import Act
-from mpirun.errors import on_rank_0, writable
+from mpirun.errors import from_rank_0, on_rank_0, writable
 from mpirun.interpreter import Interpreter
 from mpirun.links import links
 from mpirun.tracker import Memory, measure
-from mpirun.training import interpreter, training
+from mpirun.training import training
 from schedgen.cli import checked, output
 from schedgen.compile import compile_scheme
 from schedgen.errors import RefusedFile, UsageError
@@ -63,7 +64,7 @@ class Profile:
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
         on_rank_0(comm, lambda: writable("--output", options.output))
-        schedules, splits = comm.bcast(on_rank_0(comm, lambda: _schedules(options)))
+        schedules, splits = from_rank_0(comm, lambda: _schedules(options))
         self.split = options.split or splits
         self.at: Instruction | None = None
         self.training = training(comm, options, schedules[0].header)

@@ -2,7 +2,7 @@
 
 A layer is an entry of the mapping that a stage of the model is given as; a
 stage given otherwise is one layer. Layers that draw random numbers in their
-forward (dropout) are found once, on the meta device, and before each of their
+forward (dropout) are found once, on fake tensors, and before each of their
 forwards the generator is seeded anew: a forward done again, on whichever rank,
 draws the same.
 """

@@ -15,9 +15,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.transport import Done, Receive, Transport
+from schedgen.places import LINE
 
 SCATTER, GATHER = range(2)  # tags
-_LINE = 64  # bytes: slices begin at multiples
 
 
 class Sum:
@@ -37,7 +37,7 @@ class Sum:
         """
         me, members = group.rank, group.size
         self.total = rows[0] if total is None else total
-        line = _LINE // rows.element_size()
+        line = LINE // rows.element_size()
         part = -(-len(self.total) // (members * line)) * line
         slices = [slice(m * part, (m + 1) * part) for m in range(members)]
         others = [m for m in range(members) if m != me]

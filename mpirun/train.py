@@ -17,11 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mpirun import verify
+from mpirun.assemble import interpreter
 from mpirun.errors import Stop, meet, on_rank_0, writable
 from mpirun.interpreter import Result
 from mpirun.trace import Trace
 from mpirun.tracker import measure
-from mpirun.training import interpreter, training
+from mpirun.training import training
 from schedgen.check import check
 from schedgen.errors import RefusedFile, UsageError
 from schedgen.file import line_of, read

@@ -1,4 +1,4 @@
-"""What is trained and how, and one rank's interpreter for it."""
+"""What is trained and how: all that does not depend on who computes what."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from torch import Tensor
 import mpirun.data
 import mpirun.model
 from mpirun.device import Device, device
-from mpirun.errors import on_rank_0, together
-from mpirun.interpreter import Interpreter
-from mpirun.memory import Memory
+from mpirun.errors import from_rank_0, together
 from mpirun.model import Model, Shape
-from mpirun.optimizer import Optimizer, Recipe
-from mpirun.stage import Stage
+from mpirun.optimizer import Recipe
 from mpirun.ties import check_ties
-from mpirun.transport import transport
-from schedgen.program import COMPUTE, Header, Instruction, Kind, Program
+from schedgen.program import Header
 
 
 class Training(NamedTuple):
-    """All that does not depend on who computes what."""
+    """The same on all ranks, but for the memory it lies in."""
 
     model: Model
     shapes: Sequence[Shape]  # by stage
@@ -51,47 +47,22 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     torch.set_num_threads(options.threads or max(1, int(cores)))
     where = together(comm, lambda: device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
-    model = together(comm, lambda: mpirun.model.load(options.model, header.stages, options.seed))
+    model = together(comm, lambda: _model(options, header))
     text = mpirun.data.load(comm, options.text, model.length)
     recipe = Recipe(
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
         options.steps, options.clip,
     )  # fmt: skip
-    shapes = comm.bcast(on_rank_0(comm, lambda: mpirun.model.shapes(model, header.producers, text, mixed)))
+    shapes = from_rank_0(comm, lambda: mpirun.model.shapes(model, header.producers, text, mixed))
     return Training(
         model, shapes, text, options.seed, recipe, options.accumulate, options.canonical, where, mixed, cores < 1
     )
 
 
-def interpreter(
-    comm: MPI.Intracomm, program: Program, instructions: Sequence[Instruction], of: Training
-) -> Interpreter:
-    """One rank's, with everything it needs in place. `program`: the rank's rows. Collective."""
-    header = program.header
-    together(comm, lambda: check_ties(of.model, header))
-    memory = Memory(comm, program, instructions, of.shapes, of.device, of.canonical)
-    stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
-    owned = {stage: one for stage, one in stages.items() if comm.rank in header.owners[stage]}
-    link = transport(comm, header.groups, of.device, of.crowded)
-    return Interpreter(
-        header, instructions, stages, memory, link, of.model, of.text, of.seed,
-        Optimizer(of.recipe, owned), of.walks,
-    )  # fmt: skip
-
-
-def _stages(
-    rank: int, header: Header, instructions: Sequence[Instruction], memory: Memory, of: Training
-) -> dict[int, Stage]:
-    """The stages this rank owns, computes or adds gradients of."""
-    owned = {stage for stage, owners in enumerate(header.owners) if rank in owners}
-    needed = owned | {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-    stages = {}
-    for stage in sorted(needed):
-        module = mpirun.model.build(of.model, stage, of.seed)
-        place = None if stage in owned else memory.weights(stage)
-        stages[stage] = Stage(module, stage, of.shapes[stage], of.device, stage in owned, place, of.mixed)
-        stages[stage].shared = mpirun.model.shared_before(of.model, stage)
-    return stages
+def _model(options: argparse.Namespace, header: Header) -> Model:
+    model = mpirun.model.load(options.model, header.stages, options.seed)
+    check_ties(model, header)
+    return model
 
 
 def _cores(comm: MPI.Intracomm) -> float:

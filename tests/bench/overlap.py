@@ -25,7 +25,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-import mpirun.training
+import mpirun.assemble
 from mpirun import Model
 from mpirun.options import train_options
 from mpirun.train import Run
@@ -78,7 +78,7 @@ def measure(schedule: str) -> None:
     arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
-        mpirun.training.transport = lambda comm, groups, device, crowded, kind=kind: kind(comm, groups, crowded)
+        mpirun.assemble.transport = lambda comm, groups, device, crowded, kind=kind: kind(comm, groups, crowded)
         runs[name] = Run(comm, train_options(comm, arguments)).interpreter
         (runs[name].run if name == "blocking" else runs[name].learn)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited

@@ -1,0 +1,44 @@
+"""One rank's interpreter, with everything it needs in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+import mpirun.model
+from mpirun.errors import together
+from mpirun.interpreter import Interpreter
+from mpirun.memory import Memory
+from mpirun.optimizer import Optimizer
+from mpirun.stage import Stage
+from mpirun.training import Training
+from mpirun.transport import transport
+from schedgen.program import COMPUTE, Header, Instruction, Kind, Program
+
+
+def interpreter(
+    comm: MPI.Intracomm, program: Program, instructions: Sequence[Instruction], of: Training
+) -> Interpreter:
+    """`program`: this rank's rows; `instructions`: the same one by one. Collective."""
+    header = program.header
+    memory = Memory(comm, program, instructions, of)
+    stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
+    owned = {stage: one for stage, one in stages.items() if comm.rank in header.owners[stage]}
+    link = transport(comm, header.groups, of.device, of.crowded)
+    return Interpreter(header, instructions, stages, memory, link, of, Optimizer(of.recipe, owned))
+
+
+def _stages(
+    rank: int, header: Header, instructions: Sequence[Instruction], memory: Memory, of: Training
+) -> dict[int, Stage]:
+    """The stages this rank owns, computes or adds gradients of."""
+    owned = {stage for stage, owners in enumerate(header.owners) if rank in owners}
+    needed = owned | {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
+    stages = {}
+    for stage in sorted(needed):
+        module = mpirun.model.build(of.model, stage, of.seed)
+        place = None if stage in owned else memory.weights(stage)
+        stages[stage] = Stage(module, stage, of.shapes[stage], of.device, stage in owned, place, of.mixed)
+        stages[stage].shared = mpirun.model.shared_before(of.model, stage)
+    return stages
