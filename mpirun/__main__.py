@@ -1,7 +1,7 @@
 """`mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION`, and `... mpirun profile`: options, and how a run ends.
 
 Exit codes: 0 done; 1 a refused file, a failed verification, or a rank that
-failed; 2 wrong usage. A mistake of the user's ends all ranks with one
+failed; 2 wrong usage; 143 left when asked to by SIGTERM. A mistake of the user's ends all ranks with one
 sentence; a rank that fails on its own says where and takes all others along.
 """
 
@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         return stop.code
+    except KeyboardInterrupt:  # of all ranks, most often
+        if comm.rank == 0:
+            print("mpirun: interrupted", file=sys.stderr, flush=True)
+        comm.Abort(130)
     except BaseException as error:
         _die(comm, run, error)
 

@@ -18,14 +18,18 @@ from schedgen.program import COMPUTE, Header, Instruction, Kind, Program
 
 
 def interpreter(
-    comm: MPI.Intracomm, program: Program, instructions: Sequence[Instruction], of: Training
+    comm: MPI.Intracomm,
+    program: Program,
+    instructions: Sequence[Instruction],
+    of: Training,
+    state: memoryview | None = None,
 ) -> Interpreter:
-    """`program`: this rank's rows; `instructions`: the same one by one. Collective."""
+    """`program`: this rank's rows; `instructions`: the same one by one; `state`: for the guard. Collective."""
     header = program.header
     memory = Memory(comm, program, instructions, of)
     stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
     owned = {stage: one for stage, one in stages.items() if comm.rank in header.owners[stage]}
-    link = transport(comm, header.groups, of.device, of.crowded)
+    link = transport(comm, header.groups, of.device, of.crowded, state)
     return Interpreter(header, instructions, stages, memory, link, of, Optimizer(of.recipe, owned))
 
 

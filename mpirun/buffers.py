@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpirun.guard import NOTHING
 from mpirun.transport import Done, Transport
 
 Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer: a buffer's name
 
 
 class Buffer:
-    """A named value on this rank: what it holds, what brings it and what takes it away."""
+    """A named value on this rank: what it holds, what brings it and what takes it away.
 
-    __slots__ = ("arriving", "leaving", "value")
+    Rows are those of the instructions that began the transfers.
+    """
+
+    __slots__ = ("arriving", "leaving", "row", "value")
 
     def __init__(self) -> None:
         self.value: Any = None
         self.arriving: Done | None = None
-        self.leaving: list[Done] = []
+        self.row = NOTHING
+        self.leaving: list[tuple[Done, int]] = []
 
 
 class Buffers:
@@ -31,12 +36,12 @@ class Buffers:
     def ready(self, buffer: Buffer) -> Any:
         """The value of a buffer, once it is there."""
         if buffer.arriving is not None:
-            self.transport.wait(buffer.arriving)
+            self.transport.wait(buffer.arriving, buffer.row)
             buffer.arriving = None
         return buffer.value
 
     def left(self, buffer: Buffer) -> None:
         """Wait until a buffer has left for everyone it was sent to."""
-        for done in buffer.leaving:
-            self.transport.wait(done)
+        for done, row in buffer.leaving:
+            self.transport.wait(done, row)
         buffer.leaving.clear()

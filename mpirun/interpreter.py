@@ -9,6 +9,7 @@ and whatever needs an operand that is still under way waits for it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from mpirun.buffers import Buffer, Buffers
 from mpirun.compute import Act, Compute
 from mpirun.gradient import Gradient
+from mpirun.guard import NOTHING, PHASE, ROW, STEP, TRAINING
 from mpirun.memory import Memory
 from mpirun.optimizer import Optimizer, share, whole_norm
 from mpirun.pump import LONG, Pump, layers
@@ -34,6 +36,8 @@ class Result(NamedTuple):
 
     losses: list[float]  # by microbatch
     grad_norm: float
+    norms: list[float]  # of every parameter's gradient, in the order of the model
+    leave: bool  # some rank wants to
 
 
 class Interpreter:
@@ -71,27 +75,33 @@ class Interpreter:
             Op.STEP: self.step,
             Op.FREE: self.free,
         }
-        self.code = [self.table[i.op](i) for i in instructions]
+        self.code: list[Act] = []
+        for self.row, i in enumerate(instructions):
+            self.code.append(self.table[i.op](i))
         self.computes = [(i.stage, i.op) if i.op in COMPUTE else None for i in instructions]
         for row, stage in _begins(instructions):
             self.code[row] = _both(self.gradient(stage).begin, self.code[row])
-        self.at = -1  # the instruction being executed, for error messages; -1: none
-        self.result = Result([], 0.0)
+        self.state = transport.state  # shows the step and the row being executed
+        self.leave = False  # this rank wants to: all will, after the step
+        self.sound = True  # all numbers of the step so far are finite
+        self.result = Result([], 0.0, [], False)
         self.observe: Callable[[dict[int, Tensor]], None] = lambda totals: None  # --verify looks on
         self.walk_list: Callable[[], None] = self.walk  # --trace puts its own here
 
     def run(self, step: int) -> Result:
         """Execute the list, as often as a step goes through it."""
-        self.compute.now = step
+        self.compute.now = self.state[STEP] = step
+        self.state[PHASE] = TRAINING
         losses: list[float] = []
         for self.compute.walk in range(self.walks):  # noqa: B020
             self.walk_list()
             losses += self.result.losses
-        self.at = -1
+        self.state[ROW] = NOTHING
         return self.result._replace(losses=losses)
 
     def walk(self) -> None:
-        for self.at, act in enumerate(self.code):  # noqa: B020
+        state = self.state
+        for state[ROW], act in enumerate(self.code):
             act()
 
     def learn(self, step: int) -> Result:
@@ -134,23 +144,24 @@ class Interpreter:
         return self._receive(buffer, value, i)
 
     def _receive(self, buffer: Buffer, value: Tensor, i: Instruction) -> Act:
+        row = self.row
         start, done = self.transport.receive(value, i.peer, Kind.W if i.op == Op.FETCH_W else i.kind)
 
         def act() -> None:
             start()
-            buffer.value, buffer.arriving = value, done
+            buffer.value, buffer.arriving, buffer.row = value, done, row
 
         return act
 
     def send(self, i: Instruction) -> Act:
-        buffer, peer, kind = self.buffers(*i[1:5]), i.peer, i.kind
+        buffer, peer, kind, row = self.buffers(*i[1:5]), i.peer, i.kind, self.row
         if kind == Kind.W:
             buffer.value = self.stages[i.stage].weights
         elif kind == Kind.DW:
             buffer.value = self.gradient(i.stage).data
 
         def act() -> None:
-            buffer.leaving.append(self.transport.send(self.buffers.ready(buffer), peer, kind))
+            buffer.leaving.append((self.transport.send(self.buffers.ready(buffer), peer, kind), row))
 
         return act
 
@@ -225,18 +236,22 @@ class Interpreter:
                 gradient.add_up()
             if self.walks > 1:
                 self.optimizer.gather(totals, first=self.compute.walk == 0, last=self.compute.walk == self.walks - 1)
-            # Places: the norm of every parameter in the order of the model, then the loss of every microbatch.
+            # Places: the norm of every parameter in the order of the model, then the loss of every microbatch,
+            # then how many ranks want to leave.
             mine: dict[int, float] = {}
             place = 0
             for stage, shape in enumerate(self.memory.shapes):
                 if firsts[stage]:
                     mine |= dict(enumerate(self.optimizer.norms(stage, totals[stage]), start=place))
-                place += shape.parameters
+                place += len(shape.names)
             mine |= {place + mb: float(loss) for mb, loss in self.compute.losses.items()}
             self.compute.losses.clear()
-            known = share(self.transport, group, place + self.header.microbatches, mine)
-            self.result = Result(known[place:], whole_norm(known[:place]))
-            if self.compute.walk == self.walks - 1:
+            leave = place + self.header.microbatches
+            mine[leave] = float(self.leave)
+            known = share(self.transport, group, leave + 1, mine)
+            self.result = Result(known[place:leave], whole_norm(known[:place]), known[:place], known[leave] > 0)
+            self.sound = (self.sound or self.compute.walk == 0) and all(map(math.isfinite, known))
+            if self.compute.walk == self.walks - 1 and self.sound:
                 self.observe(totals)
 
         return act
@@ -246,7 +261,7 @@ class Interpreter:
 
         def act() -> None:
             self.buffers.left(weights)
-            if self.compute.walk == self.walks - 1:
+            if self.compute.walk == self.walks - 1 and self.sound:
                 self.optimizer.step(stage, gradient, self.compute.now, self.result.grad_norm)
 
         return act

@@ -61,11 +61,11 @@ class Model(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What every rank knows of a stage: its output on one microbatch, and its number of trained parameters."""
+    """What every rank knows of a stage: its output on one microbatch, and its trained parameters."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    parameters: int
+    names: tuple[str, ...]  # of the trained parameters
     weights: int = 0  # bytes of all of them, flat
     overwrites: bool = False  # whether it changes its inputs in place
     draws: tuple[str, ...] = ()  # layers that draw random numbers
@@ -162,6 +162,17 @@ def shared_before(model: Model, stage: int) -> set[str]:
     }
 
 
+def entry_name(model: Model, stage: int, name: str) -> str:
+    """The name of a stage's parameter or buffer in the whole model; of a tied one that of its first place.
+
+    Where a stage is given by its layers, names do not depend on how layers are cut into stages.
+    """
+    for tie in model.tied:
+        if (stage, name) in tie:
+            stage, name = tie[0]
+    return name if isinstance(model.stages[stage], Mapping) else f"stage{stage}.{name}"
+
+
 def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tuple[Tensor, Tensor]:
     """(input, target) of one microbatch of one step; the same wherever it is asked for."""
     return model.batch(text, np.random.default_rng([seed, step, mb]))
@@ -206,13 +217,14 @@ def shapes(
                 ) from None
         if not isinstance(output, Tensor):
             raise UsageError(f"stage {stage} should return one tensor, not {type(output).__name__}")
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        parameters = [parameter for _, parameter in named]
         dtype = parameters[0].dtype if parameters else torch.float32
         found.append(
             Shape(
                 tuple(output.shape),
                 output.dtype,
-                len(parameters),
+                tuple(name for name, _ in named),
                 flat_layout(parameters, dtype)[1] * dtype.itemsize,
                 overwrites=versions != [x._version for x in inputs],
                 draws=tuple(watch.found),

@@ -66,6 +66,23 @@ class Optimizer:
             else:
                 self.gathered[stage] += total
 
+    def kept(self, stage: int) -> list[dict[str, Tensor]]:
+        """What is kept of each parameter of an owned stage beside its value, by torch's names."""
+        if stage not in self.steppers:
+            return []
+        by_index = self.steppers[stage].state_dict()["state"]
+        return [
+            {key: torch.as_tensor(value) for key, value in by_index.get(index, {}).items() if value is not None}
+            for index in range(len(self.stages[stage].parameters))
+        ]
+
+    def restore(self, stage: int, kept: Sequence[dict[str, Tensor]]) -> None:
+        """What `kept` gave."""
+        if stage in self.steppers:
+            stepper = self.steppers[stage]
+            by_index = {index: of_one for index, of_one in enumerate(kept) if of_one}
+            stepper.load_state_dict({**stepper.state_dict(), "state": by_index})
+
     def norms(self, stage: int, gradient: Tensor) -> list[float]:
         """The norm of each parameter's gradient; 0 for one that an earlier stage shares."""
         one = self.stages[stage]

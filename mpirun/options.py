@@ -38,6 +38,24 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     )
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
+    add("--save", metavar="DIR", help="write checkpoints there")
+    add("--every", type=_positive_count, default=100, metavar="N", help="steps between two; default: 100")
+    add("--keep", type=_positive_count, default=3, metavar="K", help="so many, the newest; default: 3")
+    add("--resume", metavar="DIR", help="go on from the newest whole checkpoint there; --steps counts from the first")
+    add(
+        "--on-nan",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do about a loss or a gradient that is "
+        "not finite: stop, or leave out the optimizer's step; default: stop",
+    )
+    add(
+        "--timeout",
+        type=_fraction,
+        default=600.0,
+        metavar="S",
+        help="seconds after which a run in which nothing moves is ended; 0: never; default: 600",
+    )
     add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
     add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
@@ -67,7 +85,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namesp
     options = _parsed(comm, parser, arguments, model="--model", output="--output")
     if options.stages is None and options.schedule is None:
         parser.error("--stages or --schedule is missing")
-    options.accumulate, options.canonical = 1, False
+    options.accumulate, options.canonical, options.seed = 1, False, options.seed or 0
     if not options.steps:
         parser.error("--steps: nothing is measured in 0 steps")
     return options
@@ -81,7 +99,10 @@ def _common(parser: Parser, steps: int) -> None:
     add("--steps", type=_count, default=steps, metavar="N", help=f"default: {steps}")
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
     add(
-        "--seed", type=_count, default=0, metavar="N", help="of the weights and of the microbatches' places in the text"
+        "--seed",
+        type=_count,
+        metavar="N",
+        help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's",
     )
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
     add("--lr", type=_positive, default=1e-3, metavar="X", help="learning rate; default: 0.001")

@@ -23,6 +23,7 @@ from mpi4py import MPI
 from mpirun.compute import Act
 from mpirun.device import Device
 from mpirun.errors import on_rank_0
+from mpirun.guard import ROW
 from mpirun.interpreter import Interpreter
 from mpirun.transport import Done, Transport
 from schedgen.cli import output
@@ -114,8 +115,8 @@ class Trace:
         if self.made_from is not interpreter.code:
             self.made_from, self.code = interpreter.code, self._finished(interpreter.code)
         times, waited = self.times, self.waited
-        at = self.at * (len(self.code) + 1)
-        for interpreter.at, act in enumerate(self.code):
+        at, state = self.at * (len(self.code) + 1), interpreter.state
+        for state[ROW], act in enumerate(self.code):
             times[at] = clock()
             waited[at] = transport.waited
             act()
@@ -141,29 +142,21 @@ class Trace:
 
         return [finished(act) if i.op in _ON_DEVICE else act for i, act in zip(self.instructions, code, strict=True)]
 
-    def explained(self, done: Done) -> None:
+    def explained(self, done: Done, row: int) -> None:
         """As Transport._wait, and notes what for. Of several waits of an instruction the last counts."""
-        row = self.interpreter.at
-        if row >= 0 and self.at < self.walks:
-            self.cause[self.at, row] = self._cause(self.instructions[row], done)
-        self.wait(done)
+        at = self.interpreter.state[ROW]
+        if at >= 0 and self.at < self.walks:
+            self.cause[self.at, at] = self._cause(row)
+        self.wait(done, row)
 
-    def _cause(self, i: Instruction, done: Done) -> int:
-        """What an instruction waits for, an index of CAUSES."""
-        if i.op in (Op.NORM, Op.ALLREDUCE):
+    def _cause(self, row: int) -> int:
+        """An index of CAUSES; `row`: the instruction that started what is waited for."""
+        if row < 0:
             return REDUCTION
-        if i.op == Op.ADD:
-            return Kind.DW - 1
-        if i.op == Op.STEP:
+        i = self.instructions[row]
+        if i.op == Op.SEND:
             return SEND_CAUSE
-        named = self.interpreter.buffers.named
-        if i.op in COMPUTE:
-            weights = named.get((Kind.W, i.stage, -1, -1))
-            if weights is not None and weights.arriving is done:
-                return Kind.W - 1
-            return (Kind.X if i.op in (Op.FWD, Op.RECOMPUTE) else Kind.G) - 1
-        buffer = named.get(i[1:5])
-        return i.kind - 1 if buffer is not None and buffer.arriving is done else SEND_CAUSE
+        return (Kind.W if i.op == Op.FETCH_W else i.kind) - 1
 
     def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
         """The trace of all ranks, written by rank 0, which has the whole program. Collective."""

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import signal
+import socket
 import sys
 import time
-from itertools import pairwise
-from pathlib import Path
-from typing import TextIO
 
-import numpy as np
 from mpi4py import MPI
 from torch import Tensor
-from tqdm import tqdm
 
 from mpirun import verify
 from mpirun.assemble import interpreter
-from mpirun.errors import Stop, meet, on_rank_0, writable
+from mpirun.checkpoint import Manifest
+from mpirun.errors import Stop, meet, on_rank_0, together, writable
+from mpirun.finite import origin
+from mpirun.guard import BEAT, PHASE, ROW, VERIFYING
 from mpirun.interpreter import Result
+from mpirun.keeper import Keeper, newest
+from mpirun.progress import Progress
+from mpirun.schedule import schedule
 from mpirun.trace import Trace
 from mpirun.tracker import measure
 from mpirun.training import training
-from schedgen.check import check
-from schedgen.errors import RefusedFile, UsageError
-from schedgen.file import line_of, read
-from schedgen.program import Header, Program
+from mpirun.watch import Watch
+
+LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
 
 
 class Run:
@@ -34,53 +35,90 @@ class Run:
 
     def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
-        self.program, self.first_line, whole = _schedule(comm, options.file)
-        self.whole = whole if options.trace else None
+        given = schedule(comm, options.file)
+        self.program, self.first_line = given.program, given.first_line
+        self.whole = given.whole if options.trace else None
         self.header = self.program.header
         self.instructions = self.program.instructions(comm.rank)
+        self.watch = Watch(comm, self.first_line, self.instructions, options.timeout)
+        with contextlib.ExitStack() as end:
+            end.push(self.watch)  # if this fails; else in the end of the training
+            self._set_up(given.sha256)
+            self.end = end.pop_all()
+
+    def _set_up(self, sha256: str) -> None:
+        comm, options = self.comm, self.options
+        found = newest(comm, options) if options.resume else None
+        self.begun = 0 if found is None else found.step  # steps done before this run
+        if options.seed is None:
+            options.seed = 0 if found is None else found.seed
         self.training = training(comm, options, self.header)
         self.tokens = self.training.tokens * self.header.microbatches * options.accumulate
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
-        self.interpreter = interpreter(comm, self.program, self.instructions, self.training)
-        self.metrics = on_rank_0(comm, lambda: _open(options.metrics))
+        self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)
+        self.keeper = self._keeper(found, sha256) if found or options.save else None
+        self.progress = on_rank_0(comm, lambda: Progress(self.begun, options.steps, self.tokens, options.metrics))
         if options.trace:
             on_rank_0(comm, lambda: writable("--trace", options.trace))
         if self.training.device.said and comm.rank == 0:
             print(self.training.device.said, flush=True)
 
+    def _keeper(self, found: Manifest | None, sha256: str) -> Keeper:
+        comm, options, one = self.comm, self.options, self.interpreter
+        keeper = together(
+            comm, lambda: Keeper(comm, self.header, self.training, one.stages, one.optimizer, self.watch.state, sha256)
+        )
+        if found is not None:
+            keeper.take(found)
+        if options.save:
+            keeper.save_to(options.save, options.keep, options.resume)
+        return keeper
+
     def place(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
-        at = self.interpreter.at
-        if at < 0:
-            return ""
-        return f"line {self.first_line + at}: {self.instructions[at]}: "
+        row = self.watch.state[ROW]
+        return "" if row < 0 else f"line {self.first_line + row}: {self.instructions[row]}: "
 
     def train(self) -> int:
         """All steps; the exit code."""
+        with self.end:
+            return self._train()
+
+    def _train(self) -> int:
         options, interpreter = self.options, self.interpreter
         record = verify.Record([], [], {})
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
-        progress = Progress(options.steps, self.tokens) if self.comm.rank == 0 else None
-        traced = max(0, options.steps - options.trace_steps) if options.trace else options.steps
+        traced = max(self.begun, options.steps - options.trace_steps) if options.trace else options.steps
         recorded = (options.steps - traced) * options.accumulate
         trace = Trace(interpreter, self.instructions, self.training.device, recorded) if recorded else None
-        for step in range(options.steps):
+        saved = left = False
+        signal.signal(signal.SIGTERM, self._asked_to_leave)
+        for step in range(self.begun, options.steps):
             if trace is not None and step == traced:
                 trace.begin()
             begin = time.perf_counter()
-            result = interpreter.learn(step) if step == 0 else interpreter.run(step)
+            result = interpreter.learn(step) if step == self.begun else interpreter.run(step)
             seconds = time.perf_counter() - begin
-            if not np.isfinite([*result.losses, result.grad_norm]).all():
-                what = f"the loss is {mean(result.losses)} and the gradient's norm {result.grad_norm}"
-                raise Stop(f"step {step + 1}: {what}", 1, speaker=0)
+            if not interpreter.sound:
+                self._not_finite(step, result)
             record.losses.append(result.losses)
-            if progress is not None:
-                progress.step(step, result, seconds)
-                self._write_metrics(step, result, seconds)
-        if progress is not None:
-            progress.close(self.header)
+            if self.progress is not None:
+                self.progress.step(step, result, seconds)
+            last = step + 1 == options.steps
+            left = result.leave and not last
+            if self.keeper is not None and options.save and (left or last or (step + 1) % options.every == 0):
+                saved = self.keeper.save(step + 1)
+            if left:
+                break
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.progress is not None:
+            self.progress.close(self.header)
+        if left:
+            meet(self.comm)  # an exit code that is not 0 makes launchers end the others
+            what = "saved" if saved else "nothing is saved"
+            raise Stop(f"asked to leave (SIGTERM): {what} after step {step + 1}", LEFT, speaker=0)
         if trace is not None:
             trace.write(self.comm, self.whole, options.trace)
         if self.bytes is not None:
@@ -88,14 +126,30 @@ class Run:
             self.memory.close()
             if peaks is not None:
                 print(f"memory: most bytes of tensors at once, by rank: {' '.join(map(str, peaks))}", flush=True)
-        return self._verify(record) if options.verify else 0
+        code = self._verify(record) if options.verify else 0
+        meet(self.comm)  # nobody is done before all are
+        return code or int(bool(options.save) and self.begun < options.steps and not saved)
 
-    def _write_metrics(self, step: int, result: Result, seconds: float) -> None:
-        if self.metrics is not None:
-            row = {"step": step, "loss": mean(result.losses), "grad_norm": result.grad_norm}
-            print(
-                json.dumps({**row, "seconds": round(seconds, 6), "tokens": self.tokens}), file=self.metrics, flush=True
-            )
+    def _asked_to_leave(self, *_: object) -> None:
+        """After this step; when asked again, at once."""
+        self.interpreter.leave = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _not_finite(self, step: int, result: Result) -> None:
+        """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
+        rank = self.comm.rank
+        found = origin(self.header, self.instructions, self.training.shapes, rank, result)
+        stop = self.options.on_nan == "stop"
+        sentence = ""
+        if found is not None:
+            row, what = found
+            where = f"line {self.first_line + row}: {self.instructions[row]}"
+            then = "" if stop else ": the step changes nothing"
+            sentence = f"rank {rank} on {socket.gethostname()}: step {step + 1}: {where}: {what}{then}"
+        if stop:
+            raise Stop(sentence, 1, speaker=rank if sentence else -1)
+        if sentence:
+            print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
 
     def _gradients(self, totals: dict[int, Tensor]) -> verify.Parameters:
         """The gradients of the stages this rank is first owner of."""
@@ -105,8 +159,12 @@ class Run:
                 mine |= verify.named(self.interpreter.stages[stage], total)
         return mine
 
+    def _beat(self) -> None:
+        self.watch.state[BEAT] += 1
+
     def _verify(self, record: verify.Record) -> int:
         options = self.options
+        self.watch.state[PHASE] = VERIFYING
         for stage in self.interpreter.optimizer.stages.values():
             record.parameters.update(verify.named(stage, stage.weights))
         ours = verify.gather(self.comm, self.header, record)
@@ -115,7 +173,7 @@ class Run:
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None:
-            theirs = verify.reference(self.training, self.header, options.steps)
+            theirs = verify.reference(self.training, self.header, self.begun, options.steps, self._beat)
             limit = 0.0 if options.canonical else options.tolerance
             differences = verify.compare(ours, theirs)
             for difference in differences:
@@ -125,80 +183,3 @@ class Run:
             print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
         meet(self.comm)  # rank 0 has done all steps again
         return int(self.comm.bcast(code))
-
-
-class Progress:
-    """A bar on a terminal, a line now and then elsewhere; a summary in the end."""
-
-    def __init__(self, steps: int, tokens: int) -> None:
-        self.steps, self.tokens = steps, tokens
-        self.bar = tqdm(total=steps, unit="step") if sys.stderr.isatty() else None
-        self.every = max(1, steps // 20)
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-
-    def step(self, step: int, result: Result, seconds: float) -> None:
-        loss = mean(result.losses)
-        self.losses.append(loss)
-        self.seconds.append(seconds)
-        rate = self.tokens / seconds
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} tokens/s")
-            self.bar.update()
-        elif step % self.every == 0 or step + 1 == self.steps:
-            print(
-                f"step {step + 1}/{self.steps}  loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s",
-                flush=True,
-            )
-
-    def close(self, header: Header) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        if self.steps:
-            rate = self.tokens / float(np.median(self.seconds))
-            print(
-                f"{header.scheme['name']}: {self.steps} steps on {header.workers} ranks, "
-                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {sum(self.seconds):.1f} s",
-                flush=True,
-            )
-
-
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _schedule(comm: MPI.Intracomm, name: str) -> tuple[Program, int, Program | None]:
-    """This rank's part of the file, the line of its first instruction and, on rank 0, which proves it, the whole."""
-    program = on_rank_0(comm, lambda: _checked(comm, name))
-    header: Header = comm.bcast(None if program is None else program.header)
-    parts = None
-    if program is not None:
-        ends = program.bounds.tolist()
-        parts = [
-            (program.rows.take(slice(a, b)), line_of(program, a, rank)) for rank, (a, b) in enumerate(pairwise(ends))
-        ]
-    rows, line = comm.scatter(parts)
-    return Program(header, rows), line, program
-
-
-def _checked(comm: MPI.Comm, name: str) -> Program:
-    try:
-        with Path(name).open("rb") as source:
-            program, fault = read(source, name)
-    except OSError as error:
-        raise RefusedFile(f"{name}: {error.strerror}") from None
-    workers = program.header.workers
-    if workers != comm.size:
-        hint = " (if mpiexec started more, it belongs to another MPI than mpi4py does)" if comm.size == 1 else ""
-        raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
-    check(program, name)
-    if fault:
-        raise RefusedFile(fault)
-    return program
-
-
-def _open(path: str | None) -> TextIO | None:
-    try:
-        return Path(path).open("w") if path else None
-    except OSError as error:
-        raise UsageError(f"--metrics {path}: {error.strerror}") from None

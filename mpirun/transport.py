@@ -22,6 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.device import Device, Mark
+from mpirun.guard import NOTHING, OTHERS, WAIT, WORDS
 
 # Integers of an element's size, so that a count stays small and bf16 travels too.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -50,9 +51,16 @@ class Receive(NamedTuple):
 
 
 class Transport:
-    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]], crowded: bool = True) -> None:
-        """`crowded`: there are more ranks here than cores."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        groups: Sequence[Sequence[int]],
+        crowded: bool = True,
+        state: memoryview | None = None,
+    ) -> None:
+        """`crowded`: there are more ranks here than cores. `state`: where to show what is waited for."""
         self.comm = comm.Dup()
+        self.state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
         self.spin = CROWDED_SPIN if crowded else SPIN
         world = comm.Get_group()
         self.groups = [
@@ -77,13 +85,15 @@ class Transport:
         request = (comm or self.comm).Recv_init(view(tensor), peer, kind)
         return Receive(request.Start, request.Test)
 
-    def wait(self, done: Done) -> None:
+    def wait(self, done: Done, row: int = OTHERS) -> None:
+        """`row`: the instruction that started what is waited for."""
         if not done():
-            self._wait(done)
+            self._wait(done, row)
 
-    def _wait(self, done: Done) -> None:
+    def _wait(self, done: Done, row: int) -> None:
         """Yields the core at every turn, then sleeps: with more ranks than cores others compute meanwhile."""
         begin = time.perf_counter()
+        self.state[WAIT] = row
         naps = begin + self.spin
         while not done():
             self.poll()
@@ -91,6 +101,7 @@ class Transport:
                 os.sched_yield()
             else:
                 time.sleep(NAP)
+        self.state[WAIT] = NOTHING
         self.waited += time.perf_counter() - begin
 
     def poll(self) -> None:
@@ -103,8 +114,15 @@ class Transport:
 class Queued(Transport):
     """For a GPU: transfers begin when the GPU has come to them, in the order in which they were given."""
 
-    def __init__(self, comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool) -> None:
-        super().__init__(comm, groups, crowded)
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        groups: Sequence[Sequence[int]],
+        device: Device,
+        crowded: bool,
+        state: memoryview | None = None,
+    ) -> None:
+        super().__init__(comm, groups, crowded, state)
         self.device = device
         self.queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
 
@@ -160,8 +178,10 @@ class Queued(Transport):
             self.queue.popleft()[1]()
 
 
-def transport(comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool) -> Transport:
+def transport(
+    comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool, state: memoryview | None
+) -> Transport:
     """The one for a device."""
     if device.kind == "cpu":
-        return Transport(comm, groups, crowded)
-    return Queued(comm, groups, device, crowded)
+        return Transport(comm, groups, crowded, state)
+    return Queued(comm, groups, device, crowded, state)

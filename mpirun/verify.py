@@ -7,7 +7,7 @@ backward, microbatch after microbatch; then clip and step.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """What a run, or a reference, did: enough to compare the two."""
 
     losses: list[list[float]]  # by step and microbatch
-    gradients: list[Parameters]  # by step, before clipping
+    gradients: list[Parameters]  # by step, before clipping; not of steps that changed nothing
     parameters: Parameters  # in the end
 
 
@@ -62,8 +62,8 @@ def gather(comm: MPI.Intracomm, header: Header, record: Record) -> Record | str 
     return Record(record.losses, gradients, parameters)
 
 
-def reference(of: Training, header: Header, steps: int) -> Record:
-    """The same steps in one process."""
+def reference(of: Training, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
+    """The same steps in one process, from the first; recorded from step `begun` on. `beat`: called now and then."""
     modules = [build(of.model, stage, of.seed).to(of.device.torch) for stage in range(header.stages)]
     draws = [
         Draws(module, stage, shape.draws, of.device.seed)
@@ -87,6 +87,7 @@ def reference(of: Training, header: Header, steps: int) -> Record:
                 for one in draws:
                     one.at = (of.seed, step, walk * header.microbatches + mb)
                 losses[-1].append(_forward_backward(of, header, modules, step, walk * header.microbatches + mb))
+                beat()
             for key, parameter in parameters.items():
                 summed[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = None
@@ -97,10 +98,13 @@ def reference(of: Training, header: Header, steps: int) -> Record:
                     whole = whole + summed[key]
                 summed |= {key: whole.clone() for key in copies}
             total = {key: grad if walk == 0 else total[key] + grad for key, grad in summed.items()}
-        gradients.append({key: grad.clone() for key, grad in total.items()})
+        sizes = zip(total, norms(list(total.values())), strict=True)
+        once = [0.0 if name in shared_before(of.model, stage) else size for (stage, name), size in sizes]
+        if not np.isfinite([*losses[-1], *once]).all():
+            continue
+        if step >= begun:
+            gradients.append({key: grad.clone() for key, grad in total.items()})
         if of.recipe.clip is not None:
-            sizes = zip(total, norms(list(total.values())), strict=True)
-            once = [0.0 if name in shared_before(of.model, stage) else size for (stage, name), size in sizes]
             factor = clip_factor(whole_norm(once), of.recipe.clip)
             for grad in total.values():
                 grad.mul_(factor)
@@ -109,7 +113,7 @@ def reference(of: Training, header: Header, steps: int) -> Record:
         if optimizer is not None:
             of.recipe.step(optimizer, step)
             optimizer.zero_grad()
-    return Record(losses, gradients, {key: parameter.detach() for key, parameter in parameters.items()})
+    return Record(losses[begun:], gradients, {key: parameter.detach() for key, parameter in parameters.items()})
 
 
 def _forward_backward(
@@ -162,7 +166,8 @@ def compare(ours: Record, theirs: Record) -> list[Difference]:
     """
     losses = Difference("losses", 0.0, "")
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
-        size = float(np.max(np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30)))
+        apart = np.where(np.isnan(a) & np.isnan(b), 0.0, np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30))
+        size = float(np.max(apart))
         if not size <= losses.size:
             losses = Difference("losses", size, f"step {step + 1}")
     pairs = [

@@ -151,6 +151,12 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     return program, fault
 
 
+def stored_hash(source: BinaryIO) -> str:
+    """The SHA-256 at the end of a canonical file that `read` has accepted."""
+    source.seek(-len(f'{"0" * 64}"\n}}\n'), 2)
+    return source.read(64).decode("ascii")
+
+
 def parse(content: str, name: str) -> Program:
     """The program in a file that may be edited by hand: any JSON layout, any or no hash."""
     try:

@@ -1,0 +1,243 @@
+"""--save and --resume: what every rank writes to a checkpoint, and takes from one.
+
+Each owner writes what it owns, under the parameters' names in the model;
+of several owners of a stage one does. Whoever needs something looks for its
+name: so a checkpoint made under one schedule goes on under any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun import checkpoint
+from mpirun.checkpoint import Manifest
+from mpirun.errors import Stop, from_rank_0, on_rank_0, together
+from mpirun.guard import BEAT, PHASE, SAVING, TRAINING
+from mpirun.model import Model, entry_name
+from mpirun.optimizer import Optimizer
+from mpirun.stage import Stage
+from mpirun.training import Training
+from schedgen.errors import UsageError
+from schedgen.program import Header
+
+
+class Keeper:
+    """One rank's part of all checkpoints of a run."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        header: Header,
+        of: Training,
+        stages: Mapping[int, Stage],
+        optimizer: Optimizer,
+        state: memoryview,
+        schedule: str,
+    ) -> None:
+        """`state`: what the guard sees; `schedule`: its hash."""
+        self.comm, self.header, self.of, self.stages, self.optimizer = comm, header, of, stages, optimizer
+        self.state = state
+        self.facts: dict[str, Any] = {
+            "seed": of.seed,
+            "optimizer": of.recipe.name,
+            "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
+            "data": {
+                "text": hashlib.sha256(of.text.numpy().data).hexdigest() if comm.rank == 0 else "",
+                "microbatches": header.microbatches * of.walks,
+            },
+        }
+        names = Counter(entry_name(of.model, s, name) for s, shape in enumerate(of.shapes) for name in shape.names)
+        tied = {entry_name(of.model, *place) for tie in of.model.tied for place in tie}
+        for name, count in names.items():
+            if count > 1 and name not in tied:
+                raise UsageError(f"two layers of the model have a parameter {name}: in checkpoints names must differ")
+        self.directory: Path | None = None
+        self.keep, self.last = 0, 0
+
+    # Writing
+
+    def save_to(self, directory: str, keep: int, resumed: str | None) -> None:
+        """Where checkpoints go from now on, and how many are kept. Collective."""
+        self.directory, self.keep = Path(directory), keep
+        on_rank_0(self.comm, lambda: _prepare(Path(directory), resumed))
+        together(self.comm, lambda: _seen(Path(directory)))
+        on_rank_0(self.comm, lambda: _tidy(Path(directory)))
+
+    def save(self, step: int) -> bool:
+        """A checkpoint after so many steps; whether it came about. Collective."""
+        comm, directory = self.comm, self.directory
+        assert directory is not None
+        self.state[PHASE] = SAVING
+        begin = time.perf_counter()
+        try:
+            on_rank_0(comm, lambda: checkpoint.begin(directory, step))
+            parts = comm.gather(together(comm, lambda: self._parts(directory, step)))
+            facts = {"step": step, **self.facts}
+            written = [part for of_rank in parts or () for part in of_rank]
+            on_rank_0(comm, lambda: checkpoint.publish(directory, step, facts, written))
+            on_rank_0(comm, lambda: checkpoint.prune(directory, self.keep))
+        except Stop as stop:
+            if comm.rank == 0:
+                checkpoint.abandon(directory, step)
+                last = f"the last one is that of step {self.last}" if self.last else "there is none"
+                print(f"mpirun: no checkpoint of step {step}: {stop}; {last}", file=sys.stderr, flush=True)
+            return False
+        finally:
+            self.state[PHASE] = TRAINING
+        self.last = step
+        if comm.rank == 0:
+            where = checkpoint.folder_of(directory, step)
+            print(f"checkpoint of step {step}: {where}, {time.perf_counter() - begin:.1f} s", flush=True)
+        return True
+
+    def _parts(self, directory: Path, step: int) -> list[checkpoint.Part]:
+        entries: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
+        for index, stage in self.stages.items():
+            owners = self.header.owners[index]
+            if owners[index % len(owners)] == self.comm.rank:
+                mine = own_names(self.of.model, stage)
+                entries["weights"] |= {
+                    name: view.detach() for name, view in zip(mine, stage.views(stage.weights), strict=True) if name
+                }
+                entries["weights"] |= rest(self.of.model, stage)
+                kept = self.optimizer.kept(index)
+                entries["optimizer"] |= {
+                    f"{name}.{key}": value
+                    for name, of_one in zip(mine, kept, strict=True)
+                    if name
+                    for key, value in of_one.items()
+                }
+        parts = []
+        for kind, found in entries.items():
+            if found:
+                parts.append(checkpoint.write_part(directory, step, kind, self.comm.rank, found))
+                self.state[BEAT] += 1
+        return parts
+
+    # Reading
+
+    def take(self, found: Manifest) -> None:
+        """Everything that this rank has of the model, from a checkpoint. Collective."""
+        together(self.comm, lambda: self._take(found))
+        self.last = found.step
+        if self.comm.rank == 0:
+            print(f"resumed after step {found.step}: {found.folder}", flush=True)
+            for what, value in {"seed": self.of.seed, "data": self.facts["data"]}.items():
+                if found.facts[what] != value:
+                    print(f"mpirun: note: the checkpoint was made with another {what}", file=sys.stderr, flush=True)
+
+    def _take(self, found: Manifest) -> None:
+        if found.facts["optimizer"] != self.facts["optimizer"]:
+            used = found.facts["optimizer"]
+            raise UsageError(f"--optimizer {self.facts['optimizer']}: {found.folder} was made with {used}")
+        weights, kept = found.files("weights"), found.files("optimizer")
+        states: dict[str, list[str]] = {}  # by parameter
+        for name in kept:
+            states.setdefault(name.rpartition(".")[0], []).append(name)
+        for index, stage in self.stages.items():
+            names = [entry_name(self.of.model, index, name) for name in stage.names]
+            into = rest(self.of.model, stage)
+            owned = self.comm.rank in self.header.owners[index]
+            if owned:
+                into |= dict(zip(names, stage.views(stage.weights), strict=True))
+            values = checkpoint.read(weights, list(into))
+            for name, target in into.items():
+                _fits(found.folder, name, values.get(name), target)
+                with torch.no_grad():
+                    target.copy_(values[name])
+            if owned:
+                values = checkpoint.read(kept, [state for name in names for state in states.get(name, ())])
+                self.optimizer.restore(
+                    index,
+                    [{state.rpartition(".")[2]: values[state] for state in states.get(name, ())} for name in names],
+                )
+            self.state[BEAT] += 1
+
+
+def newest(comm: MPI.Intracomm, options: argparse.Namespace) -> Manifest | None:
+    """The newest whole checkpoint in --resume; None where there is none at all and --save is the same. Collective."""
+    directory = Path(options.resume)
+    folders = from_rank_0(comm, lambda: checkpoint.folders(directory))
+    for folder in folders:
+        try:
+            return _whole(comm, folder)
+        except Stop as stop:
+            if comm.rank == 0:
+                print(f"mpirun: {stop}: skipped", file=sys.stderr, flush=True)
+    if not folders and options.save and Path(options.save).resolve() == directory.resolve():
+        return None  # the first of several runs by the same command
+    which = "no checkpoint is whole" if folders else "there is no checkpoint"
+    raise Stop(f"--resume {directory}: {which}", 1, speaker=0)
+
+
+def _whole(comm: MPI.Intracomm, folder: Path) -> Manifest:
+    found = from_rank_0(comm, lambda: checkpoint.manifest(folder))
+
+    def verify() -> None:
+        for part in found.parts[comm.rank :: comm.size]:
+            checkpoint.verify_part(folder, part)
+
+    together(comm, verify)
+    return found
+
+
+def own_names(model: Model, stage: Stage) -> list[str | None]:
+    """The entries of a stage's parameters; None for one that is written with another stage."""
+    firsts = {place: tie[0][0] for tie in model.tied for place in tie}
+    return [
+        entry_name(model, stage.index, name) if firsts.get((stage.index, name), stage.index) == stage.index else None
+        for name in stage.names
+    ]
+
+
+def rest(model: Model, stage: Stage) -> dict[str, Tensor]:
+    """What a stage's module has beside trained parameters: frozen ones and buffers."""
+    trained = {parameter.data_ptr() for parameter in stage.module.parameters() if parameter.requires_grad}
+    return {
+        entry_name(model, stage.index, name): value
+        for name, value in stage.module.state_dict().items()
+        if value.data_ptr() not in trained
+    }
+
+
+def _fits(folder: Path, name: str, value: Tensor | None, target: Tensor) -> None:
+    if value is None:
+        raise UsageError(f"{folder}: has no {name}: is it of another model?")
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise UsageError(
+            f"{folder}: {name} is {value.dtype} of shape {tuple(value.shape)}, "
+            f"but the model's is {target.dtype} of shape {tuple(target.shape)}"
+        )
+
+
+def _prepare(directory: Path, resumed: str | None) -> None:
+    """A folder to save to, which has no checkpoints of another run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".seen"
+        probe.write_bytes(b"")
+    except OSError as error:
+        raise UsageError(f"--save {directory}: {error.strerror}") from None
+    if checkpoint.folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
+        raise UsageError(f"--save {directory}: it has checkpoints already: go on with --resume {directory}")
+
+
+def _seen(directory: Path) -> None:
+    if not (directory / ".seen").exists():
+        raise UsageError(f"--save {directory}: not all hosts see the same folder")
+
+
+def _tidy(directory: Path) -> None:
+    (directory / ".seen").unlink()
+    checkpoint.prune(directory, sys.maxsize)
