@@ -177,9 +177,9 @@ class Guard:
         ]
         self.selector = selectors.DefaultSelector()
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "stdin")
-        for rank in self.ranks:  # wakes us up at once; without it the next look finds out
+        for rank in self.ranks:  # tells who ended first; where a kernel lacks it the next look finds out
             with contextlib.suppress(AttributeError, OSError):
-                self.selector.register(os.pidfd_open(rank.pid), selectors.EVENT_READ, "rank")
+                self.selector.register(os.pidfd_open(rank.pid), selectors.EVENT_READ, rank)
         self.links: list[Link] = []
         self.server = None
         if plan["listen"] is not None:
@@ -271,18 +271,27 @@ class Guard:
 
     # The loop
 
+    def listen(self) -> None:
+        """A rank that fails speaks itself, before it ends."""
+        if not self.said and any(rank.words[PHASE] == FAILED for rank in self.ranks):
+            self.said = True
+            self.tell(failed=True)
+
+    def gone(self, rank: Rank) -> None:
+        """A rank has ended."""
+        if not rank.gone:
+            rank.gone = True
+            self.listen()
+            if not rank.ended_well:
+                self.death(rank.state(self.host))
+
     def look(self) -> None:
         """At the ranks of this host."""
+        self.listen()
         for rank in self.ranks:
             rank.look()
-        if any(rank.words[PHASE] == FAILED for rank in self.ranks) and not self.said:
-            self.said = True  # it speaks itself
-            self.tell(failed=True)
-        for rank in self.ranks:
-            if not rank.gone and not process_state(rank.pid):
-                rank.gone = True
-                if not rank.ended_well:
-                    self.death(rank.state(self.host))
+            if not process_state(rank.pid):
+                self.gone(rank)
         if self.ending is not None and time.monotonic() >= self.ending:
             for rank in self.ranks:
                 with contextlib.suppress(OSError):
@@ -324,8 +333,9 @@ class Guard:
                 elif key.data == "stdin" and not os.read(sys.stdin.fileno(), 1):
                     self.selector.unregister(sys.stdin.fileno())
                     self.stop = self.ranks[0].ended_well
-                elif key.data == "rank" and self.ending is None:
+                elif isinstance(key.data, Rank):  # in the order in which they ended
                     self.selector.unregister(key.fileobj)
+                    self.gone(key.data)
             self.look()
             self.compare()
         self.tell(bye=True)

@@ -119,10 +119,12 @@ def in_one_launch(
 ) -> Callable[..., tuple[list[Any], Result]]:
     """What a program prints of each of a list of runs, which it reads from a file, and the launch."""
 
-    def in_one_launch(ranks: int, program: str, runs: Sequence[Any], limit: float) -> tuple[list[Any], Result]:
+    def in_one_launch(
+        ranks: int, program: str, runs: Sequence[Any], limit: float, env: dict[str, str] | None = None
+    ) -> tuple[list[Any], Result]:
         file = tmp_path_factory.mktemp("runs") / "runs.json"
         file.write_text(json.dumps(runs, default=str))
-        result = launch(ranks, file, program=["-m", "mpi4py", f"programs/{program}"], limit=limit)
+        result = launch(ranks, file, program=["-m", "mpi4py", f"programs/{program}"], env=env, limit=limit)
         lines = [line for line in result.out.splitlines() if line.startswith("run: ")]
         assert len(lines) == len(runs) and result.code == 0, (
             f"the launch ended in run {len(lines)} of {len(runs)} with code {result.code}: "
@@ -135,10 +137,12 @@ def in_one_launch(
 
 @pytest.fixture(scope="session")
 def mistakes(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Ended]]:
-    """Runs of mpirun one after the other in one launch, none of which trains."""
+    """Runs of mpirun one after the other in one launch, none of which ends well."""
 
-    def mistakes(ranks: int, runs: Sequence[Sequence[object]], limit: float = 240) -> list[Ended]:
-        ended, result = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit)
+    def mistakes(
+        ranks: int, runs: Sequence[Sequence[object]], limit: float = 240, env: dict[str, str] | None = None
+    ) -> list[Ended]:
+        ended, result = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit, env)
         assert "Traceback" not in result.out + result.err
         return [Ended(*one) for one in ended]
 

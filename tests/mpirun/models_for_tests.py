@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -226,6 +227,48 @@ def exits_in_stage(stages: int) -> Model:
 
 def killed_in_stage(stages: int) -> Model:
     return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def out_of_memory_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50)))
+
+
+def stopped_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+
+
+def asked_to_leave_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+
+
+# Numbers that are not finite, in the second step
+
+
+class Unsound(nn.Module):
+    """A linear layer whose output, or only its gradient, is multiplied at its 13th forward."""
+
+    def __init__(self, by: float, gradient: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.by, self.gradient = by, gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards = getattr(self, "forwards", 0) + 1
+        output = self.linear(x)
+        if self.forwards == 13:
+            if self.gradient:
+                output.register_hook(lambda gradient: gradient * self.by)
+            else:
+                output = output * self.by
+        return output
+
+
+def nan_loss(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Unsound(math.nan, gradient=False))
+
+
+def infinite_gradient(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Unsound(math.inf, gradient=True))
 
 
 class Noise(nn.Module):

@@ -1,0 +1,29 @@
+"""mpirun on a disk that is full when the third checkpoint is written."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+
+from mpi4py import MPI
+
+from mpirun import checkpoint
+from mpirun.__main__ import main
+
+write_part = checkpoint.write_part
+
+
+def when_full(directory, step, kind, rank, entries):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step == 3 else soft, hard))
+    try:
+        return write_part(directory, step, kind, rank, entries)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if MPI.COMM_WORLD.rank == 0:
+    checkpoint.write_part = when_full
+sys.exit(main())
