@@ -29,7 +29,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test test-check lint traces bench bench-compile bench-run clean
+.PHONY: venv run test test-check test-crash lint traces bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -48,6 +48,9 @@ run: venv
 
 test: venv
 	$(BIN)/python -m pytest
+
+test-crash: venv
+	$(BIN)/python tests/mpirun/crash.py --count 50
 
 test-check: venv
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/test_check_rules.py -k false_alarm

@@ -1,0 +1,164 @@
+"""Training runs of which a rank is killed at a random moment, and which are then resumed by the same command.
+
+`python tests/mpirun/crash.py --count 50` (`make test-crash`) does 50 of each kind:
+
+anywhen   at any moment from the start of the launch to its end
+writing   while a checkpoint is being written
+
+Each must end with the bits of a run that nobody disturbed; every kill must end all ranks soon, and leave no
+checkpoint that is not whole, nor less than there was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors.torch import load_file
+
+from mpirun import checkpoint
+from schedgen.cli import main as schedgen
+
+STEPS = 12
+RANKS = 4
+MARKER = "MPIRUN_TEST_LAUNCH"
+MODEL = "mpirun.models.mlp:tiny"
+
+
+class Crash(NamedTuple):
+    """What came of one run that was killed and resumed."""
+
+    lasted: float  # seconds from the kill to the end of the last process
+    steps: int  # that the newest checkpoint had when all had ended
+    whole: bool  # all checkpoints are, and none was lost
+    same: bool  # the end is that of the undisturbed run
+
+
+def processes(marker: str) -> dict[int, list[str]]:
+    """Those of one launch that are still there, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+        except OSError:  # gone, or another user's
+            continue
+    return found
+
+
+class Crasher:
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.random = folder, random.Random(seed)
+        self.schedule = folder / "1f1b.json"
+        command = ["compile", "1f1b", "--stages", str(RANKS), "--microbatches", "4", "-o", str(self.schedule)]
+        assert schedgen(command) == 0
+        begin = time.monotonic()
+        assert self.start(folder / "undisturbed").wait() == 0
+        self.seconds = time.monotonic() - begin
+        self.end = self.result(folder / "undisturbed")
+
+    def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
+        mpiexec = os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec")))
+        command = [*shlex.split(mpiexec), "-n", str(RANKS), sys.executable, "-m", "mpirun", str(self.schedule)]
+        command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
+        env = {**os.environ, MARKER: marker}
+        return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def result(self, save: Path) -> dict[str, bytes]:
+        """All entries of the last checkpoint."""
+        found = checkpoint.manifest(checkpoint.folder_of(save, STEPS))
+        files = {part.name: load_file(found.folder / part.name) for part in found.parts}
+        return {name: value.numpy().tobytes() for entries in files.values() for name, value in entries.items()}
+
+    def crash(self, kind: str) -> Crash:
+        save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
+        job = self.start(save, marker)
+        moment = self.anywhen() if kind == "anywhen" else self.writing(save)
+        while job.poll() is None and not moment():
+            pass
+        had = newest(save)
+        ranks = [pid for pid, words in processes(marker).items() if words[1:3] == ["-m", "mpirun"]]
+        begin = time.monotonic()
+        if ranks:
+            os.kill(self.random.choice(ranks), signal.SIGKILL)
+        job.wait()
+        while processes(marker):
+            time.sleep(0.01)
+        lasted = time.monotonic() - begin
+        steps, whole = newest(save), all_whole(save)
+        ended_well = self.start(save).wait() == 0
+        return Crash(lasted, steps, whole and steps >= had, ended_well and self.result(save) == self.end)
+
+    def anywhen(self) -> Callable[[], bool]:
+        moment = time.monotonic() + self.random.uniform(0, self.seconds)
+        return lambda: time.sleep(0.001) or time.monotonic() > moment
+
+    def writing(self, save: Path) -> Callable[[], bool]:
+        """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
+        folder = checkpoint.aside(save, self.random.randint(1, STEPS - 1))
+
+        def moment() -> bool:
+            if not folder.exists():
+                return False
+            time.sleep(self.random.uniform(0, 0.02))
+            return True
+
+        return moment
+
+
+def newest(save: Path) -> int:
+    """How many steps the newest checkpoint has; 0: there is none."""
+    whole = [folder for folder in checkpoint.folders(save) if (folder / checkpoint.MANIFEST).exists()]
+    return checkpoint.manifest(whole[0]).step if whole else 0
+
+
+def all_whole(save: Path) -> bool:
+    """Whether all that bear a manifest are what it says."""
+    for folder in checkpoint.folders(save):
+        if (folder / checkpoint.MANIFEST).exists():
+            for part in checkpoint.manifest(folder).parts:
+                checkpoint.verify_part(folder, part)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        crasher = Crasher(Path(folder), options.seed)
+        for kind in ("anywhen", "writing"):
+            crashes = []
+            for number in range(options.count):
+                one = crasher.crash(kind)
+                crashes.append(one)
+                print(
+                    f"{kind} {number + 1}: after {one.steps} steps, all ended in {one.lasted:.2f} s, "
+                    f"{'' if one.whole else 'not '}whole, {'same bits' if one.same else 'other bits'}",
+                    flush=True,
+                )
+            good = sum(one.whole and one.same for one in crashes)
+            failed += options.count - good + sum(one.lasted > 5 for one in crashes)
+            print(
+                f"{kind}: {good} of {options.count} whole and with the same bits; "
+                f"all ended within {max(one.lasted for one in crashes):.2f} s",
+                flush=True,
+            )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

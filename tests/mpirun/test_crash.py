@@ -1,0 +1,21 @@
+"""A rank is killed at a random moment: all end, no checkpoint suffers, and the resumed run ends with the same bits.
+
+A few of the runs that `make test-crash` does 50 of.
+"""
+
+from __future__ import annotations
+
+import pytest
+from crash import Crasher
+
+
+@pytest.fixture(scope="module")
+def crasher(tmp_path_factory) -> Crasher:
+    return Crasher(tmp_path_factory.mktemp("crash"), seed=1)
+
+
+@pytest.mark.parametrize("kind", ["anywhen", "writing"])
+def test_a_run_that_is_killed_and_resumed(crasher, kind):
+    one = crasher.crash(kind)
+    assert one.whole and one.same
+    assert one.lasted < 5
