@@ -38,6 +38,7 @@ TICK = 0.1  # seconds between two looks
 REPORT = 1.0  # seconds between two reports to the first guard, and its answers
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
 SILENCE = 60.0  # seconds after which a host that says nothing counts as lost, if the time limit is not shorter
+LAST_WORDS = 5.0  # seconds that a rank which fails has to speak and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
 STATES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep", "": "gone"}
 
@@ -224,6 +225,7 @@ class Guard:
                 link.left = True
             if "failed" in words:
                 self.said = True
+                self.end(LAST_WORDS)
             if "died" in words:
                 self.death(words["died"])
             if "end" in words:
@@ -276,6 +278,7 @@ class Guard:
         if not self.said and any(rank.words[PHASE] == FAILED for rank in self.ranks):
             self.said = True
             self.tell(failed=True)
+            self.end(LAST_WORDS)
 
     def gone(self, rank: Rank) -> None:
         """A rank has ended."""

@@ -170,6 +170,7 @@ def entry_name(model: Model, stage: int, name: str) -> str:
     for tie in model.tied:
         if (stage, name) in tie:
             stage, name = tie[0]
+    name = name.replace("_orig_mod.", "")  # of torch.compile
     return name if isinstance(model.stages[stage], Mapping) else f"stage{stage}.{name}"
 
 
