@@ -76,6 +76,7 @@ $(GOLDEN:%=traces/%.json): traces/%.json: venv
 
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
+	$(BIN)/python tests/bench/diff.py
 
 bench-run: venv
 	$(BIN)/python tests/bench/split_backward.py

@@ -23,7 +23,7 @@ import schedgen
 from schedgen.check import check
 from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
-from schedgen.diff import diff
+from schedgen.diff import coloured, diff
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated
 from schedgen.file import parse, read, write
@@ -167,10 +167,14 @@ def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, A
 
 
 def _diff(options: argparse.Namespace) -> int:
-    lines = diff(checked(options.a), checked(options.b), options.a, options.b)
+    lines = diff(checked(options.a), checked(options.b), one_line(options.a), one_line(options.b))
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        lines = coloured(lines)
+    differ = 0
     for line in lines:
+        differ = 1
         print(line)
-    return 1 if lines else 0
+    return differ
 
 
 def _schemes(_: argparse.Namespace) -> int:
