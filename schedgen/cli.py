@@ -15,21 +15,23 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import schedgen
+from schedgen.actions import read_actions, write_actions
+from schedgen.chakra import chakra
 from schedgen.check import check
 from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import coloured, diff
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
-from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated
+from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
 from schedgen.file import parse, read, write
 from schedgen.measured import measured, read_trace
 from schedgen.program import DIRECTIONS, Program
-from schedgen.scheme import Sizes
+from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES, describe, load
 from schedgen.schemes.orders import ORDERS
 from schedgen.simulate import report, simulate
@@ -72,13 +74,29 @@ def checked(name: str) -> Program:
     return program
 
 
+def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
+    """The scheme to compile, and for what sizes: a CSV file has its own."""
+    given = {name: getattr(options, name) for name in Sizes._fields}
+    if not options.scheme.endswith(".csv"):
+        for name in ("stages", "microbatches"):
+            if given[name] is None:
+                raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
+        sizes = Sizes(**given)
+        return load(options.scheme, sizes), sizes
+    scheme, sizes = read_actions(Path(options.scheme).read_text(errors="replace"), options.scheme)
+    for name, value in given.items():
+        if value not in (None, getattr(sizes, name)):
+            raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
+    return scheme, sizes
+
+
 def _compile(options: argparse.Namespace) -> int:
-    sizes = Sizes(options.stages, options.microbatches, options.workers, options.groups, options.chunks)
+    scheme, sizes = _scheme(options)
     recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         program = compile_scheme(
-            load(options.scheme, sizes),
+            scheme,
             sizes,
             options.mode,
             options.n,
@@ -141,10 +159,7 @@ def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
 
 def _simulate(options: argparse.Namespace) -> int:
     program = checked(options.file)
-    cost: Mapping[str, Amount] = options.cost or program.header.cost
-    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
-    if options.profile:
-        cost, machine = _profile(options, program)
+    cost, machine = _costs(options, program)
     walks = _measured(options, program) if options.measured else []
     if walks and not (options.cost or options.profile):
         times = measured(program, walks)["profile"]
@@ -155,15 +170,43 @@ def _simulate(options: argparse.Namespace) -> int:
         found = events(program, [simulated(program, run, 1e6 if seconds else 1.0)], SIMULATED)
         found += events(program, walks, MEASURED) if walks else []
         with output(options.trace) as out:
-            out.write(json.dumps({"traceEvents": found}).encode())
+            out.write(trace(found))
     numbers = report(program, run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
 
 
+def _costs(options: argparse.Namespace, program: Program) -> tuple[Mapping[str, Amount], Machine]:
+    """Durations and machine of the options that `_add_costs` makes."""
+    if options.profile:
+        return _profile(options, program)
+    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
+    return options.cost or program.header.cost, machine
+
+
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
     text = Path(options.profile).read_text(errors="replace")
     return read_profile(text, options.profile, program.header.stages)
+
+
+def _export(options: argparse.Namespace) -> int:
+    program = checked(options.file)
+    cost, machine = _costs(options, program)
+    unit = 1e6 if options.profile else 1.0
+    files: Iterable[tuple[str, bytes]]
+    if options.to == "csv":
+        files = [("", write_actions(program).encode())]
+    elif options.to == "chrome":
+        found = events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
+        files = [("", trace(found))]
+    elif options.output == "-":
+        raise UsageError("Chakra traces are several files: -o NAME gives NAME.0.et, NAME.1.et, ... and NAME.json")
+    else:
+        files = chakra(program, cost, machine, unit)
+    for end, data in files:
+        with output(options.output + end) as out:
+            out.write(data)
+    return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -269,6 +312,17 @@ def _cost(text: str) -> dict[str, float]:
     return {name: cost[name] for name in names}
 
 
+def _add_costs(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
+    add("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
+    add("--alpha", type=_time, default=0.0, metavar="T", help="time a message takes, in the same unit")
+    add("--beta", type=_time, default=0.0, metavar="T", help="and time each of its bytes takes")
+    add("--activation", type=_count, default=1, metavar="N", help="bytes of an activation or its gradient")
+    add("--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient")
+    add("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
+    add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="schedgen", description="Static schedules for distributed training, as text.")
     parser.add_argument("--version", action="version", version=f"schedgen {schedgen.__version__}")
@@ -283,9 +337,11 @@ def _parser() -> argparse.ArgumentParser:
         "compile", _compile, "write the schedule of a scheme",
         "schedgen compile 1f1b --stages 4 --microbatches 8 -o 1f1b.json",
     )  # fmt: skip
-    sub.add_argument("scheme", metavar="SCHEME|FILE.py", help=f"{', '.join(SCHEMES)}, or a file that defines w and n")
-    sub.add_argument("--stages", type=_count, required=True, metavar="S")
-    sub.add_argument("--microbatches", type=_count, required=True, metavar="B")
+    sub.add_argument(
+        "scheme", metavar="SCHEME|FILE", help=f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv"
+    )
+    sub.add_argument("--stages", type=_count, metavar="S", help="needed, as is B, unless the file is a CSV")
+    sub.add_argument("--microbatches", type=_count, metavar="B")
     sub.add_argument("--workers", type=_count, metavar="W", help="default: what the scheme needs")
     sub.add_argument("--groups", type=_count, metavar="G", help="groups of workers (lpp, fslpp)")
     sub.add_argument("--chunks", type=_count, metavar="V", help="stages a worker (looped schemes)")
@@ -320,19 +376,22 @@ def _parser() -> argparse.ArgumentParser:
         "schedgen simulate 1f1b.json --cost F=1,B=2 --alpha 0.01 --beta 1e-9 --activation 1000000 --trace trace.json",
     )  # fmt: skip
     sub.add_argument("file", metavar="FILE")
-    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; default: those in the file")
-    sub.add_argument("--alpha", type=_time, default=0.0, metavar="T", help="time a message takes, in the same unit")
-    sub.add_argument("--beta", type=_time, default=0.0, metavar="T", help="and time each of its bytes takes")
-    sub.add_argument("--activation", type=_count, default=1, metavar="N", help="bytes of an activation or its gradient")
-    sub.add_argument(
-        "--weight", type=_count, default=1, metavar="N", help="bytes of a stage's weights or their gradient"
-    )
-    sub.add_argument("--saved", type=_count, default=1, metavar="N", help="bytes a forward keeps for its backward")
-    add = sub.add_argument
-    add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
+    _add_costs(sub)
     sub.add_argument("--json", action="store_true")
+    add = sub.add_argument
     add("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
     add("--measured", metavar="TRACE", help="durations as mpirun --trace found them; OUT has both")
+
+    sub = command(
+        "export", _export, "write a schedule for other tools", "schedgen export 1f1b.json --to chrome -o trace.json"
+    )
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument(
+        "--to", required=True, choices=("chrome", "chakra", "csv"),
+        help="events of a simulation, for Perfetto; MLCommons Chakra traces of it, one a rank; torch's compute actions",
+    )  # fmt: skip
+    sub.add_argument("-o", "--output", required=True, metavar="OUT", help="- is standard output")
+    _add_costs(sub)
 
     sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
     sub.add_argument("a", metavar="A")

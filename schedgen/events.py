@@ -7,6 +7,7 @@ arrival; measured, where the first to use it starts its work.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,6 +90,11 @@ def events(program: Program, walks: Sequence[Timeline], process: int) -> list[di
             found.append({**one, "ph": "s", "tid": int(table.rank[row]), "ts": float(times.start[row])})
             found.append({**one, "ph": "f", "bp": "e", "tid": int(table.peer[row]), "ts": float(times.arrival[row])})
     return found
+
+
+def trace(found: Sequence[dict[str, Any]]) -> bytes:
+    """The file of events."""
+    return json.dumps({"traceEvents": found}).encode()
 
 
 def name(i: Instruction) -> str:
