@@ -37,7 +37,7 @@ venv: $(VENV)/installed
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
-	    $(filter-out system,$(MPI)) --editable '.[run,export,dev]'
+	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,dev]'
 	touch $@
 
 run: venv

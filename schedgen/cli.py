@@ -23,6 +23,8 @@ import schedgen
 from schedgen.actions import read_actions, write_actions
 from schedgen.chakra import chakra
 from schedgen.check import check
+from schedgen.compare import as_json, compare
+from schedgen.compare import table as side_by_side
 from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import coloured, diff
@@ -30,6 +32,7 @@ from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
 from schedgen.file import parse, read, write
 from schedgen.measured import measured, read_trace
+from schedgen.plot import plot
 from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES, describe, load
@@ -220,6 +223,20 @@ def _diff(options: argparse.Namespace) -> int:
     return differ
 
 
+def _compare(options: argparse.Namespace) -> int:
+    sizes = Sizes(options.stages, options.microbatches, options.workers)
+    found = compare(sizes, options.cost, options.memory)
+    if not found.rows:
+        raise UsageError("no scheme fits: " + "; ".join(f"{one.scheme}: {one.reason}" for one in found.left_out))
+    if options.output:
+        title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
+        with output(options.output) as out:
+            plot(found, title, out)
+    if options.output != "-":
+        print(json.dumps(as_json(found), indent=1) if options.json else "\n".join(side_by_side(found)))
+    return 0
+
+
 def _schemes(_: argparse.Namespace) -> int:
     print(describe())
     return 0
@@ -396,6 +413,18 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("diff", _diff, "what changed between two schedules", "schedgen diff old.json new.json")
     sub.add_argument("a", metavar="A")
     sub.add_argument("b", metavar="B")
+
+    sub = command(
+        "compare", _compare, "all schemes that fit, side by side",
+        "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory 12",
+    )  # fmt: skip
+    sub.add_argument("--stages", type=_count, required=True, metavar="S")
+    sub.add_argument("--microbatches", type=_count, required=True, metavar="B")
+    sub.add_argument("--workers", type=_count, required=True, metavar="W")
+    sub.add_argument("--memory", type=_count, metavar="M", help="saved forwards a worker may hold")
+    sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; a split backward has half of B each")
+    sub.add_argument("--json", action="store_true")
+    sub.add_argument("-o", "--output", metavar="OUT.svg", help="a plot of latency against memory")
 
     command("schemes", _schemes, "the built-in schemes and their parameters", "schedgen schemes")
     return parser
