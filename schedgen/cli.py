@@ -32,6 +32,7 @@ from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
 from schedgen.file import parse, read, write
 from schedgen.measured import measured, read_trace
+from schedgen.new import new
 from schedgen.plot import plot
 from schedgen.program import DIRECTIONS, Program
 from schedgen.scheme import Scheme, Sizes
@@ -237,6 +238,11 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _new(options: argparse.Namespace) -> int:
+    print(f"{new(options.name)}: its w and n are yours to edit; its first lines say how to compile it")
+    return 0
+
+
 def _schemes(_: argparse.Namespace) -> int:
     print(describe())
     return 0
@@ -425,6 +431,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; a split backward has half of B each")
     sub.add_argument("--json", action="store_true")
     sub.add_argument("-o", "--output", metavar="OUT.svg", help="a plot of latency against memory")
+
+    sub = command("new", _new, "write a scheme of your own to begin with", "schedgen new mine")
+    sub.add_argument("name", metavar="NAME", help="of the scheme; the file is NAME.py")
 
     command("schemes", _schemes, "the built-in schemes and their parameters", "schedgen schemes")
     return parser
