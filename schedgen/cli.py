@@ -35,6 +35,7 @@ from schedgen.measured import measured, read_trace
 from schedgen.new import new
 from schedgen.plot import plot
 from schedgen.program import DIRECTIONS, Program
+from schedgen.progress import allow
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES, describe, load
 from schedgen.schemes.orders import ORDERS
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
     options = _parser().parse_args(arguments)
+    allow(options.quiet)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -354,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: object, summary: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=summary, description=summary, epilog=f"example: {example}")
         sub.set_defaults(run=run)
+        sub.add_argument("-q", "--quiet", action="store_true", help="no progress bars on a terminal")
         return sub
 
     sub = command(

@@ -14,6 +14,7 @@ import numpy as np
 from schedgen.compile import compile_scheme
 from schedgen.errors import UsageError
 from schedgen.program import Header, Kind, Op, Program
+from schedgen.progress import over
 from schedgen.scheme import Sizes
 from schedgen.schemes import SCHEMES, load
 from schedgen.stats import stats
@@ -64,7 +65,8 @@ def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory: int |
     """
     found: list[tuple[Row, Header]] = []
     left_out = []
-    for name, groups in candidates(sizes.workers or 1):
+    every = candidates(sizes.workers or 1)
+    for name, groups in over(every, "compare", len(every)):
         label = name if groups is None else f"{name} G={groups}"
         try:
             program, limited = _compiled(name, sizes._replace(groups=groups), cost, memory)

@@ -25,6 +25,7 @@ from schedgen.decode import header as decode_header
 from schedgen.decode import instruction as decode_instruction
 from schedgen.errors import RefusedFile
 from schedgen.program import DIRECTIONS, Header, Instruction, Ints, Program, Rows, concatenate, rows
+from schedgen.progress import counted
 
 VERSION = 1
 CHUNK = 2**16  # rows written at a time
@@ -48,13 +49,15 @@ def write(program: Program, out: BinaryIO) -> None:
     put("".join(f"{line}\n" for line in header_lines(program.header)).encode("ascii"))
     buffer = np.empty(min(len(program), CHUNK) * text.LONGEST, np.uint8)
     bounds = program.bounds.tolist()
-    for rank, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        put(b"  [\n")
-        for first in range(begin, end, CHUNK):
-            last = min(first + CHUNK, end)
-            size = text.lines(program.rows, first, last, last == end, buffer)
-            put(buffer[:size].data)
-        put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
+    with counted("write", len(program), " instructions") as done:
+        for rank, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            put(b"  [\n")
+            for first in range(begin, end, CHUNK):
+                last = min(first + CHUNK, end)
+                size = text.lines(program.rows, first, last, last == end, buffer)
+                put(buffer[:size].data)
+                done(last - first)
+            put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
     put(b" ],\n")
     out.write(f' "sha256": "{digest.hexdigest()}"\n}}\n'.encode("ascii"))
 
@@ -235,13 +238,15 @@ def _programs(lines: _Lines, bounds: Bounds) -> Rows:
     """Every rank's list, up to and with the bracket that ends them all."""
     state = text.State()
     parts: list[Rows] = []
-    while state.rank < bounds.workers:
-        more = lines.more()
-        found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
-        parts.append(found)
-        lines.take(size, count)
-        if wrong or not more or len(lines.rest) > BLOCK:
-            raise _wrong_line(lines, state, bounds)
+    with counted("read", None, " instructions") as done:
+        while state.rank < bounds.workers:
+            more = lines.more()
+            found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
+            parts.append(found)
+            lines.take(size, count)
+            if wrong or not more or len(lines.rest) > BLOCK:
+                raise _wrong_line(lines, state, bounds)
+            done(len(found.op))
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
     return concatenate(parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from schedgen.errors import SlowScheme, UsageError
 from schedgen.program import DIRECTIONS, MOST_PAIRS, B, Ints, W
+from schedgen.progress import over
 
 Function = Callable[..., Any]
 
@@ -177,7 +179,7 @@ def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
 
 def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: int) -> list[NDArray[Any]]:
     columns: list[list[Any]] = [[] for _ in range(parts)]
-    for job in itertools.product(*(range(length) for length in shape)):
+    for job in over(itertools.product(*(range(length) for length in shape)), name, math.prod(shape)):
         try:
             returned = function(*job)
         except (Exception, SystemExit) as error:

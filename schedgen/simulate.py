@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.check.deadlock import waits
+from schedgen.check.deadlock import Waits, waits
 from schedgen.check.lives import Memory
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Numbers, Subject
@@ -27,6 +27,7 @@ from schedgen.heap import settle
 from schedgen.kernels import kernel
 from schedgen.places import Footprint, follow, measured, needed, plan
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
+from schedgen.progress import steps
 
 Times = NDArray[np.float64]
 
@@ -53,8 +54,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     machine = machine or Machine()
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
-    steps = np.flatnonzero(table.op == Op.STEP)
-    duration[steps] = by_stage(machine.step, header.stages)[table.stage[steps]]
+    stepped = np.flatnonzero(table.op == Op.STEP)
+    duration[stepped] = by_stage(machine.step, header.stages)[table.stage[stepped]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
@@ -66,22 +67,31 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
     sizes[sends] = of_kind[table.kind[sends], table.stage[sends]]
     subject = Subject(program, "")
-    found = follow(subject, bytes)
-    footprint = needed(header, bytes, found, plan(program, bytes, found))
-    needs = waits(subject, found, rule_3(subject))
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
-    shared = np.array([w[list(stages)].min() for stages in header.tied])
-    summed = np.zeros(len(needs.members))  # bytes of each collective; NORM has none
-    for kind, weight in ((Kind.DW, w), (Kind.T, shared)):
-        entered = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
-        summed[needs.collective[entered]] = weight[table.stage[entered]]
-    ring_time = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
-    start, end, arrival, idle, cause = _execute.sized(len(program))(
-        table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
-        needs.collective, needs.members, ring_time, table.peer, duration, message, free, len(CAUSES),
-    )  # fmt: skip
+    with steps("simulate", 4) as step:
+        found = step(follow, subject, bytes)
+        footprint = needed(header, bytes, found, step(plan, program, bytes, found))
+        needs = waits(subject, found, step(rule_3, subject))
+        start, end, arrival, idle, cause = step(
+            _execute.sized(len(program)),
+            table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
+            needs.collective, needs.members, _rings(program, needs, w, machine), table.peer, duration, message, free,
+            len(CAUSES),
+        )  # fmt: skip
     return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint)
+
+
+def _rings(program: Program, needs: Waits, weight: Numbers, machine: Machine) -> Times:
+    """How long each collective takes; `weight`: bytes by stage. NORM has none."""
+    table = program.rows
+    shared = np.array([weight[list(stages)].min() for stages in program.header.tied])
+    summed = np.zeros(len(needs.members))
+    for kind, bytes in ((Kind.DW, weight), (Kind.T, shared)):
+        entered = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+        summed[needs.collective[entered]] = bytes[table.stage[entered]]
+    times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
+    return times
 
 
 def report(program: Program, run: Simulation) -> dict[str, Any]:

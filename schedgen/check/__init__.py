@@ -24,6 +24,7 @@ from schedgen.check.lives import Memory, lives, rule_2, rule_7
 from schedgen.check.messages import rule_3, rule_6
 from schedgen.check.subject import RULES, Subject
 from schedgen.program import Program
+from schedgen.progress import steps
 
 __all__ = ["RULES", "Memory", "check"]
 
@@ -31,12 +32,13 @@ __all__ = ["RULES", "Memory", "check"]
 def check(program: Program, name: str = "program") -> Memory:
     """Prove the eight rules for a projected program; `name` stands in errors."""
     subject = Subject(program, name)
-    rule_1(subject)
-    found = lives(subject)
-    rule_2(subject, found)
-    pairs = rule_3(subject)
-    rule_6(subject)
-    rule_7(subject, found)
-    rule_5(subject)
-    rule_4(subject, waits(subject, found, pairs))
+    with steps("check", 8) as step:
+        step(rule_1, subject)
+        found = step(lives, subject)
+        step(rule_2, subject, found)
+        pairs = step(rule_3, subject)
+        step(rule_6, subject)
+        step(rule_7, subject, found)
+        step(rule_5, subject)
+        step(rule_4, subject, waits(subject, found, pairs))
     return found.memory

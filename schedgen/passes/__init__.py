@@ -21,6 +21,7 @@ from schedgen.passes.tie import tie
 from schedgen.passes.transfers import transfers
 from schedgen.passes.weights import weights
 from schedgen.program import Header, Program
+from schedgen.progress import over
 
 PIPELINE = (weights, transfers, reduce, tie, step, hoist)
 
@@ -28,7 +29,7 @@ PIPELINE = (weights, transfers, reduce, tie, step, hoist)
 def lower(header: Header, start: Times, options: Options) -> Program:
     """The projected program for jobs that start at `start` (flat, indexed by job)."""
     program = compute(header, start, options)
-    for one in PIPELINE:
+    for one in over(PIPELINE, "lower", len(PIPELINE)):
         program = one(program, options)
     program = program.project()  # not nested: the global program is a third of the memory
     return free(program, options)

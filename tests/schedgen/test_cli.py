@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -13,7 +15,6 @@ import pytest
 from schedgen import __version__
 from schedgen.schemes import SCHEMES
 
-COMMANDS = ("compile", "check", "seal", "stats", "diff", "schemes")
 GOOD = {"scheme": "gpipe", "--stages": "4", "--microbatches": "8", "-o": "-"}
 
 
@@ -44,16 +45,30 @@ def files(golden, tmp_path):
     return {scheme: tmp_path / f"{scheme}.json" for scheme in golden}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_with_an_example_that_names_the_command(command, run):
-    result = run(command, "--help")
-    assert (result.code, result.err) == (0, "")
-    assert f"example: schedgen {command}" in result.out
+@pytest.fixture
+def commands(run):
+    """Every command, from `schedgen --help`."""
+    return re.findall(r"^    (\w+) ", run("--help").out, re.M)
 
 
-def test_help_names_every_command_and_version_says_which(run):
-    text = run("--help").out
-    assert all(f"\n    {command} " in text for command in COMMANDS)
+def test_help_of_every_command_has_an_example_that_runs(commands, files, run, monkeypatch):
+    assert {"compile", "check", "seal", "stats", "simulate", "diff", "export", "compare", "new", "schemes"} <= {
+        *commands
+    }
+    folder = files["1f1b"].parent
+    monkeypatch.chdir(folder)
+    for name in ("old.json", "new.json"):
+        (folder / name).write_bytes(files["1f1b"].read_bytes())
+    for command in commands:
+        result = run(command, "--help")
+        assert (result.code, result.err) == (0, "")
+        words = shlex.split(" ".join(result.out.partition("\nexample: ")[2].split()))
+        assert words[:2] == ["schedgen", command]
+        done = run(*words[1:])
+        assert (done.code, done.err) == (0, ""), words
+
+
+def test_version_says_which(run):
     assert run("--version") == (0, f"schedgen {__version__}\n", "")
 
 
