@@ -94,7 +94,7 @@ def chakra(
                 _put(out, _node(messages, program.header, rank, at, i, edges, *numbers))
         yield f".{rank}.et", out.getvalue()
     groups = {str(group): list(ranks) for group, ranks in enumerate(program.header.groups) if group}
-    yield ".json", f"{json.dumps(groups)}\n".encode()
+    yield ".groups.json", f"{json.dumps(groups)}\n".encode()
 
 
 def dependencies(header: Header, listed: Sequence[Instruction]) -> Iterator[tuple[list[int], list[int]] | None]:

@@ -206,7 +206,7 @@ def _export(options: argparse.Namespace) -> int:
         found = events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
         files = [("", trace(found))]
     elif options.output == "-":
-        raise UsageError("Chakra traces are several files: -o NAME gives NAME.0.et, NAME.1.et, ... and NAME.json")
+        raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")
     else:
         files = chakra(program, cost, machine, unit)
     for end, data in files:

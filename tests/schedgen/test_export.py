@@ -116,7 +116,7 @@ def exported(request, run, tmp_path):
             program, _ = read(file, "schedule")
         ranks = range(program.header.workers)
         assert sorted(path.name for path in tmp_path.glob("trace*")) == sorted(
-            [*(f"trace.{rank}.et" for rank in ranks), "trace.json"]
+            [*(f"trace.{rank}.et" for rank in ranks), "trace.groups.json"]
         )
         found = [request.param((tmp_path / f"trace.{rank}.et").read_bytes()) for rank in ranks]
         assert {version for version, _ in found} == {"1.0.0"}
@@ -205,10 +205,10 @@ def test_replayed_by_its_edges_a_trace_takes_the_simulated_times(scheme, exporte
 
 def test_groups_of_collectives_are_listed_by_name_and_all_ranks_need_none(exported, golden, tmp_path):
     exported(golden["lpp"])
-    groups = json.loads((tmp_path / "trace.json").read_text())
+    groups = json.loads((tmp_path / "trace.groups.json").read_text())
     assert groups == {"1": [0, 2], "2": [1, 3]}
     exported(golden["ddp"], "--weight", "64")
-    assert json.loads((tmp_path / "trace.json").read_text()) == {}
+    assert json.loads((tmp_path / "trace.groups.json").read_text()) == {}
 
 
 def test_a_reduction_has_the_bytes_of_the_weights(exported, golden):

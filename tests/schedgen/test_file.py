@@ -233,7 +233,7 @@ def test_a_name_from_a_file_cannot_break_the_output(small, name, run, refused, t
     if sealed.code:
         refused(sealed, 1)
         return
-    for command, code, length in (("check", path), 0, 1), (("diff", plain, path), 1, 1), (("stats", path), 0, None):
+    for command, code, length in (("check", path), 0, 1), (("diff", plain, path), 1, 2), (("stats", path), 0, None):
         result = run(*command)
         lines = result.out.split("\n")[:-1]
         assert result.code == code and all(line.isprintable() for line in lines)
