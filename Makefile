@@ -1,5 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
+# make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
@@ -31,7 +32,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test test-slurm test-hosts test-check test-crash lint traces bench bench-compile bench-run clean
+.PHONY: venv run test test-slurm test-hosts test-check test-crash lint traces pictures gallery bench bench-compile bench-run
+.PHONY: clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -78,6 +80,15 @@ $(GOLDEN:%=traces/%.json): traces/%.json: venv
 	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$*)) --stages $(if $(filter $*,$(TWO_STAGES)),8,4) --microbatches 8 \
 	    --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
 	    $(if $(filter $*,$(TIED)),--tied 0$(COMMA)3) --output $@
+
+# SVG depends on the version of matplotlib: these are made by the one in .ci/constraints.txt.
+pictures: venv
+	mkdir -p schedgen/pictures
+	$(BIN)/schedgen draw traces/1f1b.json --output schedgen/pictures/1f1b.svg
+	$(BIN)/schedgen draw traces/gpipe.json traces/zb-h1.json --output schedgen/pictures/gpipe-zb-h1.svg
+
+gallery: venv
+	$(BIN)/python -m schedgen.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
 
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import schedgen
 from schedgen.actions import read_actions, write_actions
@@ -28,18 +28,21 @@ from schedgen.compare import table as side_by_side
 from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import coloured, diff
+from schedgen.draw import Scene, scene, terminal
+from schedgen.draw.page import page
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
 from schedgen.file import parse, read, write
 from schedgen.measured import measured, read_trace
 from schedgen.new import new
+from schedgen.places import measured as bytes_of
 from schedgen.plot import plot
 from schedgen.program import DIRECTIONS, Program
 from schedgen.progress import allow
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES, describe, load
 from schedgen.schemes.orders import ORDERS
-from schedgen.simulate import report, simulate
+from schedgen.simulate import Simulation, report, simulate
 from schedgen.stats import stats, summary, table
 
 
@@ -163,21 +166,40 @@ def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
     return read_trace(Path(options.measured).read_text(errors="replace"), options.measured, program)
 
 
-def _simulate(options: argparse.Namespace) -> int:
-    program = checked(options.file)
+class _Plan(NamedTuple):
+    """A schedule executed with the costs that a command was given."""
+
+    program: Program
+    run: Simulation
+    machine: Machine
+    walks: list[Timeline]  # of --measured
+    seconds: bool  # whether the simulation's time is in seconds
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulation's, in microseconds where it is in seconds."""
+        return simulated(self.program, self.run, 1e6 if self.seconds else 1.0)
+
+
+def _plan(options: argparse.Namespace, name: str) -> _Plan:
+    program = checked(name)
     cost, machine = _costs(options, program)
     walks = _measured(options, program) if options.measured else []
     if walks and not (options.cost or options.profile):
         times = measured(program, walks)["profile"]
         cost, machine = times, machine._replace(step=times.pop("step"))
-    run = simulate(program, cost, machine)
+    seconds = bool(options.profile or (walks and not options.cost))
+    return _Plan(program, simulate(program, cost, machine), machine, walks, seconds)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    plan = _plan(options, options.file)
     if options.trace:
-        seconds = options.profile or (walks and not options.cost)
-        found = events(program, [simulated(program, run, 1e6 if seconds else 1.0)], SIMULATED)
-        found += events(program, walks, MEASURED) if walks else []
+        found = events(plan.program, [plan.timeline], SIMULATED)
+        found += events(plan.program, plan.walks, MEASURED) if plan.walks else []
         with output(options.trace) as out:
             out.write(trace(found))
-    numbers = report(program, run)
+    numbers = report(plan.program, plan.run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
 
@@ -188,6 +210,41 @@ def _costs(options: argparse.Namespace, program: Program) -> tuple[Mapping[str, 
         return _profile(options, program)
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
     return options.cost or program.header.cost, machine
+
+
+def _draw(options: argparse.Namespace) -> int:
+    if options.other and options.measured:
+        raise UsageError("--measured belongs to one schedule: give a single FILE")
+    form = Path(options.output).suffix if options.output else None
+    if form not in (None, ".svg", ".png", ".html"):
+        raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
+    scenes = _scenes(options, [name for name in (options.file, options.other) if name])
+    if form is None:
+        terminal.show(scenes, options.by)
+    elif form == ".html":
+        with output(options.output) as out:
+            out.write(page(scenes, options.by, options.transfers))
+    else:
+        from schedgen.draw.figure import figure
+
+        with output(options.output) as out:
+            figure(scenes, out, form[1:], options.by, options.transfers)
+    return 0
+
+
+def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
+    """What there is to draw of every file; what was measured comes before its simulation."""
+    files = ["standard input" if name == "-" else one_line(Path(name).name) for name in names]
+    scenes = []
+    for name, file in zip(names, files, strict=True):
+        label = Path(file).stem if len(set(files)) == len(files) else one_line(name)
+        plan = _plan(options, name)
+        sizes = bytes_of(plan.machine, plan.program.header.stages)
+        if plan.walks:
+            scenes.append(scene("measured", file, plan.program, plan.walks[-1], sizes, seconds=True))
+            label = "simulated"
+        scenes.append(scene(label, file, plan.program, plan.timeline, sizes, plan.seconds or bool(plan.walks)))
+    return scenes
 
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
@@ -404,9 +461,21 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("file", metavar="FILE")
     _add_costs(sub)
     sub.add_argument("--json", action="store_true")
-    add = sub.add_argument
-    add("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
-    add("--measured", metavar="TRACE", help="durations as mpirun --trace found them; OUT has both")
+    sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
+    sub.add_argument("--measured", metavar="TRACE", help="durations as mpirun --trace found them; OUT has both")
+
+    sub = command(
+        "draw", _draw, "a picture of a schedule, or of two on one time axis",
+        "schedgen draw gpipe.json 1f1b.json --alpha 0.1 -o both.html",
+    )  # fmt: skip
+    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("other", metavar="FILE2", nargs="?", help="another schedule, drawn below on the same time axis")
+    sub.add_argument("-o", "--output", metavar="OUT", help="OUT.svg, OUT.png or OUT.html; default: in the terminal")
+    choices = ("microbatch", "stage")
+    sub.add_argument("--by", choices=choices, default=choices[0], help="what colours say; default: the microbatch")
+    sub.add_argument("--transfers", action="store_true", help="messages as arrows (in OUT.html: at first)")
+    _add_costs(sub)
+    sub.add_argument("--measured", metavar="TRACE", help="what mpirun --trace wrote, drawn over its simulation")
 
     sub = command(
         "export", _export, "write a schedule for other tools", "schedgen export 1f1b.json --to chrome -o trace.json"

@@ -1,0 +1,60 @@
+// Messages, as arrows.
+
+function messages(scene, wanted) {
+  const found = [];
+  for (let k = 0; k < scene.sends; k++) if (wanted(scene.send[k], scene.user[k], k)) found.push(k);
+  return found;
+}
+
+const middleOf = (scene, rank) => barTop(scene.y[rank]) + barHeight(scene.y[rank]) / 2;
+
+/** Arrows from where SENDs start to where their messages are; one stroke a kind. */
+function arrows(c, scene, list, width) {
+  const byKind = {};
+  for (const k of list) {
+    const row = scene.send[k], x0 = X(scene.start[row]), x1 = X(scene.arrival[k]);
+    if (x1 < box.left || x0 > box.right) continue;
+    (byKind[scene.kind[row]] ||= []).push([x0, middleOf(scene, scene.rank[row]), x1, middleOf(scene, scene.peer[row])]);
+  }
+  for (const kind in byKind) {
+    const lines = byKind[kind];
+    c.strokeStyle = c.fillStyle = transferColours[kinds[kind]];
+    c.globalAlpha = lines.length > 3000 ? 0.25 : lines.length > 600 ? 0.55 : 0.9;
+    c.lineWidth = width;
+    c.beginPath();
+    for (const [x0, y0, x1, y1] of lines) { c.moveTo(x0, y0); c.lineTo(x1, y1); }
+    c.stroke();
+    if (lines.length > 3000) continue;
+    c.beginPath();
+    for (const [x0, y0, x1, y1] of lines) {
+      const angle = Math.atan2(y1 - y0, x1 - x0), size = 2.5 + 2 * width;
+      c.moveTo(x1, y1);
+      c.lineTo(x1 - size * Math.cos(angle - 0.45), y1 - size * Math.sin(angle - 0.45));
+      c.lineTo(x1 - size * Math.cos(angle + 0.45), y1 - size * Math.sin(angle + 0.45));
+    }
+    c.fill();
+  }
+  c.globalAlpha = 1;
+}
+
+const MOST_ARROWS = 4000;
+
+/** All messages that are seen, or those of every so many microbatches. */
+function drawTransfers(scene) {
+  const seen = messages(scene, (row, _, k) => scene.arrival[k] >= view.from && scene.start[row] <= view.to);
+  const every = Math.ceil(seen.length / MOST_ARROWS);
+  arrows(pen, scene, every > 1 ? seen.filter(k => scene.mb[scene.send[k]] % every <= 0) : seen, 1);
+  if (every > 1) note(`messages of every ${every}th microbatch; zoom in to see all`);
+}
+
+function note(words) {
+  const { em, right, height } = box;
+  pen.font = `${0.9 * em}px ${family()}`;
+  pen.textAlign = "right";
+  pen.textBaseline = "alphabetic";
+  const wide = pen.measureText(words).width;
+  pen.fillStyle = "#ffffffe6";
+  pen.fillRect(right - wide - 1.4 * em, height - 2 * em, wide + 1.2 * em, 1.6 * em);
+  pen.fillStyle = INK;
+  pen.fillText(words, right - 0.8 * em, height - 0.85 * em);
+}

@@ -1,0 +1,106 @@
+"""draw -o .svg, .png: labels, determinism, the README's pictures, and what is said without matplotlib."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+PICTURES = re.findall(r"schedgen draw (.*\.svg)$", (ROOT / "Makefile").read_text(), flags=re.M)
+PINNED = re.search(r"^matplotlib==(.*)$", (ROOT / ".ci" / "constraints.txt").read_text(), flags=re.M)[1]
+
+
+@pytest.fixture
+def schedules(golden, tmp_path):
+    for name in ("gpipe", "zb-h1", "fsdp"):
+        (tmp_path / f"{name}.json").write_text(golden[name])
+    return tmp_path
+
+
+def texts(file):
+    return [one.text for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_an_svg_has_every_job_s_label_and_the_share_of_time(run, schedules):
+    file = schedules / "a.svg"
+    assert run("draw", schedules / "gpipe.json", "-o", file).code == 0
+    said = texts(file)
+    labels = Counter(text for text in said if re.fullmatch(r"[FB]\d", text))
+    assert labels == {f"{kind}{s}": 8 for kind in "FB" for s in range(4)}
+    assert said.count("73%") == 4 and "latency 33, idle 27.3%, peak 8 activations" in said
+    assert run("draw", schedules / "gpipe.json", "--by", "stage", "-o", file).code == 0
+    labels = Counter(text for text in texts(file) if re.fullmatch(r"[FB]\d", text))
+    assert labels == {f"{kind}{b}": 4 for kind in "FB" for b in range(8)}
+
+
+def test_kinds_of_jobs_are_told_apart_by_hatching(run, schedules):
+    file = schedules / "a.svg"
+    assert run("draw", schedules / "zb-h1.json", "-o", file).code == 0
+    patterns = set(re.findall(r'<pattern id="(\w+)"', file.read_text()))
+    assert len(patterns) == 2  # I and W
+    assert {"F  forward", "I  backward, inputs", "W  backward, weights"} <= set(texts(file))
+
+
+def test_the_same_schedule_gives_the_same_svg(run, schedules):
+    files = [schedules / name for name in ("a.svg", "b.svg")]
+    for file in files:
+        assert run("draw", schedules / "fsdp.json", "--alpha", "0.1", "--transfers", "-o", file).code == 0
+    one, other = (file.read_bytes() for file in files)
+    assert one == other and b"<dc:date>" not in one
+
+
+def test_transfers_are_drawn_where_they_are_asked_for(run, schedules):
+    with_them, without = schedules / "a.svg", schedules / "b.svg"
+    assert run("draw", schedules / "fsdp.json", "--transfers", "-o", with_them).code == 0
+    assert run("draw", schedules / "fsdp.json", "-o", without).code == 0
+    said = set(texts(with_them)) - set(texts(without))
+    assert said == {"sends w", "sends dw"}  # FSDP sends neither activations nor their gradients
+    assert "LineCollection" in with_them.read_text() and "LineCollection" not in without.read_text()
+
+
+def test_two_schedules_have_one_time_axis(run, schedules):
+    file = schedules / "a.svg"
+    assert run("draw", schedules / "gpipe.json", schedules / "zb-h1.json", "-o", file).code == 0
+    places = [
+        (one.text, float(one.get("x"))) for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
+    ]
+    for tick in ("10", "20", "30"):
+        first, second = (x for text, x in places if text == tick)
+        assert first == second
+
+
+def test_a_png_is_a_picture(run, schedules):
+    file = schedules / "a.png"
+    assert run("draw", schedules / "gpipe.json", "-o", file).code == 0
+    from matplotlib.image import imread
+
+    height, width, _ = imread(file).shape
+    assert width == 1800 and 300 < height < 900
+
+
+def test_without_matplotlib_the_extra_is_named(run, refused, schedules, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = refused(run("draw", schedules / "gpipe.json", "-o", schedules / "a.svg"), 2)
+    assert "pip install 'schedgen[draw]'" in words and not (schedules / "a.svg").exists()
+
+
+@pytest.mark.skipif(matplotlib.__version__ != PINNED, reason=f"the pictures are made by matplotlib {PINNED}")
+@pytest.mark.parametrize("command", PICTURES)
+def test_the_readme_s_pictures_are_those_of_today(run, tmp_path, monkeypatch, command):
+    *arguments, _, committed = shlex.split(command)
+    monkeypatch.chdir(ROOT)
+    assert run("draw", *arguments, "-o", tmp_path / "again.svg").code == 0
+    assert (tmp_path / "again.svg").read_bytes() == (ROOT / committed).read_bytes(), "make pictures"
+    assert f"]({committed})" in (ROOT / "README.md").read_text()
+
+
+def test_there_are_pictures():
+    assert len(PICTURES) == 2
