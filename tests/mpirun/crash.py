@@ -82,6 +82,12 @@ class Crasher:
         return {name: value.numpy().tobytes() for entries in files.values() for name, value in entries.items()}
 
     def crash(self, kind: str) -> Crash:
+        while (one := self.attempt(kind)) is None:
+            pass
+        return one
+
+    def attempt(self, kind: str) -> Crash | None:
+        """None where the run was over before the moment came."""
         save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
         job = self.start(save, marker)
         moment = self.anywhen() if kind == "anywhen" else self.writing(save)
@@ -89,9 +95,11 @@ class Crasher:
             pass
         had = newest(save)
         ranks = [pid for pid, words in processes(marker).items() if words[1:3] == ["-m", "mpirun"]]
+        if not ranks:
+            job.wait()
+            return None
         begin = time.monotonic()
-        if ranks:
-            os.kill(self.random.choice(ranks), signal.SIGKILL)
+        os.kill(self.random.choice(ranks), signal.SIGKILL)
         job.wait()
         while processes(marker):
             time.sleep(0.01)
