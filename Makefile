@@ -2,6 +2,7 @@
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
+# make test-fuzz  100,000 hostile files and options
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
 #
@@ -32,8 +33,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv run test test-slurm test-hosts test-check test-crash lint traces pictures gallery bench bench-compile bench-run
-.PHONY: clean
+.PHONY: venv run test test-slurm test-hosts test-check test-fuzz test-crash lint
+.PHONY: traces pictures gallery bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -58,6 +59,9 @@ test-crash: venv
 
 test-check: venv
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/test_check_rules.py -k false_alarm
+
+test-fuzz: venv
+	$(BIN)/python tests/schedgen/fuzz.py --count 100000
 
 test-slurm test-hosts: test-%: venv
 	tests/clusters/$*.sh $(BIN)

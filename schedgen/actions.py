@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.decode import clip
-from schedgen.errors import RefusedFile
+from schedgen.errors import RefusedFile, clip
 from schedgen.program import DIRECTIONS, B, F, Op, Program, W
 from schedgen.scheme import Scheme, Sizes
 

@@ -32,7 +32,7 @@ from schedgen.draw import Scene, scene, terminal
 from schedgen.draw.page import page
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
-from schedgen.file import parse, read, write
+from schedgen.file import parse, read, whole, write
 from schedgen.measured import measured, read_trace
 from schedgen.new import new
 from schedgen.places import measured as bytes_of
@@ -92,7 +92,7 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
                 raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
         sizes = Sizes(**given)
         return load(options.scheme, sizes), sizes
-    scheme, sizes = read_actions(Path(options.scheme).read_text(errors="replace"), options.scheme)
+    scheme, sizes = read_actions(_bytes(options.scheme).decode(errors="replace"), options.scheme)
     for name, value in given.items():
         if value not in (None, getattr(sizes, name)):
             raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
@@ -138,15 +138,21 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _seal(options: argparse.Namespace) -> int:
-    data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
     try:
-        text = data.decode()
+        text = _bytes(options.file).decode()
     except UnicodeDecodeError as error:
         raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
     program = parse(text, options.file)
     with output(options.file) as out:
         write(program, out)
     return 0
+
+
+def _bytes(name: str) -> bytes:
+    if name == "-":
+        return whole(sys.stdin.buffer, name)
+    with Path(name).open("rb") as source:
+        return whole(source, name)
 
 
 def _stats(options: argparse.Namespace) -> int:
@@ -163,7 +169,7 @@ def _stats(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
-    return read_trace(Path(options.measured).read_text(errors="replace"), options.measured, program)
+    return read_trace(_bytes(options.measured).decode(errors="replace"), options.measured, program)
 
 
 class _Plan(NamedTuple):
@@ -248,7 +254,7 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
 
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
-    text = Path(options.profile).read_text(errors="replace")
+    text = _bytes(options.profile).decode(errors="replace")
     return read_profile(text, options.profile, program.header.stages)
 
 
@@ -340,7 +346,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors in one line: the sentence and where to read more."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def _count(text: str) -> int:

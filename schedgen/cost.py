@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, clip
 from schedgen.program import DIRECTIONS, Op
 
 Amount = float | Sequence[float] | NDArray[np.float64]
 
 DEFAULT_COST: dict[bool, Mapping[str, float]] = {False: {"F": 1, "B": 2}, True: {"F": 1, "I": 1, "W": 1}}
+MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
 # The direction whose duration an instruction takes.
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
@@ -26,11 +27,13 @@ def durations(cost: Mapping[str, Any] | None, split: bool) -> dict[str, Any]:
     """
     if cost is None:
         return dict(DEFAULT_COST[split])
-    if np.max([np.max(time) for time in cost.values()]) > 1e6 * np.min([np.min(time) for time in cost.values()]):
-        raise UsageError("--cost: the longest job may take a million times as long as the shortest, not more")
+    cost = {name: np.array(time) if isinstance(time, Sequence) else time for name, time in cost.items()}
+    shortest, longest = (f([f(time) for time in cost.values()]) for f in (np.min, np.max))
+    if not 0 < longest <= MOST_RATIO * shortest:
+        raise UsageError("costs: the longest job may take a million times as long as the shortest, not more")
     if split and "B" in cost:
         raise UsageError("the schedule splits the backward: --cost must give F, I and W")
-    return dict(cost) if split or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}
+    return cost if split or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}
 
 
 class Machine(NamedTuple):
@@ -65,18 +68,18 @@ def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], 
     """
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not JSON: {error}") from None
     names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
     if names is None:
         raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
     for key, value in values.items():
         if key not in (*names, *Machine._fields):
-            raise UsageError(f"{name}: there is no cost '{key}'")
+            raise UsageError(f"{name}: there is no cost '{clip(key)}'")
         if key == "workspace" and isinstance(value, dict):
             for direction, amount in value.items():
                 if direction not in DIRECTION.values():
-                    raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{direction}'")
+                    raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{clip(direction)}'")
                 _check(amount, f"{name}: workspace of {direction}", stages)
             continue
         numbers = _check(value, f"{name}: {key}", stages, single=key in ("alpha", "beta"))

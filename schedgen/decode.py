@@ -13,9 +13,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.errors import UsageError
+from schedgen.cost import MOST_RATIO
+from schedgen.errors import UsageError, clip
 from schedgen.graph import check_edges
-from schedgen.program import DIRECTIONS, KIND_NAME, KINDS, MOST_PAIRS, OPERANDS, Header, Instruction, Ints, Kind, Op
+from schedgen.program import (
+    DIRECTIONS,
+    KIND_NAME,
+    KINDS,
+    MOST_PAIRS,
+    MOST_TIES,
+    OPERANDS,
+    Header,
+    Instruction,
+    Ints,
+    Kind,
+    Op,
+)
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
@@ -68,14 +81,14 @@ def instruction(item: object, bounds: Bounds) -> Instruction:
 
 def _number(value: object, what: str, limit: int) -> int:
     if type(value) is not int or not 0 <= value < limit:
-        raise ValueError(f"{what} must be a number in 0..{limit - 1}, not {clip(repr(value))}")
+        raise ValueError(f"{what} must be a number in 0..{limit - 1}, not {_said(value)}")
     return value
 
 
 def _buffer(op: Op, value: object, bounds: Bounds) -> tuple[int, int, int, int]:
     match = re.fullmatch(r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})", value) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"no buffer is called {clip(repr(value))}")
+        raise ValueError(f"no buffer is called {_said(value)}")
     kind, numbers = _KIND[match[1]], [int(part) for part in match[2].split(".")[1:]]
     if len(numbers) not in _PARTS[kind] or kind not in KINDS[op]:
         raise ValueError(f"{op.name} takes no buffer {value}")
@@ -127,19 +140,24 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         raise Wrong("order", "order: cost must have F and B, or F, I and W")
     if not all(type(value) in (int, float) and 1e-12 < value < 1e12 for value in cost.values()):
         raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12")
+    if max(cost.values()) > MOST_RATIO * min(cost.values()):
+        raise Wrong("order", "order: the largest cost may be a million times the smallest, not more")
     shape = (len(cost), bounds.stages, bounds.microbatches)
     if shape[0] * shape[1] * shape[2] > jobs or bounds.workers > jobs or bounds.workers * bounds.stages > MOST_PAIRS:
         raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
     generator = raw.get("generator")
     if not isinstance(generator, str) or not _printable(generator):
         raise Wrong("generator", "generator must be a printable string")
+    edges = _edges(raw.get("edges"), bounds)
+    if len(edges) * bounds.microbatches > jobs:  # each has a gradient, which somebody frees
+        raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
     found = Header(
         scheme=raw["scheme"],
         mode=order["mode"],
         n=order["n"],
         cost=cost,
         lowering=_lowering(raw.get("lowering"), bounds),
-        edges=_edges(raw.get("edges"), bounds),
+        edges=edges,
         tied=_tied(raw.get("tied"), bounds),
         groups=_rank_lists("groups", raw.get("groups"), bounds),
         compute=_placement(raw, "compute", shape, bounds),
@@ -168,7 +186,8 @@ def _lowering(value: object, bounds: Bounds) -> dict[str, int | list[int]]:
 
 def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:
     if not isinstance(value, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in value
+        isinstance(pair, list) and len(pair) == 2 and all(type(end) is int and abs(end) <= LIMIT for end in pair)
+        for pair in value
     ):
         raise Wrong("edges", "edges must be a list of pairs of stages")
     try:
@@ -182,6 +201,8 @@ def _tied(value: object, bounds: Bounds) -> tuple[tuple[int, ...], ...]:
     ties = _lists("tied", value, "stages", bounds.stages)
     if any(len(stages) < 2 for stages in ties) or list(ties) != sorted(set(ties)):
         raise Wrong("tied", "tied must have two stages or more in each list, and different lists, ascending")
+    if np.bincount([stage for stages in ties for stage in stages], minlength=1).max() > MOST_TIES:
+        raise Wrong("tied", f"tied must have no stage in more than {MOST_TIES} lists")
     return ties
 
 
@@ -230,7 +251,6 @@ def _printable(value: object) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
-def clip(text: str) -> str:
-    """Something a file or a user said, short and printable."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text.strip())
-    return text if len(text) <= 80 else text[:77] + "..."
+def _said(value: object) -> str:
+    """A value of the file, short; what holds others may hold more of them in one another than repr takes."""
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else clip(repr(value))

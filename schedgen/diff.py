@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen import text
-from schedgen.decode import clip
+from schedgen.errors import clip
 from schedgen.file import CHUNK, line_of
 from schedgen.match import Numbers, match
 from schedgen.program import Header, Ints, Program, Rows, concatenate

@@ -19,6 +19,12 @@ class SlowScheme(UserWarning):
     """A scheme's function could be called once and is called for every job."""
 
 
+def clip(text: str) -> str:
+    """Something a file or a user said, short and printable."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:100].strip()) + text[100:]
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def one_line(error: object) -> str:
     """What an error says, on one line and without anything a terminal would obey."""
     text = " ".join(str(error).split())

@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from schedgen import text
-from schedgen.decode import KEYS, Bounds, Wrong, clip, read_bounds
+from schedgen.decode import KEYS, Bounds, Wrong, read_bounds
 from schedgen.decode import header as decode_header
 from schedgen.decode import instruction as decode_instruction
-from schedgen.errors import RefusedFile
+from schedgen.errors import RefusedFile, clip
 from schedgen.program import DIRECTIONS, Header, Instruction, Ints, Program, Rows, concatenate, rows
 from schedgen.progress import counted
 
@@ -31,6 +31,9 @@ VERSION = 1
 CHUNK = 2**16  # rows written at a time
 BLOCK = 2**22  # bytes read at a time
 LONGEST = 2**27  # bytes of a line
+HEADER = 2**28  # bytes of a header, 64 more for each of its lines
+WHOLE = 2**28  # bytes of a file that is read at once
+MOST_ROWS = 2**30
 
 _PROGRAMS = ' "programs": ['
 
@@ -125,8 +128,12 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     if int(version[1]) < VERSION:
         raise lines.refuse(f"there is no format version {version[1]}")
     header_text.append(first)
+    room = HEADER
     while header_text[-1] != _PROGRAMS:
         header_text.append(next(lines))
+        room -= len(header_text[-1]) + 64
+        if room < 0:
+            raise lines.refuse("the header is too long")
     try:
         raw = json.loads("\n".join(header_text) + "]}")
     except (ValueError, RecursionError) as error:
@@ -190,6 +197,16 @@ def parse(content: str, name: str) -> Program:
     return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
 
 
+def whole(source: BinaryIO, name: str) -> bytes:
+    """The bytes of a file that is read at once; RefusedFile if they are more than WHOLE."""
+    data = bytearray()
+    while more := source.read(BLOCK):
+        data += more
+        if len(data) > WHOLE:
+            raise RefusedFile(f"{name}: it has more than {WHOLE >> 20} MiB: too long to be read at once")
+    return bytes(data)
+
+
 class _Lines:
     """A file's lines, hashed and counted as they are read."""
 
@@ -238,11 +255,15 @@ def _programs(lines: _Lines, bounds: Bounds) -> Rows:
     """Every rank's list, up to and with the bracket that ends them all."""
     state = text.State()
     parts: list[Rows] = []
+    length = 0
     with counted("read", None, " instructions") as done:
         while state.rank < bounds.workers:
             more = lines.more()
             found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
             parts.append(found)
+            length += len(found.op)
+            if length > MOST_ROWS:
+                raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
             lines.take(size, count)
             if wrong or not more or len(lines.rest) > BLOCK:
                 raise _wrong_line(lines, state, bounds)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from operator import index
 from typing import NamedTuple
 
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, clip
 from schedgen.program import DIRECTIONS, B, F, W
 
 
@@ -66,9 +66,10 @@ def check_edges(edges: object, stages: int) -> tuple[tuple[int, int], ...]:
             raise UsageError(
                 f"edge ({producer}, {consumer}) does not go from a smaller to a larger stage within 0..{stages - 1}"
             )
-    ends = sorted(set(range(stages)) - {producer for producer, _ in pairs})
-    if ends != [stages - 1]:
+    ends = sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})
+    if ends:
+        others = clip(str(ends))
         raise UsageError(
-            f"the last stage, {stages - 1}, alone must end in the loss, but no stage reads the output of {ends}"
+            f"the last stage, {stages - 1}, alone must end in the loss, but no stage reads the output of {others}"
         )
     return tuple(pairs)

@@ -14,7 +14,7 @@ import numpy as np
 
 from schedgen.check.subject import Numbers
 from schedgen.cost import DIRECTION
-from schedgen.errors import RefusedFile
+from schedgen.errors import RefusedFile, clip
 from schedgen.events import MEASURED, SIMULATED, Timeline
 from schedgen.events import measured as timelines
 from schedgen.file import line_of
@@ -40,7 +40,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
         for at, (said, *_) in enumerate(found):
             if said != listed[at % len(listed)]:
                 line = line_of(program, bounds[rank] + at % len(listed))
-                reason = f"{said}, but line {line} of the schedule is {listed[at % len(listed)]}"
+                reason = f"{clip(said)}, but line {line} of the schedule is {listed[at % len(listed)]}"
                 raise RefusedFile(f"{name}: instruction {at + 1} of rank {rank} is {reason}")
         if len(found) != max(walks, 1) * len(listed):
             raise RefusedFile(
@@ -81,6 +81,8 @@ def measured(program: Program, walks: Sequence[Timeline]) -> dict[str, Any]:
     begin, end = begins.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
     compute = np.isin(table.op, COMPUTE)
     latency = (start + length)[:, compute].max(axis=1) - begin[:, 0]
+    if latency.min() <= 0:
+        raise RefusedFile("the jobs of the trace take no time")
 
     def by_rank(amount: Times) -> Times:
         summed: Times = np.add.reduceat(amount, first, axis=1).mean(axis=0)
@@ -159,6 +161,6 @@ def _slices(text: str, name: str, workers: int) -> list[list[tuple[str, float, f
                 f"{name}: instruction {number} lacks a rank, a time, a wait or its cause, or has a wrong one"
             ) from None
         if not 0 <= rank < workers:
-            raise RefusedFile(f"{name}: it has a rank {rank}, but the schedule has {workers} workers")
+            raise RefusedFile(f"{name}: it has a rank {clip(str(rank))}, but the schedule has {workers} workers")
         ranks[rank].append((said, *times, cause))
     return ranks

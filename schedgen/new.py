@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from schedgen.decode import clip
-from schedgen.errors import RefusedFile, UsageError
+from schedgen.errors import RefusedFile, UsageError, clip
 
 TEMPLATE = '''\
 """NAME: stages go round the workers, one forward, one backward. Say here what yours does.

@@ -27,6 +27,7 @@ from schedgen.kernels import kernel
 from schedgen.program import F, Header, Ints, Kind, Op, Program, Small
 
 LINE = 64  # bytes: where a rank's part of a sum begins is a multiple
+MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
 
 
 class Bytes(NamedTuple):
@@ -229,6 +230,11 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
                 fetched += 1
         elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
             few -= 1
+    group = np.full(stages, -1, np.int32)
+    if pairs > MOST_TOGETHER:
+        for a in range(fetched):
+            group[order[a]] = a
+        return group
     # By stage, a list of those before it in `order` that it is held together with.
     head, following = np.full(fetched, -1, np.int32), np.empty(pairs, np.int32)
     other = np.empty(pairs, np.int32)
@@ -249,7 +255,6 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
                 k += 1
             few -= 1
             held[k] = held[few]
-    group = np.full(stages, -1, np.int32)
     taken = np.full(fetched + 1, -1, np.int32)  # by place: the last stage that could not have it
     for a in range(fetched):
         pair = head[a]

@@ -59,6 +59,7 @@ class Kind(IntEnum):
 
 
 MOST_PAIRS = 2**25  # of a worker and a stage: what tables of these may have
+MOST_TIES = 16  # of one stage
 
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}

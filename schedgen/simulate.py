@@ -23,6 +23,7 @@ from schedgen.check.lives import Memory
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
+from schedgen.errors import UsageError
 from schedgen.heap import settle
 from schedgen.kernels import kernel
 from schedgen.places import Footprint, follow, measured, needed, plan
@@ -62,6 +63,9 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         rows = np.flatnonzero(table.op == op)
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
     bytes = measured(machine, header.stages)
+    largest = max(int(np.max(amount)) for amount in (*bytes[:5], *bytes.workspace.values(), bytes.owned))
+    if largest * (len(program) + header.workers) >= 2**59:  # no sum of them is 16 times as much
+        raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
     x, w = bytes.activation, bytes.weight
     of_kind = np.stack([0 * x, x, x, w, w])
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
@@ -146,6 +150,9 @@ def _execute(
     out_free, in_free = np.zeros(workers), np.zeros(workers)
     outside, done = members.copy(), np.zeros(len(members))
     inside = np.full(rows, False)
+    # Of the row a rank is at: what it uses or frees that has not left yet, and the last arrival of what has.
+    left, chained = first.copy(), chain.copy()
+    there, there_cause = np.full(workers, -1.0), np.full(workers, -1, np.int64)
     reduced = 0.0  # when the last reduction is done
     asleep = np.full(rows + len(members), -1, np.int32)
     next_asleep = np.full(workers, -1, np.int32)
@@ -166,20 +173,22 @@ def _execute(
             o = op[row]
             # What it waits for: a row whose message has not started, or a time.
             unknown, until, cause = -1, clock[r], REDUCTION
-            for k in range(first[row], first[row + 1]):
-                send = sends[k]
-                if arrival[send] < 0:
-                    unknown, cause = send, kind[send] - 1
-                elif arrival[send] > until:
-                    until, cause = arrival[send], kind[send] - 1
-            if o == Op.FREE or o == Op.STEP:
-                send = chain[row]
-                while send >= 0 and not free:
-                    if arrival[send] < 0:
-                        unknown, cause = send, SEND_CAUSE
-                    elif arrival[send] > until:
-                        until, cause = arrival[send], SEND_CAUSE
-                    send = chain[send]
+            while left[row] < first[row + 1] and arrival[sends[left[row]]] >= 0:
+                send = sends[left[row]]
+                if arrival[send] > there[r]:
+                    there[r], there_cause[r] = arrival[send], kind[send] - 1
+                left[row] += 1
+            if left[row] < first[row + 1]:
+                unknown = sends[left[row]]
+            elif (o == Op.FREE or o == Op.STEP) and not free:
+                while chained[row] >= 0 and arrival[chained[row]] >= 0:
+                    send = chained[row]
+                    if arrival[send] > there[r]:
+                        there[r], there_cause[r] = arrival[send], SEND_CAUSE
+                    chained[row] = chain[send]
+                unknown = chained[row]
+            if there[r] > until:
+                until, cause = there[r], there_cause[r]
             one = collective[row]
             if one >= 0 and not inside[row]:
                 inside[row] = True
@@ -194,7 +203,7 @@ def _execute(
                         woken = next_asleep[woken]
             if o == Op.NORM:  # waits for every rank, and all of them have started their reductions
                 if outside[one] > 0:
-                    unknown, cause = rows + one, REDUCTION
+                    unknown = rows + one
                 elif reduced > until:
                     until, cause = reduced, REDUCTION
             if unknown >= 0:
@@ -215,6 +224,7 @@ def _execute(
             clock[r] += duration[row]
             end[row] = clock[r]
             at[r] = row + 1
+            there[r] = -1.0
             if o == Op.FETCH_W or o == Op.RECV or o == Op.SEND:
                 reached[row] = True
                 send = row if receiver[row] >= 0 else sender[row]

@@ -17,6 +17,8 @@ from schedgen.check.subject import Numbers, Subject
 from schedgen.kernels import kernel
 from schedgen.program import Ints, Op
 
+SHOWN = 4  # rows of a circle that are named
+
 
 class Waits(NamedTuple):
     """What the rows of a program wait for, apart from the row before."""
@@ -39,10 +41,10 @@ def waits(subject: Subject, found: Lives, pairs: tuple[Numbers, Numbers]) -> Wai
     rows = subject.having(Op.ALLREDUCE, Op.NORM)
     rows = rows[np.argsort(subject.peer[rows], kind="stable")]
     collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
-    bounds = np.searchsorted(subject.peer[rows], np.arange(len(subject.header.groups) + 1))
+    groups, bounds = np.unique(subject.peer[rows], return_index=True)
     begin = 0
-    for group, ranks in enumerate(subject.header.groups):
-        mine = rows[bounds[group] : bounds[group + 1]]
+    for group, mine in zip(groups.tolist(), np.split(rows, bounds[1:]), strict=False):
+        ranks = subject.header.groups[group]
         rounds = len(mine) // len(ranks)  # rows stand by rank, and all ranks enter equally often
         collective[mine] = np.tile(np.arange(begin, begin + rounds), len(ranks))
         members.append(np.full(rounds, len(ranks)))
@@ -55,7 +57,8 @@ def rule_4(subject: Subject, needs: Waits) -> None:
     at = _walk.sized(len(subject.program))(subject.rank, bounds, *needs)
     circle = _circle(subject, needs, at)
     if circle:
-        others = "; ".join(f"line {subject.where(row)}" for row in circle[1:])
+        others = "; ".join(f"line {subject.where(row)}" for row in circle[1:SHOWN])
+        others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
         subject.refuse(4, circle[0], f"waits for ever, in a circle with {others}")
 
 
@@ -66,6 +69,7 @@ def _walk(
     """Take every rank as far as it gets; the row each ends up at."""
     workers = len(bounds) - 1
     at = bounds[:-1].copy()
+    left = first.copy()  # of each row, the first of its sends that may not be past
     outside = members.copy()  # of each collective, members still to arrive
     # Ranks asleep on a row (or, behind all rows, on a collective), as linked lists.
     asleep = np.full(len(rank) + len(members), -1, np.int32)
@@ -91,10 +95,11 @@ def _walk(
                         top += 1
                         woken = next_asleep[woken]
             else:
-                for k in range(first[row], first[row + 1]):
-                    if at[rank[sends[k]]] <= sends[k]:
-                        wait = sends[k]
-                if receiver[row] >= 0 and at[rank[receiver[row]]] <= receiver[row]:
+                while left[row] < first[row + 1] and at[rank[sends[left[row]]]] > sends[left[row]]:
+                    left[row] += 1
+                if left[row] < first[row + 1]:
+                    wait = sends[left[row]]
+                elif receiver[row] >= 0 and at[rank[receiver[row]]] <= receiver[row]:
                     wait = receiver[row]
             if wait >= 0:
                 next_asleep[r] = asleep[wait]
@@ -115,15 +120,18 @@ def _circle(subject: Subject, needs: Waits, at: Numbers) -> list[int]:
     stuck = np.flatnonzero(at < subject.program.bounds[1:])
     if not len(stuck):
         return []
-    path: list[int] = []
+    entering = np.argsort(needs.collective, kind="stable")
+    begin = np.searchsorted(needs.collective[entering], np.arange(len(needs.members) + 1))
+    path: dict[int, int] = {}  # rows, and how many are before
     row = int(at[stuck[0]])
     while row not in path:
-        path.append(row)
-        if needs.collective[row] >= 0:
-            awaited = np.flatnonzero(needs.collective == needs.collective[row])
+        path[row] = len(path)
+        collective = needs.collective[row]
+        if collective >= 0:
+            awaited = entering[begin[collective] : begin[collective + 1]]
             awaited = awaited[at[subject.rank[awaited]] < awaited]
         else:
             awaited = np.append(needs.sends[needs.first[row] : needs.first[row + 1]], needs.receiver[row])
             awaited = awaited[(awaited >= 0) & (at[subject.rank[awaited]] <= awaited)]
         row = int(at[subject.rank[awaited[0]]])
-    return path[path.index(row) :]
+    return list(path)[path[row] :]

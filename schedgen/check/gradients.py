@@ -41,7 +41,7 @@ def rule_5(subject: Subject) -> None:
         (sums, sums < last_part[at(sums)], "this sum is not complete here"),
         (steps, ~owner[at(steps)], "this rank does not own the stage"),
         (steps, steps < last_step[at(steps)], "this stage steps twice"),
-        (steps, steps < np.maximum(last_part, last_sum)[at(steps)], "this sum is not complete here"),
+        (steps, steps < np.maximum(last_part[at(steps)], last_sum[at(steps)]), "this sum is not complete here"),
     ):
         for row in rows[wrong][:1]:
             subject.refuse(5, int(row), words)
@@ -52,27 +52,29 @@ def rule_5(subject: Subject) -> None:
     ):
         for rank, stage in np.argwhere(missing)[:1]:
             subject.refuse_rank(5, int(rank), words.format(stage))
-    norm = _norm(subject, np.maximum(last_part, last_sum), last_step)
-    _ties(subject, ties, np.maximum(last_part, last_sum), norm)
+    last_of_sum = np.maximum(last_part, last_sum)
+    norm = _norm(subject, last_of_sum, last_step)
+    _ties(subject, ties, last_of_sum, norm)
     uses = np.flatnonzero(np.isin(subject.op, (Op.FWD, Op.RECOMPUTE, *BACKWARD)) | (subject.kind == Kind.W))
     stepped = last_step[at(uses)]
     for row in uses[(stepped >= 0) & (stepped < uses)][:1]:
         subject.refuse(5, int(row), "this stage has stepped: its weights are the next step's")
 
 
-def _last(subject: Subject, rows: Numbers) -> Numbers:
+def _last(subject: Subject, rows: Numbers) -> Ints:
     """The last of `rows` for every (rank, stage); -1 where there is none."""
-    last = np.full((subject.header.workers, subject.header.stages), -1, np.int64)
+    last = np.full((subject.header.workers, subject.header.stages), -1, np.int32)
     np.maximum.at(last, (subject.rank[rows], subject.stage[rows]), rows)
     return last
 
 
-def _norm(subject: Subject, last_sum: Numbers, last_step: Numbers) -> Numbers:
+def _norm(subject: Subject, last_sum: Ints, last_step: Ints) -> Numbers:
     """NORM once on every rank, of all ranks, behind every sum and before every STEP: its row by rank."""
     everyone = tuple(range(subject.header.workers))
+    right = [ranks == everyone for ranks in subject.header.groups]
     norm = np.full(len(everyone), -1, np.int64)
     for row in subject.having(Op.NORM).tolist():
-        if norm[subject.rank[row]] >= 0 or subject.header.groups[subject.peer[row]] != everyone:
+        if norm[subject.rank[row]] >= 0 or not right[subject.peer[row]]:
             subject.refuse(5, row, "every rank enters one NORM, of all ranks")
         norm[subject.rank[row]] = row
     for rank in np.flatnonzero(norm < 0)[:1]:
@@ -84,20 +86,24 @@ def _norm(subject: Subject, last_sum: Numbers, last_step: Numbers) -> Numbers:
     return norm
 
 
-def _ties(subject: Subject, rows: Numbers, last_sum: Numbers, norm: Numbers) -> None:
-    """Every owner of a tied stage enters each of its ties once, behind its sums of the tie's stages and before NORM."""
+def _ties(subject: Subject, rows: Numbers, last_sum: Ints, norm: Numbers) -> None:
+    """Every owner of a tied stage enters each of its ties, behind its sums of the tie's stages and before NORM.
+
+    None enters one twice: that is refused where buffers are followed.
+    """
     header = subject.header
     rows = rows[np.argsort(subject.stage[rows], kind="stable")]
     bounds = np.searchsorted(subject.stage[rows], np.arange(len(header.tied) + 1))
     for k, stages in enumerate(header.tied):
-        sharers, entered = header.sharers(k), set[int]()
-        for row in rows[bounds[k] : bounds[k + 1]].tolist():
+        at, sharers, entered = list(stages), header.sharers(k), set[int]()
+        mine = rows[bounds[k] : bounds[k + 1]]
+        right = {group: header.groups[group] == sharers for group in np.unique(subject.peer[mine]).tolist()}
+        for row in mine.tolist():
             rank = int(subject.rank[row])
-            own = [stage for stage in stages if subject.owner[rank, stage]]
+            complete = last_sum[rank, at][subject.owner[rank, at]].max(initial=-1)
             for wrong, words in (
-                (header.groups[subject.peer[row]] != sharers, "this is not the group of the tie's owners"),
-                (rank in entered, "this tie is summed twice"),
-                (row < max(last_sum[rank, own], default=-1), "the sums of the tie's stages are not complete here"),
+                (not right[int(subject.peer[row])], "this is not the group of the tie's owners"),
+                (row < complete, "the sums of the tie's stages are not complete here"),
                 (row > norm[rank], f"this adds to t.{k} behind NORM"),
             ):
                 if wrong:

@@ -235,10 +235,14 @@ def _follow(
                     if shares == 0 or (shares == 1) != (via[row] < 0):
                         number = -1
                     elif shares > 1:
-                        number = -1
-                        for edge in range(first_out[s], first_out[s + 1]):
-                            if ends[edge, 1] == via[row]:
-                                number = (stages + edge) * batches + b
+                        edge, behind = first_out[s], first_out[s + 1]
+                        while behind - edge > 1:  # consumers ascend
+                            middle = (edge + behind) // 2
+                            if ends[middle, 1] <= via[row]:
+                                edge = middle
+                            else:
+                                behind = middle
+                        number = (stages + edge) * batches + b if ends[edge, 1] == via[row] else -1
                     if number < 0:
                         return NOTHING, row, (thing, number), count, found
                 slot = base[thing] + number

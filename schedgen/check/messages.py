@@ -7,6 +7,7 @@ from typing import NoReturn
 import numpy as np
 
 from schedgen.check.subject import Numbers, Subject
+from schedgen.errors import clip
 from schedgen.program import Ints, Kind, Op, Small
 
 
@@ -57,11 +58,11 @@ def _unmatched(subject: Subject, send: Numbers, receive: Numbers) -> NoReturn:
 def rule_6(subject: Subject) -> None:
     rows = subject.having(Op.ALLREDUCE, Op.NORM)
     rows = rows[np.argsort(subject.peer[rows], kind="stable")]
-    bounds = np.searchsorted(subject.peer[rows], np.arange(len(subject.header.groups) + 1))
-    for group, members in enumerate(subject.header.groups):
-        mine = rows[bounds[group] : bounds[group + 1]]
+    groups, bounds = np.unique(subject.peer[rows], return_index=True)
+    for group, mine in zip(groups.tolist(), np.split(rows, bounds[1:]), strict=False):
+        members = subject.header.groups[group]
         for row in mine[~np.isin(subject.rank[mine], members)][:1]:
-            subject.refuse(6, int(row), f"this rank is not in group {group}, {list(members)}")
+            subject.refuse(6, int(row), f"this rank is not in group {group}, {clip(str(list(members)))}")
         starts = np.searchsorted(subject.rank[mine], members)
         ends = np.searchsorted(subject.rank[mine], members, side="right")
         first = mine[starts[0] : ends[0]].tolist()

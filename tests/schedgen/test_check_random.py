@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 
 from schedgen.check import check
 from schedgen.errors import RefusedFile
@@ -24,6 +24,7 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
     program = data.draw(cases).compile()
     length = len(program)
     row = data.draw(st.integers(0, length - 1))
+    assume(program.rows.op[row] != Op.RECOMPUTE)  # without it, its FWD keeps what the backward needs: all is right
     place = data.draw(st.integers(0, length))
     twice = np.insert(np.arange(length), place, row)
     for order in (np.delete(np.arange(length), row), twice):
