@@ -202,9 +202,6 @@ def _costly(chance: Random, key: str, value: object) -> object:
     many = chance.choice((2, 8, 300, 20_000))
     few = min(many, 300)
     match key:
-        case "scheme" if isinstance(value, dict):
-            size = chance.choice((0, 1, 3, 5, 1000, 10**6, 10**9, 2**31 - 1, 2**31, 10**18, 10**4000))
-            return {**value, chance.choice(("workers", "stages", "microbatches", "groups")): size}
         case "edges":
             return chance.choice(([[0, 1]] * many, [[a, b] for a, b in combinations(range(few), 2)], [[1, 0]], []))
         case "tied":
@@ -231,6 +228,13 @@ def a_header_of_another(chance: Random, data: bytes, other: bytes) -> bytes:
     return chance.choice((lead + b'\n "programs"' + second, first + b'\n "programs"' + rest))
 
 
+def a_size(chance: Random, data: bytes) -> bytes:
+    """The header claims other sizes than the programs have."""
+    size = chance.choice((0, 1, 3, 5, 1000, 10**6, 10**9, 2**31 - 1, 2**31, 10**18, 10**4000))
+    key = chance.choice((b"workers", b"stages", b"microbatches", b"groups"))
+    return re.sub(rb'"%s": \d+' % key, b'"%s": %d' % (key, size), data, count=1)
+
+
 def a_worker(chance: Random, data: bytes) -> bytes:
     """One worker more, with a list, or one less, in the header and in the programs."""
     match = re.search(rb'"workers": (\d{1,6}),', data)
@@ -245,6 +249,7 @@ def a_worker(chance: Random, data: bytes) -> bytes:
             lists[-1] = lists[-1].removesuffix(b"  ],") + b"  ]\n" + tail[2]
     else:
         new = chance.choice((b"", b'   {"op": "NORM", "group": 0}\n', tail[0] + b"\n"))
+        more = min(more, LONGEST // (len(new) + 9) + 1)
         lists[-1] = tail[0] + (b"\n  ],\n  [\n" + new.removesuffix(b"\n")) * more + b"\n  ]\n" + tail[2]
     text = b"\n  [\n".join(lists).replace(b"\n\n", b"\n")
     return text.replace(match[0], b'"workers": %d,' % (workers + more), 1)
@@ -262,6 +267,12 @@ def an_instruction(chance: Random, data: bytes) -> bytes:
     if len(a) == len(b) == 3:
         lines[i] = b"".join(chance.choice(((*a[:1], b[1], a[2]), (*a[:2], b[2]), b))) + comma
     return b"\n".join(lines)
+
+
+def an_operand(chance: Random, data: bytes) -> bytes:
+    """A number of an instruction becomes another."""
+    begin = data.find(b'"programs"')
+    return data[:begin] + a_number(chance, data[begin:]) if begin > 0 else data
 
 
 def neighbours(chance: Random, data: bytes) -> bytes:
@@ -318,6 +329,7 @@ def sealed(data: bytes) -> bytes:
 
 ANY = (some_bytes, a_part, an_end, a_number, tokens, nested, long, a_value, a_key_twice)
 LINES: tuple[Mutation, ...] = (
-    a_line, a_field, a_worker, an_instruction, a_pair, a_pair, neighbours, neighbours, neighbours, a_group,
+    a_line, a_field, a_size, a_worker, an_instruction, an_operand, a_pair, a_pair, a_group,
+    neighbours, neighbours, neighbours,
 )  # fmt: skip
 SCHEDULE: tuple[Mutation, ...] = (*ANY, *LINES)
