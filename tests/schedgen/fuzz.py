@@ -45,7 +45,7 @@ from schedgen.compile import compile_scheme
 from schedgen.file import write
 from schedgen.scheme import Scheme, Sizes
 
-SECONDS = 10.0  # a command may take
+SECONDS = 10.0  # of processor time that a command may take
 MEMORY = 2**28  # bytes that it may add to the address space
 SENTENCE = 1000  # characters of an error, the file's name left out
 ROUND = 2500  # inputs of one run of hypothesis, which remembers all of them
@@ -82,6 +82,7 @@ class Tally:
     def __init__(self) -> None:
         self.inputs, self.codes, self.reasons = Counter[str](), Counter[str](), Counter[str]()
         self.slowest, self.slowest_words = 0.0, ""
+        self.memory = 0  # KiB at the most before the first input
 
 
 def schedules() -> list[bytes]:
@@ -113,7 +114,7 @@ PROFILES = (
 
 @st.composite
 def cases(draw: st.DrawFn, bases: int) -> Case:
-    kind = draw(st.sampled_from(("schedule",) * 7 + ("profile", "trace", "option")))
+    kind = draw(st.sampled_from(("schedule",) * 7 + ("profile", "trace", "option", "actions")))
     number = st.integers(0, 2**32 - 1)
     steps = draw(st.lists(st.tuples(st.integers(0, 10**6), number), min_size=1, max_size=4))
     small = draw(st.integers(0, 9)) == 0 or kind != "schedule"
@@ -157,6 +158,8 @@ class Range:
             self.schedule(case, text)
         elif case.kind == "option":
             self.option(case)
+        elif case.kind == "actions":
+            self.actions(case)
         else:
             data = PROFILES[case.base % len(PROFILES)] if case.kind == "profile" else self.trace(case.base)
             self.mutant.write_bytes(self.damaged(case, data))
@@ -174,6 +177,7 @@ class Range:
         readers = (
             ["stats", mutant], ["stats", mutant, "--json"], ["simulate", mutant, "--json", "--alpha", "0.1"],
             ["simulate", mutant, "--trace", other], ["diff", base, mutant], ["diff", mutant, base],
+            ["export", mutant, "--to", "csv", "-o", other], ["export", mutant, "--to", "chrome", "-o", other],
         )  # fmt: skip
         reader = readers[case.command % len(readers)]
         said = self.ask(case, ["check", mutant], (0, 1))
@@ -195,6 +199,14 @@ class Range:
             if writes and "canonical" in self.ask(case, ["check", mutant], (0, 1)).err:
                 raise Failure("what seal wrote is not what check reads")
 
+    def actions(self, case: Case) -> None:
+        """torch's CSV, which compiles to a schedule that is right."""
+        table = self.mutant.with_suffix(".csv")
+        answer(["export", str(self.base), "--to", "csv", "-o", str(table)])
+        table.write_bytes(self.damaged(case, table.read_bytes()))
+        if self.ask(case, ["compile", str(table), "-o", str(self.other)], (0, 1, 2)).code == 0:
+            self.ask(case, ["check", str(self.other)], (0,))
+
     def option(self, case: Case) -> None:
         chance = Random(case.steps[0][1])
         given = "".join(chance.choice("FBIW=,;=,0123456789e+-._ n\0٣∞") for _ in range(chance.randrange(20)))
@@ -205,10 +217,10 @@ class Range:
         self.ask(case, [command, str(self.base), f"{name}={given[:2000]}", "--json"], (0, 2))
 
     def ask(self, case: Case, command: list[str], codes: Sequence[int]) -> Answer:
-        begin = time.perf_counter()
+        begin = time.process_time()
         with limited(SECONDS), memory(MEMORY):
             said = answer(command)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         if seconds > self.tally.slowest:
             self.tally.slowest, self.tally.slowest_words = seconds, f"{command[0]} {case}"
         judge(said, command, codes)
@@ -270,20 +282,20 @@ class Hang(Failure):
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """An exception after so many seconds; where Python does not come to it, the process ends after some more."""
+    """An exception after so many seconds of processor time; the process ends where Python does not come to it."""
 
     def stop(*_: object) -> None:
         raise Hang(f"no answer within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(3 * seconds, exit=True, file=sys.__stderr__)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    faulthandler.dump_traceback_later(20 * seconds, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextlib.contextmanager
@@ -299,15 +311,25 @@ def memory(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+def _peak() -> int:
+    """The most memory the process has had, in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def campaign(count: int, seed: object, folder: Path, shrink: bool = True) -> Tally:
     """Answers to so many inputs; the first wrong one is raised, shrunk."""
     place = Range(folder)
     schedgen.cli._parser = cache(schedgen.cli._parser)  # making it takes longer than most answers
-    for compiled in (0, 10**12):  # what is loaded once is nobody's memory
+    base, other = str(place.base), str(place.other)
+    for compiled in (0, 10**12):  # what is loaded once is no answer's memory
         schedgen.kernels.SMALL = compiled
-        place.base.write_bytes(place.bases[0])
-        for command in (["check"], ["stats"], ["simulate", "--trace", str(place.other)], ["seal"]):
-            answer([command[0], str(place.base), *command[1:]])
+        for file, text in ((place.base, place.bases[0]), (place.other, place.bases[1])):
+            file.write_bytes(text)
+        for command in (["check", base], ["stats", base], ["diff", base, other], ["seal", base]):
+            answer(command)
+        answer(["simulate", base, "--trace", other])
+        answer(["compile", "fsdp", "--stages", "2", "--microbatches", "2", "-o", other])
+    place.tally.memory = _peak()
     for first in range(0, count, ROUND):
 
         @hypothesis.seed(f"{seed} {first}")
@@ -330,7 +352,6 @@ def run(count: int, seed: object) -> None:
     """A campaign in this process; what it saw on standard output, in JSON."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
             tally = campaign(count, seed, Path(name))
         except BaseException:
@@ -338,7 +359,6 @@ def run(count: int, seed: object) -> None:
             for path in Path(name).glob("*.json"):
                 shutil.copy(path, FAILED / f"{seed}-{path.name}")
             raise
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seen = {
         "inputs": tally.inputs,
         "codes": tally.codes,
@@ -346,7 +366,7 @@ def run(count: int, seed: object) -> None:
         "slowest": tally.slowest,
         "words": tally.slowest_words,
     }
-    print(json.dumps({**seen, "seconds": time.perf_counter() - begin, "rss": [before, after]}))
+    print(json.dumps({**seen, "seconds": time.perf_counter() - begin, "memory": [tally.memory, _peak()]}))
 
 
 def run_all(count: int, processes: int, seed: int) -> int:
@@ -367,7 +387,7 @@ def run_all(count: int, processes: int, seed: int) -> int:
         total = sum((Counter(one[key]) for one in seen if one), Counter())
         print(f"{key}: {sum(total.values())}: " + ", ".join(f"{name} {n}" for name, n in sorted(total.items())))
     for one in filter(None, seen):
-        before, after = (size / 1024 for size in one["rss"])
+        before, after = (size / 1024 for size in one["memory"])
         print(f"{one['seconds']:.0f} s, {before:.0f} MiB before, {after:.0f} MiB at the most, "
               f"longest {one['slowest']:.2f} s: {one['words']}")  # fmt: skip
     print(f"failed: {failed}" if failed else "nothing found")

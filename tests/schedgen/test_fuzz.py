@@ -25,7 +25,13 @@ def restored(monkeypatch):
 
 def test_hostile_input_is_answered(tmp_path):
     tally = fuzz.campaign(150, 1, tmp_path)
-    assert sum(tally.inputs.values()) >= 150 and set(tally.inputs) == {"schedule", "profile", "trace", "option"}
+    assert sum(tally.inputs.values()) >= 150 and set(tally.inputs) == {
+        "schedule",
+        "profile",
+        "trace",
+        "option",
+        "actions",
+    }
     assert len(tally.reasons) >= 5 and tally.reasons["accepted"]  # it comes to all parts of the checker
 
 

@@ -110,29 +110,6 @@ def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_ti
     assert work(200) < 6 * work(50)
 
 
-def test_the_changes_that_a_diff_shows_make_the_one_list_the_other():
-    programs = [compiled("fsdp", 3, 4), compiled("fsdp", 3, 4, weight_slots=1), compiled("lpp", 2, 4, 4, 2)]
-    for a, b in itertools.permutations(programs, 2):
-        changes = iter([*diff(a, b, "a", "b"), "---"])
-        line = next(line for line in changes if line.startswith("---"))
-        for rank in range(max(a.header.workers, b.header.workers)):
-            old, new = ([str(i) for i in p.instructions(rank)] if rank < p.header.workers else [] for p in (a, b))
-            first = schedgen.file.line_of(a, int(a.bounds[rank]), rank) if old else 1
-            assert (line, next(changes)) == (f"--- a rank {rank}", f"+++ b rank {rank}")
-            made, at = [], 0
-            for line in itertools.takewhile(lambda line: not line.startswith("---"), changes):
-                if line.startswith("@@"):
-                    begin, _, length = line.split()[1][1:].partition(",")
-                    until = int(begin) - first + (length == "0")
-                    made, at = made + old[at:until], until
-                else:
-                    assert line[0] == "+" or old[at] == line[1:]
-                    made += [line[1:]] * (line[0] in " +")
-                    at += line[0] in " -"
-            assert made + old[at:] == new
-            line = f"--- a rank {rank + 1}"
-
-
 def test_a_tie_entered_many_times_takes_no_memory():
     scheme = Scheme("one", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy")
     program = compile_scheme(scheme, Sizes(2000, 1, 1), tied=[list(range(2000))])
