@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
 from schedgen.passes import lower
 from schedgen.passes.options import Options
-from schedgen.program import B, F, Header, Program
+from schedgen.program import MOST_TIES, B, F, Header, Program
 from schedgen.scheme import Scheme, Sizes, caps, marks, place, priorities
 from schedgen.schemes.orders import ORDERS
 
@@ -111,4 +112,8 @@ def _ties(tied: Collection[Sequence[int]], stages: int) -> tuple[tuple[int, ...]
         if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
             given = ",".join(map(str, tie))
             raise UsageError(f"--tied {given}: a tie is two or more different stages in 0..{stages - 1}")
-    return tuple(sorted({tuple(sorted(tie)) for tie in tied}))
+    found = sorted({tuple(sorted(tie)) for tie in tied})
+    for stage, times in Counter(stage for tie in found for stage in tie).items():
+        if times > MOST_TIES:
+            raise UsageError(f"--tied: stage {stage} is in {times} ties, more than {MOST_TIES}")
+    return tuple(found)

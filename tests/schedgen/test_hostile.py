@@ -124,6 +124,9 @@ def test_a_stage_in_many_ties_is_refused(run, refused, tmp_path):
     file = json.loads(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, "-o", "-").out)
     path.write_text(json.dumps({**file, "tied": [[0, s] for s in range(1, 18)]}))
     assert refused(run("seal", path), 1).endswith("tied must have no stage in more than 16 lists")
+    ties = [word for s in range(1, 18) for word in ("--tied", f"0,{s}")]
+    message = refused(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, *ties, "-o", path), 2)
+    assert message == "schedgen: --tied: stage 0 is in 17 ties, more than 16"
 
 
 def test_more_edges_than_instructions_can_serve_are_refused(run, refused, tmp_path):
