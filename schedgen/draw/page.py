@@ -10,6 +10,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -71,9 +72,8 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
     web = resources.files("schedgen.draw") / "web"
     parts["script"] = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     text = (web / "page.html").read_text(encoding="utf-8")
-    for name, part in parts.items():
-        text = text.replace(f"{{{{{name}}}}}", part, 1)
-    return text.encode()
+    # In one pass: a title may look like the place of another part.
+    return re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text).encode()
 
 
 def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]:

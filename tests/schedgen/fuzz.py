@@ -130,6 +130,7 @@ class Range:
     def __init__(self, folder: Path) -> None:
         self.folder, self.bases, self.tally = folder, schedules(), Tally()
         self.base, self.mutant, self.other = (folder / f"{name}.json" for name in ("base", "mutant", "other"))
+        self.drawn = folder / "drawn.html"
         self.traces: dict[int, bytes] = {}
 
     def damaged(self, case: Case, data: bytes) -> bytes:
@@ -164,9 +165,13 @@ class Range:
             data = PROFILES[case.base % len(PROFILES)] if case.kind == "profile" else self.trace(case.base)
             self.mutant.write_bytes(self.damaged(case, data))
             flag = "--profile" if case.kind == "profile" else "--measured"
-            command = ("stats", "simulate")[case.command % 2]
-            more = ["--trace", str(self.other)] if command == "simulate" and case.command % 4 > 1 else []
-            self.ask(case, [command, str(self.base), flag, str(self.mutant), "--json", *more], (0, 1, 2))
+            base, mutant = str(self.base), str(self.mutant)
+            command = (
+                ["stats", base, flag, mutant, "--json"], ["simulate", base, flag, mutant, "--json"],
+                ["simulate", base, flag, mutant, "--trace", str(self.other)],
+                ["draw", base, flag, mutant, "-o", str(self.drawn)],
+            )[case.command % 4]  # fmt: skip
+            self.ask(case, command, (0, 1, 2))
         self.tally.inputs[case.kind] += 1
 
     def schedule(self, case: Case, text: bytes) -> None:
@@ -178,6 +183,7 @@ class Range:
             ["stats", mutant], ["stats", mutant, "--json"], ["simulate", mutant, "--json", "--alpha", "0.1"],
             ["simulate", mutant, "--trace", other], ["diff", base, mutant], ["diff", mutant, base],
             ["export", mutant, "--to", "csv", "-o", other], ["export", mutant, "--to", "chrome", "-o", other],
+            ["draw", mutant, "-o", str(self.drawn)],
         )  # fmt: skip
         reader = readers[case.command % len(readers)]
         said = self.ask(case, ["check", mutant], (0, 1))

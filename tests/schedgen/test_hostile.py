@@ -259,3 +259,14 @@ def test_a_trace_in_which_jobs_take_no_time_is_refused(file, run, refused, tmp_p
 
 def test_options_are_quoted_without_what_a_terminal_obeys(file, run, refused):
     assert r"'\x1b[2J' is not a time" in refused(run("simulate", file, "--alpha", "\x1b[2J"), 2)
+
+
+def test_a_name_that_looks_like_a_place_of_the_page_is_a_title(file, run, tmp_path):
+    pages = []
+    for name in ("plain", "{{script}}</title>"):
+        file.write_text(file.read_text().replace("zb-h1", name).replace("plain", name))
+        assert run("seal", file).code == 0
+        assert run("draw", file, "-o", tmp_path / "page.html").code == 0
+        pages.append((tmp_path / "page.html").read_text())
+    assert "{{script}}&lt;/title&gt;" in pages[1]
+    assert [pages[0].count(word) for word in ("<script", "</title>")] == [pages[1].count("<script"), 1]
