@@ -21,8 +21,9 @@ class SlowScheme(UserWarning):
 
 def clip(text: str) -> str:
     """Something a file or a user said, short and printable."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:100].strip()) + text[100:]
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = text.strip()
+    short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:81])
+    return short if len(short) <= 80 else short[:77] + "..."
 
 
 def one_line(error: object) -> str:

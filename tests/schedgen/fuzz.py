@@ -2,8 +2,8 @@
 
     python tests/schedgen/fuzz.py --count 100000 --processes 2
 
-Hypothesis damages schedules, profiles, traces and options by `mutations` and
-gives them to `schedgen.cli.main`. An answer is right if its exit code is a
+Hypothesis damages schedules, profiles, traces, torch's CSV and options by
+`mutations` and gives them to `schedgen.cli.main`. An answer is right if its exit code is a
 documented one and it says what such an answer should; it takes SECONDS at the
 most and MEMORY more bytes than the process has. The same seed gives the same
 inputs. What fails is shrunk and left in build/fuzz.
@@ -57,7 +57,7 @@ OPTIONS = ("--cost", "--alpha", "--beta", "--activation", "--weight", "--saved")
 class Case(NamedTuple):
     """What is done to one input: the kind of file it is of, which one, and how it is damaged."""
 
-    kind: str  # schedule, profile, trace or option
+    kind: str  # schedule, profile, trace, actions or option
     base: int
     steps: tuple[tuple[int, int], ...]  # (mutation, its seed)
     deep: bool  # only lines of a schedule change, so that most pass the reader

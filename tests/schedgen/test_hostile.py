@@ -21,7 +21,7 @@ from schedgen.check.subject import Subject
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
 from schedgen.diff import diff
-from schedgen.errors import RefusedFile
+from schedgen.errors import RefusedFile, clip
 from schedgen.file import read, write
 from schedgen.places import measured, places
 from schedgen.program import Kind, Op, Program, concatenate, rows
@@ -270,3 +270,8 @@ def test_a_name_that_looks_like_a_place_of_the_page_is_a_title(file, run, tmp_pa
         pages.append((tmp_path / "page.html").read_text())
     assert "{{script}}&lt;/title&gt;" in pages[1]
     assert [pages[0].count(word) for word in ("<script", "</title>")] == [pages[1].count("<script"), 1]
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", " " * 200 + "\0", "a" * 79 + "\n", "\ud800" * 10**6, "a" * 81])
+def test_what_is_quoted_is_short_and_printable(text):
+    assert clip(text).isprintable() and len(clip(text)) <= 80
