@@ -3,10 +3,10 @@
     python tests/schedgen/fuzz.py --count 100000 --processes 2
 
 Hypothesis damages schedules, profiles, traces, torch's CSV and options by
-`mutations` and gives them to `schedgen.cli.main`. An answer is right if its exit code is a
-documented one and it says what such an answer should; it takes SECONDS at the
-most and MEMORY more bytes than the process has. The same seed gives the same
-inputs. What fails is shrunk and left in build/fuzz.
+`mutations` and gives them to `schedgen.cli.main`. An answer is right if its
+exit code is a documented one and it says what such an answer should; it takes
+SECONDS at the most and MEMORY more bytes than the process has. The same seed
+gives the same inputs. What fails is shrunk and left in build/fuzz.
 """
 
 from __future__ import annotations
