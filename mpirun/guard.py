@@ -39,6 +39,7 @@ REPORT = 1.0  # seconds between two reports to the first guard, and its answers
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
 SILENCE = 60.0  # seconds after which a host that says nothing counts as lost, if the time limit is not shorter
 LAST_WORDS = 5.0  # seconds that a rank which fails has to speak and to end the others
+LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
 STATES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep", "": "gone"}
 
@@ -53,6 +54,23 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return "" if letter in "ZXx" else letter
+
+
+def launcher(pid: int) -> tuple[int, str] | None:
+    """The nearest process above that is an mpiexec, with when it was started.
+
+    With a host that is cut off it would wait for the end of its connection there.
+    """
+    for _ in range(4):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+                name, _, fields = file.read().decode().partition("(")[2].rpartition(")")
+        except OSError:
+            return None
+        if name.startswith(LAUNCHERS):
+            return pid, fields.split()[19]
+        pid = int(fields.split()[1])
+    return None
 
 
 class Rank:
@@ -190,8 +208,8 @@ class Guard:
             self.connect(plan["addresses"], plan["port"])
         self.reported = time.monotonic()
         self.ending: float | None = None  # when the ranks that are left are killed
-        self.stop = False
-        self.said = False
+        self.stop = self.said = self.cut_off = False
+        self.launcher = launcher(os.getppid())
 
     # Between guards
 
@@ -208,16 +226,18 @@ class Guard:
         self.links.append(link)
         self.selector.register(link.socket, selectors.EVENT_READ, link)
 
-    def drop(self, link: Link) -> None:
-        self.links.remove(link)
+    def close(self, link: Link) -> None:
+        """A guard that goes without a word stays known: its silence will count."""
         self.selector.unregister(link.socket)
         link.socket.close()
+        if link.left or not link.trusted:
+            self.links.remove(link)
 
     def hear(self, link: Link) -> None:
         for words in link.hear():
             if not link.trusted:
                 if words.get("token") != self.token:
-                    self.drop(link)
+                    self.close(link)
                     return
                 link.trusted, link.host = True, words["host"]
             link.states = words.get("states", link.states)
@@ -232,7 +252,7 @@ class Guard:
                 self.said = True
                 self.end(0 if words["end"] == "now" else GRACE)
         if not link.open:
-            self.drop(link)
+            self.close(link)
 
     def tell(self, **words: object) -> None:
         for link in self.links:
@@ -312,6 +332,7 @@ class Guard:
             return
         for link in list(self.links):
             if link.trusted and not link.left and now - link.heard > self.silence:
+                self.cut_off = True
                 what = f"{link.host or 'the host of rank 0'} has not answered for {self.silence:g} s"
                 self.hang(f"{what}: it is down, or the network is; the other ranks are", here)
                 return
@@ -342,6 +363,10 @@ class Guard:
             self.look()
             self.compare()
         self.tell(bye=True)
+        if self.cut_off and self.launcher is not None:
+            time.sleep(0.5)  # it may end by itself
+            if launcher(self.launcher[0]) == self.launcher:
+                os.kill(self.launcher[0], signal.SIGTERM)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from mpirun.tracker import measure
 from mpirun.training import training
 from mpirun.watch import Watch
 
+ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
 
 
@@ -131,9 +132,13 @@ class Run:
         return code or int(bool(options.save) and self.begun < options.steps and not saved)
 
     def _asked_to_leave(self, *_: object) -> None:
-        """After this step; when asked again, at once."""
-        self.interpreter.leave = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        """After this step; when asked again later, at once. Slurm may ask twice in a second."""
+        now = time.monotonic()
+        if not self.interpreter.leave:
+            self.interpreter.leave, self.asked = True, now
+        elif now - self.asked > ASKED_TWICE:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
     def _not_finite(self, step: int, result: Result) -> None:
         """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
