@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from mpirun import checkpoint
 from schedgen.cli import main as schedgen
 
-STEPS = 12
+STEPS = 60
 RANKS = 4
 MARKER = "MPIRUN_TEST_LAUNCH"
 MODEL = "mpirun.models.mlp:tiny"
