@@ -2,7 +2,7 @@
 
 `python tests/mpirun/crash.py --count 50` (`make test-crash`) does 50 of each kind:
 
-anywhen   at any moment from the start of the launch to its end
+anywhen   a time in four at any moment of the launch, else after a random step: starting takes longest
 writing   while a checkpoint is being written
 
 Each must end with the bits of a run that nobody disturbed; every kill must end all ranks soon, and leave no
@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from mpirun import checkpoint
 from schedgen.cli import main as schedgen
 
-STEPS = 60
+STEPS = 30
 RANKS = 4
 MARKER = "MPIRUN_TEST_LAUNCH"
 MODEL = "mpirun.models.mlp:tiny"
@@ -90,7 +90,9 @@ class Crasher:
         """None where the run was over before the moment came."""
         save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
         job = self.start(save, marker)
-        moment = self.anywhen() if kind == "anywhen" else self.writing(save)
+        moment = self.writing(save)
+        if kind == "anywhen":
+            moment = self.of_launch() if self.random.random() < 0.25 else self.of_training(save)
         while job.poll() is None and not moment():
             pass
         had = newest(save)
@@ -108,18 +110,26 @@ class Crasher:
         ended_well = self.start(save).wait() == 0
         return Crash(lasted, steps, whole and steps >= had, ended_well and self.result(save) == self.end)
 
-    def anywhen(self) -> Callable[[], bool]:
+    def of_launch(self) -> Callable[[], bool]:
+        """Any."""
         moment = time.monotonic() + self.random.uniform(0, self.seconds)
         return lambda: time.sleep(0.001) or time.monotonic() > moment
 
+    def of_training(self, save: Path) -> Callable[[], bool]:
+        """Up to 50 ms after the checkpoint of some step."""
+        return self.after(checkpoint.folder_of(save, self.random.randint(1, STEPS - 1)), 0.05)
+
     def writing(self, save: Path) -> Callable[[], bool]:
         """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
-        folder = checkpoint.aside(save, self.random.randint(1, STEPS - 1))
+        return self.after(checkpoint.aside(save, self.random.randint(1, STEPS - 1)), 0.02)
+
+    def after(self, folder: Path, seconds: float) -> Callable[[], bool]:
+        """Up to so many seconds after a folder has come up."""
 
         def moment() -> bool:
             if not folder.exists():
                 return False
-            time.sleep(self.random.uniform(0, 0.02))
+            time.sleep(self.random.uniform(0, seconds))
             return True
 
         return moment
