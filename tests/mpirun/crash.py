@@ -128,6 +128,7 @@ class Crasher:
 
         def moment() -> bool:
             if not folder.exists():
+                time.sleep(0.002)
                 return False
             time.sleep(self.random.uniform(0, seconds))
             return True
