@@ -8,12 +8,11 @@ from pathlib import Path
 from schedgen.errors import RefusedFile, UsageError, clip
 
 TEMPLATE = '''\
-"""NAME: stages go round the workers, one forward, one backward. Say here what yours does.
+"""NAME: stages go round the workers, one forward, one backward. Say here what yours does."""
 
-    schedgen compile NAME.py --stages 4 --microbatches 8 -o NAME.json
-    schedgen stats NAME.json
-    mpiexec -n 4 python -m mpirun NAME.json --model mpirun.models.mlp:tiny --steps 5 --verify
-"""
+# schedgen compile NAME.py --stages 4 --microbatches 8 -o NAME.json
+# schedgen stats NAME.json
+# mpiexec -n 4 python -m mpirun NAME.json --model mpirun.models.mlp:tiny --steps 5 --verify
 
 import numpy as np
 
