@@ -61,7 +61,7 @@ def launcher(pid: int) -> tuple[int, str] | None:
 
     With a host that is cut off it would wait for the end of its connection there.
     """
-    for _ in range(4):
+    for _ in range(16):
         try:
             with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
                 name, _, fields = file.read().decode().partition("(")[2].rpartition(")")
