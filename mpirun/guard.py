@@ -364,8 +364,11 @@ class Guard:
             self.compare()
         self.tell(bye=True)
         if self.cut_off and self.launcher is not None:
-            time.sleep(0.5)  # it may end by itself
-            if launcher(self.launcher[0]) == self.launcher:
+            os.close(2)  # MPICH's waits until nobody here can speak any more, and then for the other host
+            for _ in range(5):
+                time.sleep(1)
+                if launcher(self.launcher[0]) != self.launcher:
+                    break
                 os.kill(self.launcher[0], signal.SIGTERM)
 
 
