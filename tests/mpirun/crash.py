@@ -31,7 +31,7 @@ from mpirun import checkpoint
 from schedgen.cli import main as schedgen
 
 STEPS = 30
-RANKS = 4
+KINDS = ("anywhen", "writing")
 MARKER = "MPIRUN_TEST_LAUNCH"
 MODEL = "mpirun.models.mlp:tiny"
 
@@ -58,10 +58,10 @@ def processes(marker: str) -> dict[int, list[str]]:
 
 
 class Crasher:
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.random = folder, random.Random(seed)
+    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        self.folder, self.random, self.ranks = folder, random.Random(seed), str(ranks)
         self.schedule = folder / "1f1b.json"
-        command = ["compile", "1f1b", "--stages", str(RANKS), "--microbatches", "4", "-o", str(self.schedule)]
+        command = ["compile", "1f1b", "--stages", self.ranks, "--microbatches", "4", "-o", str(self.schedule)]
         assert schedgen(command) == 0
         begin = time.monotonic()
         assert self.start(folder / "undisturbed").wait() == 0
@@ -70,7 +70,7 @@ class Crasher:
 
     def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
         mpiexec = os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec")))
-        command = [*shlex.split(mpiexec), "-n", str(RANKS), sys.executable, "-m", "mpirun", str(self.schedule)]
+        command = [*shlex.split(mpiexec), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
         command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
         env = {**os.environ, MARKER: marker}
         return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -155,11 +155,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kind", choices=KINDS, action="append")
     options = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        crasher = Crasher(Path(folder), options.seed)
-        for kind in ("anywhen", "writing"):
+        crasher = Crasher(Path(folder), options.seed, options.ranks)
+        for kind in options.kind or KINDS:
             crashes = []
             for number in range(options.count):
                 one = crasher.crash(kind)

@@ -6,15 +6,15 @@ A few of the runs that `make test-crash` does 50 of.
 from __future__ import annotations
 
 import pytest
-from crash import Crasher
+from crash import KINDS, Crasher
 
 
 @pytest.fixture(scope="module")
 def crasher(tmp_path_factory) -> Crasher:
-    return Crasher(tmp_path_factory.mktemp("crash"), seed=1)
+    return Crasher(tmp_path_factory.mktemp("crash"), seed=1, ranks=2)
 
 
-@pytest.mark.parametrize("kind", ["anywhen", "writing"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_and_resumed(crasher, kind):
     one = crasher.crash(kind)
     assert one.whole and one.same
