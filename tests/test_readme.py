@@ -55,7 +55,7 @@ def test_a_command_of_the_readme_runs(command: str, place: tuple[Path, dict[str,
     elif command.startswith("mpiexec"):
         command = command.replace("mpiexec", environment["MPIEXEC"], 1)
     done = subprocess.run(
-        ["bash", "-c", command], cwd=copy, env=environment, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "-c", command], cwd=copy, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == EXIT.get(command, 0), done.stdout + done.stderr
     assert "Traceback" not in done.stderr

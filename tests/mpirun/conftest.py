@@ -70,7 +70,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         *arguments: object,
         program: Sequence[str] = ("-m", "mpirun"),
         env: dict[str, str] | None = None,
-        limit: float = 120,
+        limit: float = 300,
     ) -> Result:
         marker = uuid.uuid4().hex
         command = [] if ranks is None else [*_mpiexec(), "-n", str(ranks)]
@@ -140,7 +140,7 @@ def mistakes(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable
     """Runs of mpirun one after the other in one launch, none of which ends well."""
 
     def mistakes(
-        ranks: int, runs: Sequence[Sequence[object]], limit: float = 240, env: dict[str, str] | None = None
+        ranks: int, runs: Sequence[Sequence[object]], limit: float = 900, env: dict[str, str] | None = None
     ) -> list[Ended]:
         ended, result = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit, env)
         assert "Traceback" not in result.out + result.err
@@ -156,7 +156,7 @@ def several(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[
     Most of a short run is starting Python and importing torch; this pays for it once.
     """
 
-    def several(ranks: int, runs: Sequence[Sequence[object]], limit: float = 240) -> list[tuple[int, str]]:
+    def several(ranks: int, runs: Sequence[Sequence[object]], limit: float = 900) -> list[tuple[int, str]]:
         ended, _ = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit)
         return [(code, out) for code, out, _ in ended]
 
@@ -182,7 +182,7 @@ class Seen(NamedTuple):
 def inside(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Seen]]:
     """Runs of mpirun in one launch, each an object as programs/inside.py takes them."""
 
-    def inside(ranks: int, runs: Sequence[dict[str, Any]], limit: float = 400) -> list[Seen]:
+    def inside(ranks: int, runs: Sequence[dict[str, Any]], limit: float = 900) -> list[Seen]:
         runs = [{**one, "arguments": list(map(str, one["arguments"]))} for one in runs]
         return [Seen(*one) for one in in_one_launch(ranks, "inside.py", runs, limit)[0]]
 

@@ -40,7 +40,7 @@ def failure(launch, traces, text, tmp_path_factory, request) -> Failure:
     """A launch of 4 ranks in which a stage of the model makes trouble."""
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", f"models_for_tests:{request.param}", "--text", text, "--steps", 5]
-    result = launch(4, *command, env={"TROUBLE_AT": str(note)}, limit=30)
+    result = launch(4, *command, env={"TROUBLE_AT": str(note)})
     return Failure(request.param, result, result.ended - float(note.read_text()))
 
 
@@ -98,7 +98,7 @@ def explained(result: object, ranks: int) -> tuple[str, list[re.Match[str]]]:
 def stopped(launch, traces, text, tmp_path_factory) -> Failure:
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", "models_for_tests:stopped_in_stage", "--text", text, "--steps", 5]
-    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note)}, limit=60)
+    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note)})
     return Failure("stopped", result, result.ended - float(note.read_text()))
 
 
@@ -117,7 +117,7 @@ def test_a_rank_that_stops_answering_is_named(stopped, traces, left_behind):
 def test_a_message_that_is_never_sent_is_named(launch, traces, text):
     """Rank 1 leaves out the SEND of x.1.7 in the second step."""
     command = [traces / "1f1b.json", "--model", "mpirun.models.mlp:tiny", "--text", text, "--timeout", LIMIT]
-    result = launch(4, "lost", *command, program=["programs/broken.py"], limit=60)
+    result = launch(4, "lost", *command, program=["programs/broken.py"])
     _, states = explained(result, 4)
     assert states[2][6] == '{"op": "RECV", "buf": "x.1.7", "from": 1}'
     assert result.code != 0
@@ -133,7 +133,7 @@ def test_a_circle_is_named(launch, compiled, text):
     schedule.write_text("\n".join(lines) + "\n")
     assert schedgen(["seal", str(schedule)]) == 0
     command = [schedule, "--model", "mpirun.models.mlp:tiny", "--text", text, "--timeout", LIMIT]
-    result = launch(2, "unchecked", *command, program=["programs/broken.py"], limit=60)
+    result = launch(2, "unchecked", *command, program=["programs/broken.py"])
     assert re.search(
         r"^mpirun: nothing has moved for 3 s: rank 0 waits for rank 1, rank 1 waits for rank 0$", result.err, re.M
     )

@@ -167,7 +167,7 @@ def sentence(launch):
     """The one sentence that a launch of its own ends with, after `mpirun: `."""
 
     def sentence(ranks: int | None, code: int, *arguments: object) -> str:
-        result = launch(ranks, *arguments, limit=30)
+        result = launch(ranks, *arguments)
         assert result.code == code, result
         assert "Traceback" not in result.out + result.err
         assert result.out == ""
