@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from schedgen.errors import RefusedFile
 VERSION = 1
 MANIFEST = "manifest.json"
 _ASIDE, _OLD = ".writing-", ".old-"
+_PART = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
 
 class Part(NamedTuple):
@@ -97,7 +99,10 @@ def write_part(directory: Path, step: int, kind: str, rank: int, entries: Mappin
     """One file, on the disk."""
     file = aside(directory, step) / f"{kind}-{rank}.safetensors"
     with _told(file):
-        save_file(dict(entries), file)
+        try:
+            save_file(dict(entries), file)
+        except (KeyError, ValueError) as error:  # a type or layout that the format lacks
+            raise RefusedFile(f"{file}: {error}") from None
         _sync(file)
         return Part(file.name, file.stat().st_size, _hash(file), list(entries))
 
@@ -126,11 +131,21 @@ def abandon(directory: Path, step: int) -> None:
         shutil.rmtree(folder_of(directory, step), ignore_errors=True)
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what unfinished ones have left."""
-    whole = [folder for folder in folders(directory) if (folder / MANIFEST).exists()]
-    for folder in whole[keep:]:
-        _away(folder)
+def prune(directory: Path, step: int, keep: int) -> None:
+    """After the checkpoint of a step: remove all before it but the newest `keep`, and what unfinished ones have left.
+
+    Later ones are of a run before this, which could not resume from them. What
+    cannot be removed stays.
+    """
+    before = [folder for folder in folders(directory) if _step(folder) <= step and (folder / MANIFEST).exists()]
+    for folder in before[keep:]:
+        with contextlib.suppress(OSError):
+            _away(folder)
+    tidy(directory)
+
+
+def tidy(directory: Path) -> None:
+    """Remove what unfinished checkpoints have left."""
     for pattern in (_ASIDE, _OLD):
         for rest in directory.glob(f"{pattern}*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -147,9 +162,15 @@ def _away(folder: Path) -> None:
 
 def folders(directory: Path) -> list[Path]:
     """What may be checkpoints, the newest first; or the folder itself if it is one."""
-    if (directory / MANIFEST).exists():
-        return [directory]
-    return sorted(directory.glob("step-[0-9]*"), reverse=True)
+    with _told(directory):
+        if (directory / MANIFEST).exists():
+            return [directory]
+        named = (one for one in directory.glob("step-*") if re.fullmatch("step-[0-9]+", one.name))
+        return sorted((one for one in named if one.is_dir()), key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def manifest(folder: Path) -> Manifest:
@@ -159,13 +180,19 @@ def manifest(folder: Path) -> Manifest:
         facts = {"data": None, "optimizer": None, **json.loads(file.read_bytes())}
         if facts.pop("checkpoint") != VERSION:
             raise RefusedFile(f"{file}: of another version")
-        parts = [Part(**{**part, "name": Path(part["name"]).name}) for part in facts.pop("parts")]
-        step, seed = int(facts["step"]), int(facts["seed"])
-    except OSError:
+        parts = [Part(**part) for part in facts.pop("parts")]
+        numbers = [facts["step"], facts["seed"], *(part.bytes for part in parts)]
+        sound = all(type(one) is int and one >= 0 for one in numbers) and max(numbers[:2]) < 2**31
+        sound &= all(isinstance(name, str) for part in parts for name in part.entries)
+        if not sound or not all(_PART.fullmatch(part.name) for part in parts):
+            raise RefusedFile(f"{file}: damaged")
+    except FileNotFoundError:
         raise RefusedFile(f"{folder}: incomplete: it has no manifest") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except OSError as error:
+        raise RefusedFile(f"{file}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RefusedFile(f"{file}: damaged") from None
-    return Manifest(folder, step, seed, facts, parts)
+    return Manifest(folder, facts["step"], facts["seed"], facts, parts)
 
 
 def verify_part(folder: Path, part: Part) -> None:

@@ -57,11 +57,15 @@ class Keeper:
                 "microbatches": header.microbatches * of.walks,
             },
         }
+        beside = [name for index, stage in stages.items() if self._writes(index) for name in rest(of.model, stage)]
         names = Counter(entry_name(of.model, s, name) for s, shape in enumerate(of.shapes) for name in shape.names)
+        names.update(name for of_rank in comm.allgather(beside) for name in of_rank)
         tied = {entry_name(of.model, *place) for tie in of.model.tied for place in tie}
         for name, count in names.items():
+            if name.endswith("_extra_state"):
+                raise UsageError(f"the model has {name}: checkpoints hold parameters and buffers only")
             if count > 1 and name not in tied:
-                raise UsageError(f"two layers of the model have a parameter {name}: in checkpoints names must differ")
+                raise UsageError(f"two layers of the model have a {name}: in checkpoints names must differ")
         self.directory: Path | None = None
         self.keep, self.last = 0, 0
 
@@ -86,7 +90,7 @@ class Keeper:
             facts = {"step": step, **self.facts}
             written = [part for of_rank in parts or () for part in of_rank]
             on_rank_0(comm, lambda: checkpoint.publish(directory, step, facts, written))
-            on_rank_0(comm, lambda: checkpoint.prune(directory, self.keep))
+            on_rank_0(comm, lambda: checkpoint.prune(directory, step, self.keep))
         except Stop as stop:
             if comm.rank == 0:
                 checkpoint.abandon(directory, step)
@@ -101,16 +105,24 @@ class Keeper:
             print(f"checkpoint of step {step}: {where}, {time.perf_counter() - begin:.1f} s", flush=True)
         return True
 
+    def _writes(self, stage: int) -> bool:
+        """Of a stage's owners, one does."""
+        owners = self.header.owners[stage]
+        return owners[stage % len(owners)] == self.comm.rank
+
     def _parts(self, directory: Path, step: int) -> list[checkpoint.Part]:
         entries: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
         for index, stage in self.stages.items():
-            owners = self.header.owners[index]
-            if owners[index % len(owners)] == self.comm.rank:
+            if self._writes(index):
                 mine = own_names(self.of.model, stage)
                 entries["weights"] |= {
                     name: view.detach() for name, view in zip(mine, stage.views(stage.weights), strict=True) if name
                 }
-                entries["weights"] |= rest(self.of.model, stage)
+                # The format takes no tensors that share memory, nor views of them.
+                entries["weights"] |= {
+                    name: value.detach().clone(memory_format=torch.contiguous_format)
+                    for name, value in rest(self.of.model, stage).items()
+                }
                 kept = self.optimizer.kept(index)
                 entries["optimizer"] |= {
                     f"{name}.{key}": value
@@ -207,7 +219,7 @@ def rest(model: Model, stage: Stage) -> dict[str, Tensor]:
     return {
         entry_name(model, stage.index, name): value
         for name, value in stage.module.state_dict().items()
-        if value.data_ptr() not in trained
+        if name.endswith("_extra_state") or value.data_ptr() not in trained
     }
 
 
@@ -229,6 +241,8 @@ def _prepare(directory: Path, resumed: str | None) -> None:
         probe.write_bytes(b"")
     except OSError as error:
         raise UsageError(f"--save {directory}: {error.strerror}") from None
+    if (directory / checkpoint.MANIFEST).exists():
+        raise UsageError(f"--save {directory}: it is a checkpoint itself: save to another folder")
     if checkpoint.folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
         raise UsageError(f"--save {directory}: it has checkpoints already: go on with --resume {directory}")
 
@@ -239,5 +253,5 @@ def _seen(directory: Path) -> None:
 
 
 def _tidy(directory: Path) -> None:
-    (directory / ".seen").unlink()
-    checkpoint.prune(directory, sys.maxsize)
+    (directory / ".seen").unlink(missing_ok=True)
+    checkpoint.tidy(directory)

@@ -63,6 +63,9 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     options = _parsed(comm, parser, arguments, file="FILE", model="--model")
     if options.trace and not options.steps:
         parser.error("--trace: there is nothing to trace in 0 steps")
+    for name in ("save", "resume"):
+        if getattr(options, name) == "":
+            parser.error(f"--{name}: the folder has no name")
     if options.tolerance is None:
         options.tolerance = 1e-2 if options.autocast else 1e-5
     return options

@@ -92,7 +92,7 @@ class Run:
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
         traced = max(self.begun, options.steps - options.trace_steps) if options.trace else options.steps
-        recorded = (options.steps - traced) * options.accumulate
+        recorded = max(0, options.steps - traced) * options.accumulate
         trace = Trace(interpreter, self.instructions, self.training.device, recorded) if recorded else None
         saved = left = False
         signal.signal(signal.SIGTERM, self._asked_to_leave)
@@ -135,7 +135,7 @@ class Run:
         """After this step; when asked again later, at once. Slurm may ask twice in a second."""
         now = time.monotonic()
         if not self.interpreter.leave:
-            self.interpreter.leave, self.asked = True, now
+            self.asked, self.interpreter.leave = now, True
         elif now - self.asked > ASKED_TWICE:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
@@ -178,7 +178,8 @@ class Run:
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None:
-            theirs = verify.reference(self.training, self.header, self.begun, options.steps, self._beat)
+            last = max(self.begun, options.steps)  # --resume may find more
+            theirs = verify.reference(self.training, self.header, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance
             differences = verify.compare(ours, theirs)
             for difference in differences:
