@@ -20,8 +20,9 @@ from typing import Self
 from mpi4py import MPI
 
 from mpirun import guard
-from mpirun.errors import Stop
+from mpirun.errors import Stop, together
 from mpirun.guard import DONE, FAILED, NOTHING, PHASE, ROW, WAIT, WORDS
+from schedgen.errors import RefusedFile
 from schedgen.program import Instruction
 
 _SIOCGIFADDR = 0x8915
@@ -46,7 +47,7 @@ class Watch:
         limit: float,
     ) -> None:  # fmt: skip
         leader = here.rank == 0
-        file = _memory(here.size) if leader else None
+        file = together(comm, lambda: _memory(here.size) if leader else None)
         words = _mapped(here.bcast(file.name if file is not None else None))
         self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
         mine = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
@@ -104,10 +105,16 @@ class Watch:
 
 def _memory(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of so many ranks, in memory where a host has such a folder."""
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115
-    file.truncate(ranks * _BYTES)
-    return file
+    for folder in ("/dev/shm", None):
+        with contextlib.suppress(OSError):
+            file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115
+            try:
+                os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder is a SIGBUS
+            except OSError:
+                Path(file.name).unlink()
+                raise
+            return file
+    raise RefusedFile("the guard (--timeout): no file can be written in /dev/shm, nor in TMPDIR")
 
 
 def _mapped(name: str) -> memoryview:
