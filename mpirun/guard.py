@@ -188,7 +188,7 @@ class Guard:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.host, self.first, self.token = plan["host"], plan["first"], plan["token"]
         self.limit: float = plan["timeout"]
-        self.silence = min(self.limit, SILENCE)
+        self.silence = max(3 * REPORT, min(self.limit, SILENCE))
         words = memoryview(mmap.mmap(plan["memory"], 0)).cast("q")
         self.ranks = [
             Rank(number, pid, first_line, lines, words[k * WORDS : (k + 1) * WORDS])

@@ -170,6 +170,10 @@ class Keeper:
                     target.copy_(values[name])
             if owned:
                 values = checkpoint.read(kept, [state for name in names for state in states.get(name, ())])
+                for name in names:
+                    for state in states.get(name, ()):
+                        if values[state].dim():  # a number a parameter, or one for all
+                            _fits(found.folder, state, values[state], into[name])
                 self.optimizer.restore(
                     index,
                     [{state.rpartition(".")[2]: values[state] for state in states.get(name, ())} for name in names],

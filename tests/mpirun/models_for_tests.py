@@ -339,3 +339,54 @@ def batch_raises(stages: int) -> Model:
 
 
 not_a_function = 3
+
+
+# Stages with more than parameters
+
+TABLE = torch.arange(6.0).view(2, 3).t()  # not contiguous
+
+
+class Tabled(mlp.Layer):
+    """A layer with a buffer that others have too."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("table", TABLE)
+
+
+class Stateful(Tabled):
+    """It keeps something that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def _with(one: str, two: str, layer: Callable[[], nn.Module]) -> Model:
+    """Two stages; the names of the layers in the middle, and what the second is."""
+    first = {"embedding": lambda: mlp.Embedding(WIDTH), one: Tabled}
+    return mlp.tiny(2)._replace(stages=[first, {two: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
+
+
+def buffers_shared(stages: int) -> Model:
+    return _with("one", "two", Tabled)
+
+
+def buffers_named_alike(stages: int) -> Model:
+    class Alike(nn.Module):
+        """One more layer of that name, without parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", TABLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    return _with("one", "one", Alike)
+
+
+def buffers_not_tensors(stages: int) -> Model:
+    return _with("one", "two", Stateful)

@@ -140,13 +140,16 @@ def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
     (folder / "empty").mkdir()
     command = [schedules["1f1b on 4"], "--text", text, *COMMON, "--model", DROPPING]
     runs = {
-        name: [*command, "--resume", folder / name] for name in ("no manifest", "half a manifest", "no part", "a bit")
+        name: [*command, "--resume", folder / name]
+        for name in ("no manifest", "half a manifest", "no part", "a bit", "none whole", "empty")
     }
     runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
     runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
     runs["of another model"] = [*command[:-1], "mpirun.models.mlp:tiny", "--resume", saved / "adamw" / "half"]
     runs["of another optimizer"] = [*command, "--optimizer", "sgd", "--resume", saved / "adamw" / "half"]
     runs["used"] = [*command, "--save", saved / "adamw" / "half"]
+    runs["into itself"] = [*command, "--save", saved / "adamw" / "half" / older]
+    runs["no name"] = [*command, "--save", ""]
     runs["seed"] = [*command, "--seed", 1, "--resume", saved / "adamw" / "half"]
     return dict(zip(runs, mistakes(4, list(runs.values())), strict=True)), folder
 
@@ -188,6 +191,8 @@ def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damage
         ("empty", 1, r"--resume \S.*: there is no checkpoint"),
         ("of another model", 2, r"\S.*: has no \S+: is it of another model\?"),
         ("of another optimizer", 2, r"--optimizer sgd: \S.* was made with adamw"),
+        ("into itself", 2, r"--save \S.*: it is a checkpoint itself: save to another folder"),
+        ("no name", 2, r"--save: the folder has no name \(see .*\)"),
         ("used", 2, r"--save \S.*: it has checkpoints already: go on with --resume \S.*"),
     ],
 )
@@ -244,3 +249,20 @@ def test_a_tied_parameter_is_one_entry_whatever_the_stages(several, compiled, te
     whole, one = (weights(tmp_path / name / "step-00000002") for name in ("whole", "resumed"))
     assert "embedding.byte.weight" in whole and "head.score.weight" not in whole
     assert whole.keys() == one.keys()
+
+
+def test_buffers_that_share_memory_or_have_no_plain_layout_are_saved(mistakes, compiled, text, tmp_path):
+    """Layers that have one table; buffers of one name, on the other hand, and a state of no tensors are refused."""
+    alone = compiled("gpipe", stages=2, microbatches=2, workers=1)
+    common = [alone, "--text", text, "--steps", 1, "--model"]
+    models = {name: f"models_for_tests:buffers_{name}" for name in ("shared", "named_alike", "not_tensors")}
+    runs = [[*common, model, "--save", tmp_path / name] for name, model in models.items()]
+    again = [*common, models["shared"], "--resume", tmp_path / "shared"]
+    shared, alike, odd, resumed = mistakes(1, [*runs, again])
+    assert (shared.code, resumed.code) == (0, 0) and "resumed after step 1: " in resumed.out
+    found = weights(tmp_path / "shared" / "step-00000001")
+    for layer in ("one", "two"):
+        assert found[f"{layer}.table"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert (alike.code, odd.code) == (2, 2)
+    assert alike.err == "mpirun: two layers of the model have a one.table: in checkpoints names must differ\n"
+    assert odd.err == "mpirun: the model has two._extra_state: checkpoints hold parameters and buffers only\n"
