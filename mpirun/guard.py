@@ -154,14 +154,15 @@ class Link:
     """A connection to another guard: lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.rest, self.heard = connection, b"", time.monotonic()
+        self.socket, self.rest, self.out, self.heard = connection, b"", b"", time.monotonic()
         self.host, self.states = "", []  # type: str, list[State]
         self.trusted, self.open, self.left = False, True, False
         connection.setblocking(False)
 
     def say(self, **words: object) -> None:
+        self.out += json.dumps(words).encode() + b"\n"
         with contextlib.suppress(OSError):  # full, or broken: `heard` will tell
-            self.socket.send(json.dumps(words).encode() + b"\n")
+            self.out = self.out[self.socket.send(self.out) :]
 
     def hear(self) -> list[dict[str, Any]]:
         """What has come since."""

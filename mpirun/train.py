@@ -60,6 +60,8 @@ class Run:
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)
         self.keeper = self._keeper(found, sha256) if found or options.save else None
         self.progress = on_rank_0(comm, lambda: Progress(self.begun, options.steps, self.tokens, options.metrics))
+        self.asked: float | None = None  # when this rank was asked to leave
+        signal.signal(signal.SIGTERM, self._asked_to_leave)
         if options.trace:
             on_rank_0(comm, lambda: writable("--trace", options.trace))
         if self.training.device.said and comm.rank == 0:
@@ -95,7 +97,6 @@ class Run:
         recorded = max(0, options.steps - traced) * options.accumulate
         trace = Trace(interpreter, self.instructions, self.training.device, recorded) if recorded else None
         saved = left = False
-        signal.signal(signal.SIGTERM, self._asked_to_leave)
         for step in range(self.begun, options.steps):
             if trace is not None and step == traced:
                 trace.begin()
@@ -133,10 +134,10 @@ class Run:
 
     def _asked_to_leave(self, *_: object) -> None:
         """After this step; when asked again later, at once. Slurm may ask twice in a second."""
-        now = time.monotonic()
-        if not self.interpreter.leave:
-            self.asked, self.interpreter.leave = now, True
-        elif now - self.asked > ASKED_TWICE:
+        if self.asked is None:
+            self.asked = time.monotonic()
+            self.interpreter.leave = True
+        elif time.monotonic() - self.asked > ASKED_TWICE:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 
