@@ -97,6 +97,7 @@ gallery: venv
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/diff.py
+	$(BIN)/python tests/bench/plan.py
 
 bench-run: venv
 	$(BIN)/python tests/bench/split_backward.py

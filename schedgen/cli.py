@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -36,6 +37,10 @@ from schedgen.file import parse, read, whole, write
 from schedgen.measured import measured, read_trace
 from schedgen.new import new
 from schedgen.places import measured as bytes_of
+from schedgen.plan import words
+from schedgen.plan.cuts import cuts
+from schedgen.plan.partition import hierarchy, partition
+from schedgen.plan.profile import read_layers
 from schedgen.plot import plot
 from schedgen.program import DIRECTIONS, Program
 from schedgen.progress import allow
@@ -303,6 +308,18 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_model(options: argparse.Namespace) -> int:
+    layers = read_layers(options.profile)
+    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
+    found = cuts(layers)
+    numbers = words.as_json(layers, found, levels, partition(found, levels, options.memory))
+    if not found.every:
+        most = "more ways to cut the layers than can be tried: only those along one order are"
+        print(f"schedgen: note: {options.profile}: {most}", file=sys.stderr)
+    print(json.dumps(numbers, indent=1) if options.json else "\n".join(words.table(numbers)))
+    return 0
+
+
 def _new(options: argparse.Namespace) -> int:
     print(f"{new(options.name)}: its w and n are yours to edit; its first lines say how to compile it")
     return 0
@@ -371,6 +388,24 @@ def _time(text: str) -> float:
     if not 0 <= value < 1e18:
         raise argparse.ArgumentTypeError(f"'{text}' is not a time of at least 0")
     return value
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return value
+
+
+def _amounts(text: str) -> list[float]:
+    return [_amount(part) for part in text.split(",")]
+
+
+def _topology(text: str) -> list[int]:
+    return [_count(part) for part in text.split("x")]
 
 
 def _stages(text: str) -> str | list[int]:
@@ -509,6 +544,28 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--cost", type=_cost, metavar="F=1,B=2", help="durations; a split backward has half of B each")
     sub.add_argument("--json", action="store_true")
     sub.add_argument("-o", "--output", metavar="OUT.svg", help="a plot of latency against memory")
+
+    sub = command(
+        "plan", _plan_model, "where to cut a model, by PipeDream's dynamic programme",
+        "schedgen plan profile.json --workers 16 --bandwidth 1.25e9 --partition-only",
+    )  # fmt: skip
+    add = sub.add_argument
+    add(
+        "profile",
+        metavar="PROFILE",
+        help="layers and their costs: PipeDream's file, or mpirun profile's with a stage a layer",
+    )
+    add("--workers", type=_count, metavar="W")
+    add("--topology", type=_topology, metavar="4x4", help="workers of a level, groups of those in the next, and so on")
+    add(
+        "--bandwidth",
+        type=_amounts,
+        metavar="1e10,1.25e9",
+        help="bytes a second of links, by level; default: the profile's",
+    )
+    add("--memory", type=_amount, default=math.inf, metavar="M", help="bytes a worker may hold")
+    add("--partition-only", action="store_true", required=True, help="only where to cut, and replicas")
+    add("--json", action="store_true")
 
     sub = command("new", _new, "write a scheme of your own to begin with", "schedgen new mine")
     sub.add_argument("name", metavar="NAME", help="of the scheme; the file is NAME.py")

@@ -66,6 +66,13 @@ def test_the_readme_quotes_the_golden_1f1b_file() -> None:
     assert "  [\n" + quoted in (ROOT / "traces" / "1f1b.json").read_text()
 
 
+def test_the_readme_shows_the_plan_that_is_made(place: tuple[Path, dict[str, str]]) -> None:
+    copy, environment = place
+    command = next(command for command in COMMANDS if command.startswith("schedgen plan"))
+    done = subprocess.run(shlex.split(command), cwd=copy, env=environment, capture_output=True, text=True, check=True)
+    assert f"```\n{done.stdout}```" in README
+
+
 def test_every_scheme_is_in_the_readme_s_table() -> None:
     from schedgen.schemes import SCHEMES
 

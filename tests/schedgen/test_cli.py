@@ -52,13 +52,13 @@ def commands(run):
 
 
 def test_help_of_every_command_has_an_example_that_runs(commands, files, run, monkeypatch):
-    assert {"compile", "check", "seal", "stats", "simulate", "diff", "export", "compare", "new", "schemes"} <= {
-        *commands
-    }
+    expected = {"compile", "check", "seal", "stats", "simulate", "diff", "export", "compare", "plan", "new", "schemes"}
+    assert expected <= {*commands}
     folder = files["1f1b"].parent
     monkeypatch.chdir(folder)
     for name in ("old.json", "new.json"):
         (folder / name).write_bytes(files["1f1b"].read_bytes())
+    (folder / "profile.json").write_text('{"F": [1, 2, 1], "B": [2, 4, 2]}')
     for command in commands:
         result = run(command, "--help")
         assert (result.code, result.err) == (0, "")

@@ -1,0 +1,101 @@
+"""A partition in words: what its stages hold and take, and what that is against one worker and data parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from schedgen.errors import clip
+from schedgen.plan.cuts import Cuts
+from schedgen.plan.partition import Level, Partition, data_parallel
+from schedgen.plan.profile import Layers
+
+
+def as_json(layers: Layers, cuts: Cuts, levels: Sequence[Level], found: Partition) -> dict[str, Any]:
+    """Seconds a minibatch, bytes."""
+    workers = math.prod(level.components for level in levels)
+    stages = []
+    for one in found.stages:
+        lie = cuts.layers[one.end] & ~cuts.layers[one.begin]
+        kept, weight, seconds = (
+            float(sums[one.end] - sums[one.begin]) for sums in (cuts.kept, cuts.weight, cuts.seconds)
+        )
+        stages.append(
+            {
+                "layers": [name for name, inside in zip(layers.names, lie, strict=True) if inside],
+                "replicas": one.replicas,
+                "compute": seconds,
+                "weight": weight,
+                "in_flight": one.in_flight,
+                "memory": one.in_flight * (kept + weight),
+                "time": one.seconds,
+                "transfer": one.transfer,
+            }
+        )
+    times = [max(one.seconds, one.transfer) for one in found.stages]
+    slowest = times.index(found.seconds)
+    alone, parallel = float(cuts.seconds[-1]), data_parallel(cuts, levels)
+    return {
+        "workers": workers,
+        "topology": [level.components for level in levels],
+        "bandwidth": [level.bandwidth for level in levels],
+        "stage_time": found.seconds,
+        "noam": found.stages[0].in_flight,
+        "bottleneck": {
+            "stage": slowest,
+            "what": "time" if found.stages[slowest].seconds == found.seconds else "transfer",
+        },
+        "one_worker_time": alone,
+        "data_parallel_time": parallel,
+        "speedup_over_one_worker": alone / found.seconds,
+        "speedup_over_data_parallel": parallel / found.seconds,
+        "all_cuts": cuts.every,
+        "stages": stages,
+    }
+
+
+def table(numbers: dict[str, Any]) -> Iterator[str]:
+    """The same to read: a row a stage, then the whole."""
+    titles = (
+        "stage",
+        "layers",
+        "replicas",
+        "compute s",
+        "weights",
+        "in flight",
+        "memory",
+        "time s",
+        "transfer s",
+    )
+    rows = [titles]
+    for number, one in enumerate(numbers["stages"]):
+        weight, memory = (_bytes(one[what]) for what in ("weight", "memory"))
+        compute, time, transfer = (f"{one[what]:.4g}" for what in ("compute", "time", "transfer"))
+        rows.append(
+            (str(number), _names(one["layers"]), str(one["replicas"]), compute, weight, str(one["in_flight"]), memory,
+             time, transfer)
+        )  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        pairs = list(enumerate(zip(row, widths, strict=True)))
+        yield "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in pairs)
+    slowest = numbers["bottleneck"]["stage"]
+    what = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
+    yield ""
+    yield f"{'stage time':18}{numbers['stage_time']:.6g} s a minibatch; the bottleneck is stage {slowest}: {what}"
+    yield f"{'NOAM':18}{numbers['noam']} minibatches that each replica of stage 0 has in flight"
+    for key, words in (("one_worker", "one worker"), ("data_parallel", "data parallelism")):
+        yield f"{words:18}{numbers[f'{key}_time']:.6g} s, {numbers[f'speedup_over_{key}']:.3g} times that"
+
+
+def _names(names: Sequence[str]) -> str:
+    first, last = clip(names[0]), clip(names[-1])
+    return first if len(names) == 1 else f"{first} to {last} ({len(names)})"
+
+
+def _bytes(count: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"
