@@ -119,12 +119,12 @@ def _served(program: Program, copies: list[Copy], busy: list[Places], fan_out: i
             return max(row - 1, copy.room)
 
         alive = held.setdefault((copy.stage, copy.owner), [])
-        alive[:] = [one for one in alive if one.end > copy.room and one.end > place(copy.owner)]
         server, at = copy.owner, place(copy.owner)
+        alive[:] = [one for one in alive if one.end > copy.room and one.end > at]
         if sum(one.direct for one in alive) >= fan_out:
             for one in alive:
-                if one.served < fan_out and one.at <= place(one.rank) < one.end:
-                    server, at = one.rank, place(one.rank)
+                if one.served < fan_out and one.at <= (relayed := place(one.rank)) < one.end:
+                    server, at = one.rank, relayed
                     one.served += 1
                     break
         found.append((copy, server, at))
