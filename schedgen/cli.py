@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import schedgen
 from schedgen.actions import read_actions, write_actions
@@ -41,6 +41,7 @@ from schedgen.plan import words
 from schedgen.plan.cuts import cuts
 from schedgen.plan.partition import hierarchy, partition
 from schedgen.plan.profile import read_layers
+from schedgen.plan.search import search
 from schedgen.plot import plot
 from schedgen.program import DIRECTIONS, Program
 from schedgen.progress import allow
@@ -311,12 +312,33 @@ def _compare(options: argparse.Namespace) -> int:
 def _plan_model(options: argparse.Namespace) -> int:
     layers = read_layers(options.profile)
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
-    found = cuts(layers)
-    numbers = words.as_json(layers, found, levels, partition(found, levels, options.memory))
-    if not found.every:
+    if not options.partition_only and options.microbatches is None:
+        raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
+    if options.partition_only and options.output:
+        raise UsageError("--partition-only makes no schedule to write to --output")
+    numbers: dict[str, Any] = {}
+    lines: list[str] = []
+    ways = cuts(layers)
+    if not ways.every:
         most = "more ways to cut the layers than can be tried: only those along one order are"
         print(f"schedgen: note: {options.profile}: {most}", file=sys.stderr)
-    print(json.dumps(numbers, indent=1) if options.json else "\n".join(words.table(numbers)))
+    try:
+        numbers = words.as_json(layers, ways, levels, partition(ways, levels, options.memory))
+        lines += words.table(numbers)
+    except UsageError as error:
+        if options.partition_only:
+            raise
+        print(f"schedgen: note: {error}", file=sys.stderr)
+    if not options.partition_only:
+        found = search(layers, levels, options.microbatches, options.memory)
+        numbers |= words.schedules_as_json(found)
+        lines += ["", *words.schedules(found)]
+        if options.output:
+            check(found.program, "internal error, the compiled schedule")
+            with output(options.output) as out:
+                write(found.program, out)
+    if options.output != "-":
+        print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
     return 0
 
 
@@ -546,8 +568,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("-o", "--output", metavar="OUT.svg", help="a plot of latency against memory")
 
     sub = command(
-        "plan", _plan_model, "where to cut a model, by PipeDream's dynamic programme",
-        "schedgen plan profile.json --workers 16 --bandwidth 1.25e9 --partition-only",
+        "plan", _plan_model, "where to cut a model, and the schedules that train it best",
+        "schedgen plan profile.json --workers 2 --bandwidth 1.25e9 --microbatches 4 -o plan.json",
     )  # fmt: skip
     add = sub.add_argument
     add(
@@ -564,8 +586,10 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes a second of links, by level; default: the profile's",
     )
     add("--memory", type=_amount, default=math.inf, metavar="M", help="bytes a worker may hold")
-    add("--partition-only", action="store_true", required=True, help="only where to cut, and replicas")
+    add("--partition-only", action="store_true", help="only where to cut, and replicas; no search for a schedule")
+    add("--microbatches", type=_count, metavar="B", help="of a step; a microbatch is what was profiled")
     add("--json", action="store_true")
+    add("-o", "--output", metavar="FILE", help="the fastest schedule; - is standard output")
 
     sub = command("new", _new, "write a scheme of your own to begin with", "schedgen new mine")
     sub.add_argument("name", metavar="NAME", help="of the scheme; the file is NAME.py")

@@ -115,8 +115,11 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
             raise Wrong("scheme", f"scheme: {key} must be a whole number from 1 to {LIMIT}")
         values.append(value)
     for text in (*scheme, *scheme.values()):
+        by_stage = isinstance(text, list) and len(text) == scheme["stages"]
+        if by_stage and all(type(one) is int and 1 <= one <= LIMIT for one in text):
+            continue
         if type(text) is not int and not _printable(text):
-            raise Wrong("scheme", "scheme: values must be numbers or printable strings")
+            raise Wrong("scheme", "scheme: values must be numbers, printable strings or lists of a number a stage")
     groups = raw.get("groups")
     if not isinstance(groups, list):
         raise Wrong("groups", "groups must be a list of lists of ranks")

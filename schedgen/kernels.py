@@ -8,7 +8,8 @@ result on disk). Both give the same results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, update_wrapper
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -17,6 +18,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SMALL = 20_000  # elements of work: interpreting so many takes about as long as importing numba
+
+
+_at_once = False  # whether to compile for small inputs, too
+
+
+@contextmanager
+def called_often() -> Iterator[None]:
+    """Within it kernels are compiled at once: many small inputs are a large one."""
+    global _at_once
+    before, _at_once = _at_once, True
+    try:
+        yield
+    finally:
+        _at_once = before
 
 
 class kernel(Generic[P, T]):
@@ -30,7 +45,7 @@ class kernel(Generic[P, T]):
 
     def sized(self, work: int) -> Callable[..., T]:
         """The function to call for so many elements of work."""
-        return self.function if work < SMALL else cast(Callable[..., T], _compiled(self.function))
+        return self.function if work < SMALL and not _at_once else cast(Callable[..., T], _compiled(self.function))
 
 
 @cache

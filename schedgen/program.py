@@ -171,7 +171,7 @@ class Header:
     (directions, stages, microbatches).
     """
 
-    scheme: Mapping[str, str | int]  # name, workers, stages, microbatches, then the scheme's own
+    scheme: Mapping[str, Any]  # name, workers, stages, microbatches, then the scheme's own: numbers, words, lists
     mode: str  # "greedy" or "strict": what n means
     n: str  # name of the order
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +56,7 @@ class Scheme(NamedTuple):
     split: bool = False  # whether the backward is two jobs: I, gradient of the input, and W, of the weights
     whole: Function | None = None  # where it is split: whole(s, b), microbatches whose I and W are one job after all
     paired: Function | None = None  # paired(s, b): x.s.b leaves only when the worker's next job is done too (strict)
-    parameters: Mapping[str, int] = {}  # the scheme's own, for the file's header
+    parameters: Mapping[str, int | Sequence[int]] = {}  # the scheme's own, for the file's header
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
 

@@ -3,5 +3,7 @@
 profile.py    layers with their costs, from PipeDream's files or from `mpirun profile`
 cuts.py       the ways to cut a graph of layers in two
 partition.py  PipeDream's dynamic programme over a hierarchy of workers
-words.py      a partition as a table and as JSON
+stages.py     layers made into stages, with their costs
+search.py     the compiler's schemes for them, judged by the simulator
+words.py      what both found as tables and as JSON
 """

@@ -35,39 +35,41 @@ class Cuts(NamedTuple):
 
 
 def cuts(layers: Layers) -> Cuts:
-    count = len(layers.names)
+    """All cuts, or those of one order of the layers where they are too many."""
     heads = _heads(layers)
-    units = [unit for unit in range(count) if heads[unit] == unit]  # what is cut: the head of each group of layers
+    units = [unit for unit, head in enumerate(heads) if head == unit]  # what is cut: the head of each group of layers
     number = {unit: at for at, unit in enumerate(units)}
     edges = {(number[heads[a]], number[heads[b]]) for a, b in layers.edges if heads[a] >= 0 and heads[a] != heads[b]}
     found = _closed(len(units), sorted(edges))
     if found is None:
         before = np.tri(len(units) + 1, len(units), -1, dtype=bool)
     else:
-        before = np.zeros((len(found), len(units)), bool)
-        for at, one in enumerate(found):
-            before[at] = np.unpackbits(
-                np.frombuffer(one.to_bytes(-(-len(units) // 8), "little"), np.uint8), bitorder="little"
-            )[: len(units)]
-    members = np.zeros((len(before), count), bool)
+        size = -(-len(units) // 8)
+        packed = np.frombuffer(b"".join(one.to_bytes(size, "little") for one in found), np.uint8)
+        before = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, : len(units)].astype(bool)
+    members = np.zeros((len(before), len(heads)), bool)
     for layer, head in enumerate(heads):
         members[:, layer] = before[:, number[head]] if head >= 0 else before.any(axis=1)
+    return _cuts(layers, members, found is not None)
+
+
+def in_order(layers: Layers) -> Cuts:
+    """The cuts of the layers' order: before the k-th lie the first k layers."""
+    count = len(layers.names)
+    return _cuts(layers, np.tri(count + 1, count, -1, dtype=bool), False)
+
+
+def _cuts(layers: Layers, members: Flags, every: bool) -> Cuts:
     crossing = np.zeros(len(members))
-    consumers: list[list[int]] = [[] for _ in range(count)]
+    consumers: list[list[int]] = [[] for _ in layers.names]
     for producer, consumer in layers.edges:
         consumers[producer].append(consumer)
     for layer, readers in enumerate(consumers):
         if layers.activation[layer] and readers:
             crossing[members[:, layer] & ~members[:, readers].all(axis=1)] += layers.activation[layer]
-    weights = members.astype(np.float64)
+    one = members.astype(np.float64)
     return Cuts(
-        members,
-        weights @ layers.seconds,
-        weights @ layers.weight,
-        weights @ layers.kept,
-        crossing,
-        _follows(before),
-        found is not None,
+        members, one @ layers.seconds, one @ layers.weight, one @ layers.kept, crossing, _follows(members), every
     )
 
 

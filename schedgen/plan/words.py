@@ -1,4 +1,4 @@
-"""A partition in words: what its stages hold and take, and what that is against one worker and data parallelism."""
+"""A partition and what a search found, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from schedgen.errors import clip
 from schedgen.plan.cuts import Cuts
 from schedgen.plan.partition import Level, Partition, data_parallel
 from schedgen.plan.profile import Layers
+from schedgen.plan.search import Found
 
 
 def as_json(layers: Layers, cuts: Cuts, levels: Sequence[Level], found: Partition) -> dict[str, Any]:
@@ -76,10 +77,7 @@ def table(numbers: dict[str, Any]) -> Iterator[str]:
             (str(number), _names(one["layers"]), str(one["replicas"]), compute, weight, str(one["in_flight"]), memory,
              time, transfer)
         )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        pairs = list(enumerate(zip(row, widths, strict=True)))
-        yield "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in pairs)
+    yield from _columns(rows, 2)
     slowest = numbers["bottleneck"]["stage"]
     what = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
     yield ""
@@ -87,6 +85,36 @@ def table(numbers: dict[str, Any]) -> Iterator[str]:
     yield f"{'NOAM':18}{numbers['noam']} minibatches that each replica of stage 0 has in flight"
     for key, words in (("one_worker", "one worker"), ("data_parallel", "data parallelism")):
         yield f"{words:18}{numbers[f'{key}_time']:.6g} s, {numbers[f'speedup_over_{key}']:.3g} times that"
+
+
+def schedules_as_json(found: Found) -> dict[str, Any]:
+    """What a search found: `schedules`, the front, the fastest first."""
+    return {
+        "schedules": [row._asdict() for row in found.front],
+        "searched": found.schedules,
+        "simulated": found.simulated,
+    }
+
+
+def schedules(found: Found) -> Iterator[str]:
+    """The same to read."""
+    rows = [("scheme", "stages", "replicas", "recompute", "step s", "memory")]
+    for one in found.front:
+        replicas = str(one.replicas) if isinstance(one.replicas, int) else clip("-".join(map(str, one.replicas)))
+        again = "all" if one.recompute else "none"
+        rows.append((one.scheme, str(one.stages), replicas, again, f"{one.step_time:.4g}", _bytes(one.peak_bytes)))
+    yield from _columns(rows, 1)
+    layers = "-".join(map(str, found.front[0].layers))
+    yield ""
+    yield f"{found.schedules} schedules, {found.simulated} simulated; the stages of the first have {layers} layers"
+
+
+def _columns(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Cells under each other, those of the first columns to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        yield "  ".join(cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in cells)
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
-"""The time of PipeDream's dynamic programme, and how it grows with layers and workers: seconds, the second of two runs.
+"""The time of plan, and how it grows with layers and workers: seconds, the second of two runs.
 
-A chain of random layers, so that few are left out early; on one level, and with a memory limit on two.
+PipeDream's dynamic programme for a chain of random layers, so that few are left out early; on one level, and with a
+memory limit on two. Then the search for a schedule of a GPT of so many equal layers, 4 microbatches a worker.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from schedgen.cost import Machine
 from schedgen.plan.cuts import cuts
 from schedgen.plan.partition import Level, partition
 from schedgen.plan.profile import Layers
+from schedgen.plan.search import search
 
 
 def chain(layers: int) -> Layers:
@@ -26,6 +28,15 @@ def chain(layers: int) -> Layers:
     seconds = rng.uniform(0.5, 1.5, layers) / layers
     edges = tuple(itertools.pairwise(range(layers)))
     return Layers(tuple(map(str, range(layers))), edges, {"F": seconds / 3, "B": seconds * 2 / 3}, machine)
+
+
+def gpt(layers: int) -> Layers:
+    """Layers of 50 million parameters, of which the first is an embedding and the last a head."""
+    seconds, weight = np.full(layers, 0.02), np.full(layers, 2e8)
+    seconds[0], seconds[-1], weight[0], weight[-1] = 0.001, 0.03, 4e8, 4e8
+    machine = Machine(alpha=2e-5, activation=3e7, weight=weight, saved=5e8, owned=3 * weight, step=1e-3)
+    edges = tuple(itertools.pairwise(range(layers)))
+    return Layers(tuple(map(str, range(layers))), edges, {"F": seconds, "B": 2 * seconds}, machine)
 
 
 def seconds(layers: int, levels: list[Level], memory: float = np.inf) -> float:
@@ -48,6 +59,16 @@ def main() -> None:
         for words, memory in (("", np.inf), (", limit", 3e9)):
             found = (seconds(size, [Level(a, 1e10), Level(b, 1e9)], memory * size) for size in sizes[:4])
             print(f"{f'{a} x {b} workers{words}':20}{''.join(f'{one:10.3f}' for one in found)}", flush=True)
+    print(f"\n{'search':20}{'layers':>10}{'schedules':>10}{'simulated':>10}{'seconds':>10}")
+    for workers in (4, 16, 64):
+        for layers in (32, 96):
+            model = gpt(layers)
+            for _ in range(2):
+                begin = time.perf_counter()
+                found = search(model, [Level(workers, 1e10)], 4 * workers)
+                took = time.perf_counter() - begin
+            counts = f"{layers:10}{found.schedules:10}{found.simulated:10}"
+            print(f"{f'{workers} workers':20}{counts}{took:10.1f}", flush=True)
 
 
 if __name__ == "__main__":
