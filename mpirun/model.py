@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import logging
 import math
 from collections import OrderedDict
@@ -77,8 +78,13 @@ class Shape(NamedTuple):
         return self.loss or math.prod(self.size) * self.dtype.itemsize
 
 
-def load(name: str, stages: int, seed: int) -> Model:
-    """The model `name` (MODULE:FUNCTION) cut into `stages` stages."""
+def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None) -> Model:
+    """The model `name` (MODULE:FUNCTION) cut into `stages` stages.
+
+    `layers`: how many parts of the model, asked for as so many stages, make each stage; None: one.
+    """
+    if layers is not None:
+        return joined(load(name, sum(layers), seed), layers)
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise UsageError(f"--model {name}: should be MODULE:FUNCTION")
@@ -106,6 +112,26 @@ def load(name: str, stages: int, seed: int) -> Model:
         if not 0 <= stage < stages:
             raise UsageError(f"the model ties {name} of stage {stage}, but there are {stages} stages")
     return model
+
+
+def joined(model: Model, layers: Sequence[int]) -> Model:
+    """The model with stages of so many of its own, one behind the other."""
+    stages: list[Layers] = []
+    stage_of: list[int] = []
+    parts = iter(model.stages)
+    for stage, count in enumerate(layers):
+        merged: dict[str, Callable[[], nn.Module]] = {}
+        for part in itertools.islice(parts, count):
+            if not isinstance(part, Mapping):
+                raise UsageError("the schedule joins stages of the model, but they are not given by their layers")
+            if twice := merged.keys() & part.keys():
+                raise UsageError(f"the schedule joins stages of the model, but two layers are called {min(twice)}")
+            merged |= part
+            stage_of.append(stage)
+        stages.append(merged)
+    return model._replace(
+        stages=stages, tied=[[(stage_of[stage], name) for stage, name in places] for places in model.tied]
+    )
 
 
 def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[tuple[int, torch.Size]], int]:

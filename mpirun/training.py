@@ -60,7 +60,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
 
 
 def _model(options: argparse.Namespace, header: Header) -> Model:
-    model = mpirun.model.load(options.model, header.stages, options.seed)
+    model = mpirun.model.load(options.model, header.stages, options.seed, header.scheme.get("layers"))
     check_ties(model, header)
     return model
 

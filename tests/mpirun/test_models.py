@@ -52,6 +52,23 @@ def test_stages_have_as_equal_numbers_of_layers_as_can_be(name, stages):
 
 
 @BOTH
+def test_layers_joined_by_a_schedule_are_the_model(name):
+    """Uneven stages, the same layers in the same order, ties where they were."""
+    make, layers = TINY[name]
+    counts = [1, layers - 3, 2]
+    model = load(f"mpirun.models.{name}:tiny", 3, 0, counts)
+    assert [len(part) for part in modules(model)] == counts
+    assert list(parameters(modules(model))) == list(parameters(modules(make(1))))
+
+
+def test_ties_and_layers_that_cannot_be_joined():
+    model = load("mpirun.models.gpt:tied", 2, 0, [4, 6])
+    assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
+    with pytest.raises(UsageError, match="not given by their layers"):
+        load("models_for_tests:dropping_function", 2, 0, [1, 2])
+
+
+@BOTH
 def test_weights_depend_on_the_seed_and_not_on_what_was_built_before(name):
     make, _ = TINY[name]
     model = make(4)
