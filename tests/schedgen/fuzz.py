@@ -288,19 +288,23 @@ class Hang(Failure):
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """An exception after so many seconds of processor time; the process ends where Python does not come to it."""
+    """An exception after so many seconds of processor time; the process ends where Python does not come to it.
+
+    A process may be stopped for any time, or find no core, and nothing happens.
+    """
 
     def stop(*_: object) -> None:
         raise Hang(f"no answer within {seconds} s")
 
-    before = signal.signal(signal.SIGPROF, stop)
+    faulthandler.register(signal.SIGXCPU, file=sys.__stderr__, chain=True)
+    before, limits = signal.signal(signal.SIGPROF, stop), resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + 2 * seconds) + 2, limits[1]))
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    faulthandler.dump_traceback_later(20 * seconds, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, limits)
         signal.signal(signal.SIGPROF, before)
 
 
@@ -322,8 +326,8 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def campaign(count: int, seed: object, folder: Path, shrink: bool = True) -> Tally:
-    """Answers to so many inputs; the first wrong one is raised, shrunk."""
+def campaign(count: int, seed: object, folder: Path, shrink: bool = True, progress: bool = False) -> Tally:
+    """Answers to so many inputs; the first wrong one is raised, shrunk. `progress`: a line on stderr a round."""
     place = Range(folder)
     schedgen.cli._parser = cache(schedgen.cli._parser)  # making it takes longer than most answers
     base, other = str(place.base), str(place.other)
@@ -351,6 +355,11 @@ def campaign(count: int, seed: object, folder: Path, shrink: bool = True) -> Tal
             place.run(case)
 
         every_input_is_answered()
+        if progress:
+            seen = (
+                f"{sum(place.tally.inputs.values())} of {count} inputs, {time.process_time():.0f} s of processor time"
+            )
+            print(f"{seed}: {seen}: {dict(sorted(place.tally.codes.items()))}", file=sys.stderr, flush=True)
     return place.tally
 
 
@@ -359,7 +368,7 @@ def run(count: int, seed: object) -> None:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         try:
-            tally = campaign(count, seed, Path(name))
+            tally = campaign(count, seed, Path(name), progress=True)
         except BaseException:
             FAILED.mkdir(parents=True, exist_ok=True)
             for path in Path(name).glob("*.json"):
