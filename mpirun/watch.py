@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -97,6 +98,8 @@ class Watch:
         if error is None or isinstance(error, Stop):
             self.close()
         else:
+            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the guard speaks
+                time.sleep(1)
             self.failed()
 
     def __enter__(self) -> Self:
