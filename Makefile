@@ -52,7 +52,7 @@ run: venv
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.models.gpt:tiny --steps 40 --clip 1 --verify
 
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/test_readme.py tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests
 
 test-crash: venv
 	$(BIN)/python tests/mpirun/crash.py --count 50

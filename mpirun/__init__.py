@@ -3,6 +3,18 @@
 mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION
 """
 
-from mpirun.model import Model
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpirun.model import Model
 
 __all__ = ["Model"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Model`, when it is asked for: torch is slow to import, and neither --help nor the guard needs it."""
+    if name == "Model":
+        from mpirun.model import Model
+
+        return Model
+    raise AttributeError(f"module mpirun has no attribute {name}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpirun.errors import Stop
+from schedgen.values import number
 
 T = TypeVar("T", int, float)
 
@@ -135,23 +136,8 @@ def _parsed(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
     return options
 
 
-def _number(name: str, kind: type[T], lowest: float, highest: float) -> Callable[[str], T]:
-    """What argparse reads a number with; `name` says which numbers it takes."""
-
-    def read(text: str) -> T:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not lowest <= value < highest:
-            raise argparse.ArgumentTypeError(f"'{text}' is no {name}")
-        return value
-
-    return read
-
-
-_count = _number("whole number of at least 0", int, 0, 2**31)
-_positive_count = _number("whole number of at least 1", int, 1, 2**31)
-_threads = _number("number from 1 to 1024", int, 1, 1025)
-_positive = _number("positive number", float, 1e-300, float("inf"))
-_fraction = _number("number of at least 0", float, 0, float("inf"))
+_count = number("a whole number of at least 0", int, 0, 2**31)
+_positive_count = number("a whole number of at least 1", int, 1, 2**31)
+_threads = number("a number from 1 to 1024", int, 1, 1025)
+_positive = number("a positive number", float, 1e-300, float("inf"))
+_fraction = number("a number of at least 0", float, 0, float("inf"))

@@ -27,11 +27,11 @@ from mpirun.interpreter import Interpreter
 from mpirun.links import links
 from mpirun.tracker import Memory, measure
 from mpirun.training import training
-from schedgen.cli import checked, output
 from schedgen.compile import compile_scheme
 from schedgen.errors import RefusedFile, UsageError
 from schedgen.program import DIRECTIONS, F, Header, Instruction, Kind, Op, Program, W
 from schedgen.scheme import Scheme, Sizes
+from schedgen.streams import checked, output
 
 MICROBATCHES = 4  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}

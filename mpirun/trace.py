@@ -26,11 +26,11 @@ from mpirun.errors import on_rank_0
 from mpirun.guard import ROW
 from mpirun.interpreter import Interpreter
 from mpirun.transport import Done, Transport
-from schedgen.cli import output
 from schedgen.errors import RefusedFile
 from schedgen.events import MEASURED, events, measured
 from schedgen.program import COMPUTE, Instruction, Kind, Op, Program, Small
 from schedgen.simulate import REDUCTION, SEND_CAUSE, Times
+from schedgen.streams import output
 
 ROUNDS = 50  # exchanges with each rank, of which the quickest counts
 CLOCK = 98  # the tag of their messages

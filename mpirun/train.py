@@ -18,6 +18,7 @@ from mpirun.checkpoint import Manifest
 from mpirun.errors import Stop, meet, on_rank_0, together, writable
 from mpirun.finite import origin
 from mpirun.guard import BEAT, PHASE, ROW, VERIFYING
+from mpirun.guard.watch import Watch
 from mpirun.interpreter import Result
 from mpirun.keeper import Keeper, newest
 from mpirun.progress import Progress
@@ -25,7 +26,6 @@ from mpirun.schedule import schedule
 from mpirun.trace import Trace
 from mpirun.tracker import measure
 from mpirun.training import training
-from mpirun.watch import Watch
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM

@@ -197,13 +197,13 @@ def parse(content: str, name: str) -> Program:
     return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
 
 
-def whole(source: BinaryIO, name: str) -> bytes:
-    """The bytes of a file that is read at once; RefusedFile if they are more than WHOLE."""
+def whole(source: BinaryIO, name: str, most: int = WHOLE) -> bytes:
+    """The bytes of a file that is read at once; RefusedFile if they are more than `most`."""
     data = bytearray()
     while more := source.read(BLOCK):
         data += more
-        if len(data) > WHOLE:
-            raise RefusedFile(f"{name}: it has more than {WHOLE >> 20} MiB: too long to be read at once")
+        if len(data) > most:
+            raise RefusedFile(f"{name}: it has more than {most >> 20} MiB: too long to be read at once")
     return bytes(data)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from schedgen.cli import checked, output
 from schedgen.cost import Machine
 from schedgen.draw import Scene, facts, scene, sizes
 from schedgen.draw.figure import figure
@@ -24,6 +23,7 @@ from schedgen.events import simulated
 from schedgen.places import measured
 from schedgen.schemes import SCHEMES
 from schedgen.simulate import simulate
+from schedgen.streams import checked, output
 
 
 def main(arguments: Sequence[str]) -> int:

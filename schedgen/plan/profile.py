@@ -22,7 +22,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 
 from schedgen.cost import Amount, Machine, by_stage, read_profile
 from schedgen.errors import RefusedFile, UsageError, clip
+from schedgen.streams import read_bytes
 
 Numbers = NDArray[np.float64]
 Edge = tuple[int, int]
@@ -75,11 +75,7 @@ class Layers(NamedTuple):
 
 def read_layers(name: str) -> Layers:
     """The layers in the file `name`. Raises RefusedFile, with the line, for what is neither of the two formats."""
-    with Path(name).open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise RefusedFile(f"{name}: a profile has {MOST_BYTES >> 20} MiB at the most")
-    text = data.decode(errors="replace")
+    text = read_bytes(name, MOST_BYTES).decode(errors="replace")
     layers = _json(text, name) if text.lstrip()[:1] in ("{", "[") else _pipedream(text, name)
     if not layers.seconds.sum() > 0:
         raise RefusedFile(f"{name}: none of its layers takes any time")

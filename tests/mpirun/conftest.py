@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from processes import MARKER, mpiexec, processes
 
 from schedgen.cli import main as schedgen
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-MARKER = "MPIRUN_TEST_LAUNCH"  # an environment variable that every process of a launch inherits
 
 
 class Result(NamedTuple):
@@ -39,22 +39,6 @@ class Result(NamedTuple):
     def ours(self) -> list[str]:
         """The lines on stderr that mpirun wrote; MPI may add its own."""
         return [line for line in self.err.splitlines() if line.startswith("mpirun: ")]
-
-
-def processes(marker: str) -> list[int]:
-    """The processes of one launch that are still there."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # gone, or another user's
-            continue
-    return found
-
-
-def _mpiexec() -> list[str]:
-    return shlex.split(os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec"))))
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +57,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         limit: float = 300,
     ) -> Result:
         marker = uuid.uuid4().hex
-        command = [] if ranks is None else [*_mpiexec(), "-n", str(ranks)]
+        command = [] if ranks is None else [*mpiexec(), "-n", str(ranks)]
         command += [sys.executable, *program, *map(str, arguments)]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = tmp_path_factory.mktemp("launch")
@@ -227,7 +211,7 @@ def left_behind() -> Callable[[Result], list[int]]:
 
     def left_behind(result: Result) -> list[int]:
         deadline = time.monotonic() + 2
-        while (found := processes(result.marker)) and time.monotonic() < deadline:
+        while (found := list(processes(result.marker))) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
 

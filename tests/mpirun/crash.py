@@ -12,9 +12,9 @@ checkpoint that is not whole, nor less than there was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -25,14 +25,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from processes import MARKER, mpiexec, processes
 from safetensors.torch import load_file
 
 from mpirun import checkpoint
 from schedgen.cli import main as schedgen
 
 STEPS = 30
+ATTEMPTS = 50  # runs of which one is killed at its moment
+LONGEST = 60.0  # seconds after a kill in which all should have ended
 KINDS = ("anywhen", "writing")
-MARKER = "MPIRUN_TEST_LAUNCH"
 MODEL = "mpirun.models.mlp:tiny"
 
 
@@ -43,18 +45,6 @@ class Crash(NamedTuple):
     steps: int  # that the newest checkpoint had when all had ended
     whole: bool  # all checkpoints are, and none was lost
     same: bool  # the end is that of the undisturbed run
-
-
-def processes(marker: str) -> dict[int, list[str]]:
-    """Those of one launch that are still there, with their command lines."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
-        except OSError:  # gone, or another user's
-            continue
-    return found
 
 
 class Crasher:
@@ -69,8 +59,7 @@ class Crasher:
         self.end = self.result(folder / "undisturbed")
 
     def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
-        mpiexec = os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec")))
-        command = [*shlex.split(mpiexec), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
+        command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
         command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
         env = {**os.environ, MARKER: marker}
         return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -82,9 +71,10 @@ class Crasher:
         return {name: value.numpy().tobytes() for entries in files.values() for name, value in entries.items()}
 
     def crash(self, kind: str) -> Crash:
-        while (one := self.attempt(kind)) is None:
-            pass
-        return one
+        for _ in range(ATTEMPTS):
+            if one := self.attempt(kind):
+                return one
+        raise RuntimeError(f"of {ATTEMPTS} runs each was over before a rank could be killed ({kind})")
 
     def attempt(self, kind: str) -> Crash | None:
         """None where the run was over before the moment came."""
@@ -102,10 +92,14 @@ class Crasher:
             return None
         begin = time.monotonic()
         os.kill(self.random.choice(ranks), signal.SIGKILL)
-        job.wait()
-        while processes(marker):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(LONGEST)
+        while (left := processes(marker)) and time.monotonic() - begin < LONGEST:
             time.sleep(0.01)
         lasted = time.monotonic() - begin
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
         steps, whole = newest(save), all_whole(save)
         ended_well = self.start(save).wait() == 0
         return Crash(lasted, steps, whole and steps >= had, ended_well and self.result(save) == self.end)

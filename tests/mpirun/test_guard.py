@@ -12,14 +12,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
 import pytest
 
-from mpirun import guard
-from mpirun.guard import DONE, FAILED, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS, culprit
+from mpirun.guard import DONE, FAILED, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.guard.process import REPORT
+from mpirun.guard.state import culprit
+from mpirun.guard.watch import COMMAND
 
 LINES = [
     '{"op": "RECV", "buf": "x.0.0", "from": 0}',
@@ -76,7 +77,7 @@ class Host:
             for k in range(len(numbers)):
                 self.show(k, TRAINING, 4, 1, NOTHING)
             self.guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__],
+                COMMAND,
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
@@ -117,7 +118,7 @@ def hosts():
             port = server.getsockname()[1]
             made.append(Host("a", [0, 1], limit, server, 0))
             made.append(Host("b", [2, 3], limit, None, port))
-        time.sleep(2 * guard.REPORT)  # until they know each other
+        time.sleep(2 * REPORT)  # until they know each other
         return made
 
     yield hosts

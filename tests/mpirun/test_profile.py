@@ -132,7 +132,7 @@ def test_mistakes_are_one_sentence_each(launch, traces, tmp_path):
         (("--model", MLP, *out), 2, f"--stages or --schedule is missing {see}"),
         (("--model", MLP, "--stages", 2), 2, f"--output is missing {see}"),
         (("--stages", 2, *out), 2, f"--model is missing {see}"),
-        (("--model", MLP, "--stages", 0, *out), 2, f"argument --stages: '0' is no whole number of at least 1 {see}"),
+        (("--model", MLP, "--stages", 0, *out), 2, f"argument --stages: '0' is not a whole number of at least 1 {see}"),
         (("--model", MLP, "--steps", 0, "--stages", 2, *out), 2, f"--steps: nothing is measured in 0 steps {see}"),
         (("--model", MLP, "--stages", 2, *out), 2, "--output nowhere/p.json: No such file or directory"),
         (("--model", MLP, "--stages", 2, "-o", tmp_path), 2, f"--output {tmp_path}: Is a directory"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mpirun.trace import Reading, aligned
-from schedgen.cli import checked
 from schedgen.measured import measured, read_trace
+from schedgen.streams import checked
 
 MLP = "mpirun.models.mlp:tiny"
 RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, walks a step

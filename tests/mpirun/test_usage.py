@@ -108,9 +108,9 @@ MISTAKES = {
         b"x" * 16,  # of context, and 1 to guess
         lambda file: f"{file}: 16 bytes are too short a text, the model needs 17",
     ),
-    "no number": option("--steps", "x", sentence="argument --steps: 'x' is no whole number of at least 0"),
-    "not positive": option("--lr", "0", sentence="argument --lr: '0' is no positive number"),
-    "no walk": option("--accumulate", "0", sentence="argument --accumulate: '0' is no whole number of at least 1"),
+    "no number": option("--steps", "x", sentence="argument --steps: 'x' is not a whole number of at least 0"),
+    "not positive": option("--lr", "0", sentence="argument --lr: '0' is not a positive number"),
+    "no walk": option("--accumulate", "0", sentence="argument --accumulate: '0' is not a whole number of at least 1"),
     "momentum of adamw": option("--momentum", "0.9", sentence="--momentum is of --optimizer sgd"),
     "nonsense": option("--nonsense", sentence="unrecognized arguments: --nonsense"),
     "no model": Mistake(lambda files: [files.schedule], 2, f"--model is missing{SEE}"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpirun.watch import _memory
+from mpirun.guard.watch import _memory
 from schedgen.errors import RefusedFile
 
 

@@ -329,7 +329,7 @@ def _peak() -> int:
 def campaign(count: int, seed: object, folder: Path, shrink: bool = True, progress: bool = False) -> Tally:
     """Answers to so many inputs; the first wrong one is raised, shrunk. `progress`: a line on stderr a round."""
     place = Range(folder)
-    schedgen.cli._parser = cache(schedgen.cli._parser)  # making it takes longer than most answers
+    schedgen.cli.parser = cache(schedgen.cli.parser)  # making it takes longer than most answers
     base, other = str(place.base), str(place.other)
     for compiled in (0, 10**12):  # what is loaded once is no answer's memory
         schedgen.kernels.SMALL = compiled

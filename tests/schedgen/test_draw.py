@@ -12,7 +12,6 @@ import sys
 import numpy as np
 import pytest
 
-from schedgen.cli import checked
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
 from schedgen.draw import scene
@@ -22,6 +21,7 @@ from schedgen.places import measured
 from schedgen.scheme import Sizes
 from schedgen.schemes import load
 from schedgen.simulate import simulate
+from schedgen.streams import checked
 
 
 def drawn(name, sizes, machine=None):

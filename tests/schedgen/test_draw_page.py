@@ -12,11 +12,11 @@ import time
 import numpy as np
 import pytest
 
-from schedgen.cli import checked
 from schedgen.draw import gallery
 from schedgen.draw.colours import LOOKS
 from schedgen.idle import SHARES
 from schedgen.simulate import simulate
+from schedgen.streams import checked
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRIVER = shutil.which("chromedriver")

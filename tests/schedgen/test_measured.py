@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from schedgen.cli import checked
 from schedgen.measured import measured, read_trace
 from schedgen.program import Op
+from schedgen.streams import checked
 
 CAUSES = {"activation", "gradient", "weight", "weight_gradient", "send", "reduction", "overhead", "begin", "end"}
 

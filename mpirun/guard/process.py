@@ -1,21 +1,18 @@
-"""The guard: a process beside the ranks of a host, which says what a rank that died or hangs cannot say.
+"""The guard's loop: it looks at the ranks of its host, and ends them where one has died or nothing moves.
 
-Ranks show in shared memory what they are doing (`mpirun.watch` starts the
-guard and hands it that memory). A rank that ends before it is done, or a
-whole job in which nothing has moved for the time limit, is explained in one
-message, and all ranks are ended. Guards of other hosts report by TCP to the
-one beside rank 0, which speaks for all; a host that cannot be reached any more
-ends on both sides. MPI has no part in it, nor has any rank's interpreter.
+A rank that ends before it is done, or a whole job in which nothing has moved
+for the time limit, is explained in one message, and all ranks are ended.
+Guards of other hosts report by TCP to the one beside rank 0, which speaks for
+all; a host that cannot be reached any more ends on both sides. MPI has no part
+in it, nor has any rank's interpreter.
 
-A script with Python's own library only, so that it is there at once and stays
-small. Its standard input is one line, the plan, and stays open as long as the
-rank that started it lives.
+Standard input is one line, the plan, and stays open as long as the rank that
+started the guard lives.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import mmap
 import os
@@ -26,163 +23,16 @@ import sys
 import time
 from typing import Any
 
-# What a rank shows: 64-bit words.
-PHASE, STEP, ROW, WAIT, BEAT = range(5)
-WORDS = 8
-SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED = range(6)
-PHASES = ("setting up", "training", "saving a checkpoint", "verifying", "done", "failed")
-# WAIT: the row of the transfer or sum that is waited for, or one of these.
-NOTHING, OTHERS = -1, -2
+from mpirun.guard import DONE, FAILED, PHASE, PHASES, SETTING_UP, WORDS
+from mpirun.guard.link import Link
+from mpirun.guard.state import Rank, State, culprit, launcher, position, process
 
 TICK = 0.1  # seconds between two looks
-REPORT = 1.0  # seconds between two reports to the first guard, and its answers
+REPORT = 1.0  # seconds between two reports to the other guards, and comparisons with the time limit
 SET_UP = 300.0  # seconds without a move that the set-up may take, if the time limit is not longer
 SILENCE = 60.0  # seconds after which a host that says nothing counts as lost, if the time limit is not shorter
 LAST_WORDS = 5.0  # seconds that a rank which fails has to speak and to end the others
-LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
-STATES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep", "": "gone"}
-
-State = dict[str, Any]  # of a rank: rank, host, at, waits, peer, process, moved
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for a process; empty for one that has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            letter = file.read().rpartition(b")")[2].split()[0].decode()
-    except OSError:
-        return ""
-    return "" if letter in "ZXx" else letter
-
-
-def launcher(pid: int) -> tuple[int, str] | None:
-    """The nearest process above that is an mpiexec, with when it was started.
-
-    With a host that is cut off it would wait for the end of its connection there.
-    """
-    for _ in range(16):
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-                name, _, fields = file.read().decode().partition("(")[2].rpartition(")")
-        except OSError:
-            return None
-        if name.startswith(LAUNCHERS):
-            return pid, fields.split()[19]
-        pid = int(fields.split()[1])
-    return None
-
-
-class Rank:
-    """A rank of this host."""
-
-    def __init__(self, number: int, pid: int, first_line: int, lines: list[str], words: memoryview) -> None:
-        """`lines`: its instructions; `first_line`: of the first of them in the schedule."""
-        self.number, self.pid, self.first_line, self.lines, self.words = number, pid, first_line, lines, words
-        self.seen: tuple[int, ...] = ()
-        self.moved = time.monotonic()
-        self.gone = False
-
-    def look(self) -> None:
-        seen = (self.words[PHASE], self.words[STEP], self.words[ROW], self.words[BEAT])
-        if seen != self.seen:
-            self.seen, self.moved = seen, time.monotonic()
-
-    @property
-    def ended_well(self) -> bool:
-        return bool(self.words[PHASE] == DONE)
-
-    def line(self, row: int) -> str:
-        return f"line {self.first_line + row}: {self.lines[row]}"
-
-    def state(self, host: str) -> State:
-        """What it is doing, in words, and which rank it waits for (None: none, -1: all that are behind)."""
-        phase, row, wait = self.words[PHASE], self.words[ROW], self.words[WAIT]
-        at, waits, peer = PHASES[phase], None, None
-        if phase == TRAINING:
-            at = f"step {self.words[STEP] + 1}"
-            if 0 <= row < len(self.lines):
-                at = f"{at}: {self.line(row)}"
-        if wait == OTHERS or (wait >= 0 and wait == row):
-            waits, peer = "the other ranks", -1
-        elif 0 <= wait < len(self.lines):
-            instruction = json.loads(self.lines[wait])
-            waits, peer = self.line(wait), instruction.get("from", instruction.get("to", -1))
-        process = STATES.get("" if self.gone else process_state(self.pid), "alive")
-        return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": process}
-
-
-def position(state: State) -> str:
-    """A rank's state in a line."""
-    doing = "" if state["process"] == "gone" else f", {state['process']}"
-    if state["waits"]:
-        doing = f", waiting for {state['waits']}"
-    return f"rank {state['rank']} on {state['host']}: {state['at']}{doing}"
-
-
-def culprit(states: list[State]) -> str:
-    """Which rank all others wait for in the end, or the circle in which they wait for each other."""
-    by_rank = {state["rank"]: state for state in states}
-
-    def next_of(rank: int) -> int | None:
-        """The rank that a rank waits for; of a sum's the first that has not come to it."""
-        peer: int | None = by_rank[rank]["peer"]
-        if peer != -1:
-            return peer
-        late = [state["rank"] for state in states if state["peer"] != -1]
-        return min(late, default=None)
-
-    path = [min(by_rank)]
-    stopped = [state["rank"] for state in states if state["process"] in ("stopped", "gone")]
-    if stopped:  # a rank may wait and be stopped
-        path = stopped[:1]
-    else:
-        while (peer := next_of(path[-1])) is not None:
-            if peer in path:
-                circle = [*path[path.index(peer) :], peer]
-                return ", ".join(f"rank {a} waits for rank {b}" for a, b in itertools.pairwise(circle))
-            if peer not in by_rank:
-                return f"rank {path[-1]} waits for rank {peer}, whose host does not answer"
-            path.append(peer)
-    last = by_rank[path[-1]]
-    if last["peer"] == -1:
-        return "all ranks are in a sum that does not end"
-    return f"rank {last['rank']} on {last['host']} is {last['process']}, and others wait for it"
-
-
-class Link:
-    """A connection to another guard: lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.rest, self.out, self.heard = connection, b"", b"", time.monotonic()
-        self.host, self.states = "", []  # type: str, list[State]
-        self.trusted, self.open, self.left = False, True, False
-        connection.setblocking(False)
-
-    def say(self, **words: object) -> None:
-        self.out += json.dumps(words).encode() + b"\n"
-        with contextlib.suppress(OSError):  # full, or broken: `heard` will tell
-            self.out = self.out[self.socket.send(self.out) :]
-
-    def hear(self) -> list[dict[str, Any]]:
-        """What has come since."""
-        try:
-            data = self.socket.recv(1 << 20)
-        except BlockingIOError:
-            return []
-        except OSError:
-            data = b""
-        if not data:
-            self.open = False
-            return []
-        self.heard = time.monotonic()
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        try:
-            found = [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):
-            found = [{}] if self.trusted else []
-        self.open = self.trusted or (bool(found or len(self.rest) < 1000) and len(found) == len(lines))
-        return found
 
 
 class Guard:
@@ -314,7 +164,7 @@ class Guard:
         self.listen()
         for rank in self.ranks:
             rank.look()
-            if not process_state(rank.pid):
+            if process(rank.pid) is None:
                 self.gone(rank)
         if self.ending is not None and time.monotonic() >= self.ending:
             for rank in self.ranks:
@@ -325,10 +175,11 @@ class Guard:
     def compare(self) -> None:
         """With other hosts, and with the time limit."""
         now = time.monotonic()
+        if now - self.reported < REPORT:
+            return
+        self.reported = now
         here = self.states()
-        if now - self.reported > REPORT:
-            self.reported = now
-            self.tell(states=here)
+        self.tell(states=here)
         if self.said or self.ending is not None:
             return
         for link in list(self.links):
@@ -368,9 +219,10 @@ class Guard:
             os.close(2)  # MPICH's waits until nobody here can speak any more, and then for the other host
             for _ in range(5):
                 time.sleep(1)
-                if launcher(self.launcher[0]) != self.launcher:
+                now = process(self.launcher.pid)
+                if now is None or now.started != self.launcher.started:
                     break
-                os.kill(self.launcher[0], signal.SIGTERM)
+                os.kill(self.launcher.pid, signal.SIGTERM)
 
 
 def main() -> None:
@@ -383,7 +235,3 @@ def main() -> None:
             return
         plan += piece
     Guard(json.loads(plan)).loop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What a rank shows of itself to the guard of its host (`mpirun.guard`), and how guards are started."""
+"""A rank's side of the guard: what it shows of itself, and how guards are started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from typing import Self
 
 from mpi4py import MPI
 
-from mpirun import guard
 from mpirun.errors import Stop, together
 from mpirun.guard import DONE, FAILED, NOTHING, PHASE, ROW, WAIT, WORDS
 from schedgen.errors import RefusedFile
@@ -28,6 +27,10 @@ from schedgen.program import Instruction
 
 _SIOCGIFADDR = 0x8915
 _BYTES = WORDS * 8
+# Neither the site's packages nor what the user's folder or environment would add: they take longer than all the rest.
+_PLACE = str(Path(__file__).parents[2])
+_SCRIPT = f"import sys; sys.path.insert(0, {_PLACE!r}); from mpirun.guard.process import main; main()"
+COMMAND = [sys.executable, "-I", "-S", "-c", _SCRIPT]
 
 
 class Watch:
@@ -68,7 +71,7 @@ class Watch:
             "ranks": ranks,
         }
         self.guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__],
+            COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[file.fileno(), *([server.fileno()] if server else [])],

@@ -1,0 +1,297 @@
+"""What each subcommand of `schedgen` does with its options: reads, calls, prints. The result is the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from schedgen.actions import read_actions, write_actions
+from schedgen.chakra import chakra
+from schedgen.check import check
+from schedgen.compare import as_json, compare
+from schedgen.compare import table as side_by_side
+from schedgen.compile import compile_scheme
+from schedgen.cost import Amount, Machine, read_profile
+from schedgen.diff import coloured, diff
+from schedgen.draw import Scene, scene, terminal
+from schedgen.draw.page import page
+from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
+from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
+from schedgen.file import parse, write
+from schedgen.measured import measured, read_trace
+from schedgen.new import new
+from schedgen.places import measured as bytes_of
+from schedgen.plan import words
+from schedgen.plan.cuts import cuts
+from schedgen.plan.partition import hierarchy, partition
+from schedgen.plan.profile import read_layers
+from schedgen.plan.search import search
+from schedgen.plot import plot
+from schedgen.program import Program
+from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes import describe, load
+from schedgen.simulate import Simulation, report, simulate
+from schedgen.stats import stats, summary, table
+from schedgen.streams import checked, output, read_bytes
+
+
+def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
+    """The scheme to compile, and for what sizes: a CSV file has its own."""
+    given = {name: getattr(options, name) for name in Sizes._fields}
+    if not options.scheme.endswith(".csv"):
+        for name in ("stages", "microbatches"):
+            if given[name] is None:
+                raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
+        sizes = Sizes(**given)
+        return load(options.scheme, sizes), sizes
+    scheme, sizes = read_actions(read_bytes(options.scheme).decode(errors="replace"), options.scheme)
+    for name, value in given.items():
+        if value not in (None, getattr(sizes, name)):
+            raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
+    return scheme, sizes
+
+
+def run_compile(options: argparse.Namespace) -> int:
+    scheme, sizes = _scheme(options)
+    recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
+    with warnings.catch_warnings(record=True) as slow:
+        warnings.simplefilter("always", SlowScheme)
+        program = compile_scheme(
+            scheme,
+            sizes,
+            options.mode,
+            options.n,
+            options.cost,
+            options.weight_slots,
+            options.fan_out,
+            options.prefetch,
+            recompute,
+            options.memory_limit,
+            options.tied,
+        )
+    check(program, "internal error, the compiled schedule")
+    with output(options.output) as out:
+        write(program, out)
+    for warning in slow:
+        if issubclass(warning.category, SlowScheme):
+            print(f"schedgen: note: {warning.message}", file=sys.stderr)
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    for name in options.files:
+        program = checked(name)
+        header = program.header
+        print(
+            f"{name}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
+            "every job once, no deadlock, every gradient at every owner"
+        )
+    return 0
+
+
+def run_seal(options: argparse.Namespace) -> int:
+    try:
+        text = read_bytes(options.file).decode()
+    except UnicodeDecodeError as error:
+        raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
+    program = parse(text, options.file)
+    with output(options.file) as out:
+        write(program, out)
+    return 0
+
+
+def run_stats(options: argparse.Namespace) -> int:
+    program = checked(options.file)
+    if options.measured:
+        numbers = measured(program, _measured(options, program))
+        shown = {key: value for key, value in numbers.items() if key != "profile"}
+        print(json.dumps(numbers, indent=1) if options.json else summary(shown))
+        return 0
+    cost, machine = _profile(options, program) if options.profile else (options.cost, None)
+    numbers = stats(program, cost, machine)
+    print(json.dumps(numbers, indent=1) if options.json else table(numbers))
+    return 0
+
+
+def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
+    return read_trace(read_bytes(options.measured).decode(errors="replace"), options.measured, program)
+
+
+class _Plan(NamedTuple):
+    """A schedule executed with the costs that a command was given."""
+
+    program: Program
+    run: Simulation
+    machine: Machine
+    walks: list[Timeline]  # of --measured
+    seconds: bool  # whether the simulation's time is in seconds
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulation's, in microseconds where it is in seconds."""
+        return simulated(self.program, self.run, 1e6 if self.seconds else 1.0)
+
+
+def _plan(options: argparse.Namespace, name: str) -> _Plan:
+    program = checked(name)
+    cost, machine = _costs(options, program)
+    walks = _measured(options, program) if options.measured else []
+    if walks and not (options.cost or options.profile):
+        times = measured(program, walks)["profile"]
+        cost, machine = times, machine._replace(step=times.pop("step"))
+    seconds = bool(options.profile or (walks and not options.cost))
+    return _Plan(program, simulate(program, cost, machine), machine, walks, seconds)
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    plan = _plan(options, options.file)
+    if options.trace:
+        found = events(plan.program, [plan.timeline], SIMULATED)
+        found += events(plan.program, plan.walks, MEASURED) if plan.walks else []
+        with output(options.trace) as out:
+            out.write(trace(found))
+    numbers = report(plan.program, plan.run)
+    print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
+    return 0
+
+
+def _costs(options: argparse.Namespace, program: Program) -> tuple[Mapping[str, Amount], Machine]:
+    """Durations and machine of the options that say what jobs cost."""
+    if options.profile:
+        return _profile(options, program)
+    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
+    return options.cost or program.header.cost, machine
+
+
+def run_draw(options: argparse.Namespace) -> int:
+    if options.other and options.measured:
+        raise UsageError("--measured belongs to one schedule: give a single FILE")
+    form = Path(options.output).suffix if options.output else None
+    if form not in (None, ".svg", ".png", ".html"):
+        raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
+    scenes = _scenes(options, [name for name in (options.file, options.other) if name])
+    if form is None:
+        terminal.show(scenes, options.by)
+    elif form == ".html":
+        with output(options.output) as out:
+            out.write(page(scenes, options.by, options.transfers))
+    else:
+        from schedgen.draw.figure import figure
+
+        with output(options.output) as out:
+            figure(scenes, out, form[1:], options.by, options.transfers)
+    return 0
+
+
+def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
+    """What there is to draw of every file; what was measured comes before its simulation."""
+    files = ["standard input" if name == "-" else one_line(Path(name).name) for name in names]
+    scenes = []
+    for name, file in zip(names, files, strict=True):
+        label = Path(file).stem if len(set(files)) == len(files) else one_line(name)
+        plan = _plan(options, name)
+        sizes = bytes_of(plan.machine, plan.program.header.stages)
+        if plan.walks:
+            scenes.append(scene("measured", file, plan.program, plan.walks[-1], sizes, seconds=True))
+            label = "simulated"
+        scenes.append(scene(label, file, plan.program, plan.timeline, sizes, plan.seconds or bool(plan.walks)))
+    return scenes
+
+
+def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
+    text = read_bytes(options.profile).decode(errors="replace")
+    return read_profile(text, options.profile, program.header.stages)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    program = checked(options.file)
+    cost, machine = _costs(options, program)
+    unit = 1e6 if options.profile else 1.0
+    files: Iterable[tuple[str, bytes]]
+    if options.to == "csv":
+        files = [("", write_actions(program).encode())]
+    elif options.to == "chrome":
+        found = events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
+        files = [("", trace(found))]
+    elif options.output == "-":
+        raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")
+    else:
+        files = chakra(program, cost, machine, unit)
+    for end, data in files:
+        with output(options.output + end) as out:
+            out.write(data)
+    return 0
+
+
+def run_diff(options: argparse.Namespace) -> int:
+    lines = diff(checked(options.a), checked(options.b), one_line(options.a), one_line(options.b))
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        lines = coloured(lines)
+    differ = 0
+    for line in lines:
+        differ = 1
+        print(line)
+    return differ
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    sizes = Sizes(options.stages, options.microbatches, options.workers)
+    found = compare(sizes, options.cost, options.memory)
+    if not found.rows:
+        raise UsageError("no scheme fits: " + "; ".join(f"{one.scheme}: {one.reason}" for one in found.left_out))
+    if options.output:
+        title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
+        with output(options.output) as out:
+            plot(found, title, out)
+    if options.output != "-":
+        print(json.dumps(as_json(found), indent=1) if options.json else "\n".join(side_by_side(found)))
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    layers = read_layers(options.profile)
+    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
+    if not options.partition_only and options.microbatches is None:
+        raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
+    if options.partition_only and options.output:
+        raise UsageError("--partition-only makes no schedule to write to --output")
+    numbers: dict[str, Any] = {}
+    lines: list[str] = []
+    ways = cuts(layers)
+    if not ways.every:
+        most = "more ways to cut the layers than can be tried: only those along one order are"
+        print(f"schedgen: note: {options.profile}: {most}", file=sys.stderr)
+    try:
+        numbers = words.as_json(layers, ways, levels, partition(ways, levels, options.memory))
+        lines += words.table(numbers)
+    except UsageError as error:
+        if options.partition_only:
+            raise
+        print(f"schedgen: note: {error}", file=sys.stderr)
+    if not options.partition_only:
+        found = search(layers, levels, options.microbatches, options.memory)
+        numbers |= words.schedules_as_json(found)
+        lines += ["", *words.schedules(found)]
+        if options.output:
+            check(found.program, "internal error, the compiled schedule")
+            with output(options.output) as out:
+                write(found.program, out)
+    if options.output != "-":
+        print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
+    return 0
+
+
+def run_new(options: argparse.Namespace) -> int:
+    print(f"{new(options.name)}: its w and n are yours to edit; its first lines say how to compile it")
+    return 0
+
+
+def run_schemes(_: argparse.Namespace) -> int:
+    print(describe())
+    return 0

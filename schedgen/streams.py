@@ -1,0 +1,72 @@
+"""Files by the names that users give them: what is read is bounded and proved, what is written appears whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from schedgen.check import check
+from schedgen.errors import RefusedFile
+from schedgen.file import WHOLE, read, whole
+from schedgen.program import Program
+
+
+@contextlib.contextmanager
+def opened(name: str) -> Iterator[BinaryIO]:
+    """A file to read; -: standard input."""
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    with Path(name).open("rb") as source:
+        yield source
+
+
+def checked(name: str) -> Program:
+    """The program in file `name` (-: standard input), proved right."""
+    label = "<stdin>" if name == "-" else name
+    with opened(name) as source:
+        program, fault = read(source, label)
+    check(program, label)
+    if fault:
+        raise RefusedFile(fault)
+    return program
+
+
+def read_bytes(name: str, most: int = WHOLE) -> bytes:
+    """All of a file that is read at once, RefusedFile if it has more bytes than `most`; -: standard input."""
+    with opened(name) as source:
+        return whole(source, name, most)
+
+
+@contextlib.contextmanager
+def output(name: str) -> Iterator[BinaryIO]:
+    """Standard output for '-', else a file that appears whole or not at all."""
+    if name == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(name)
+    if path.exists() and not path.is_file():  # /dev/null, a pipe: nothing to rename over
+        with path.open("wb") as out:
+            yield out
+        return
+    path = path.resolve()
+    try:
+        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from None
+    try:
+        with os.fdopen(handle, "wb") as out:
+            yield out
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(aside).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
