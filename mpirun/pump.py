@@ -19,6 +19,8 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from mpirun.errors import meet
+
 PERIOD = 1e-3  # seconds between two calls
 LONG = 2e-3  # seconds without a call that are worth one
 
@@ -28,6 +30,7 @@ class Pump:
         """`poll`: what the rank's own thread calls. Collective: the other one has a communicator of its own."""
         self.poll, self.last = poll, 0.0
         self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        meet(comm)
         self.comm = comm.Dup()
         self.on = False
         self.gate = threading.Lock()  # locked: the thread waits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -48,6 +49,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     where = together(comm, lambda: device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
     model = together(comm, lambda: _model(options, header))
+    importlib.import_module("torch._dynamo")  # takes a second: fake tensors on rank 0, then torch.optim would do it
     text = mpirun.data.load(comm, options.text, model.length)
     recipe = Recipe(
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,

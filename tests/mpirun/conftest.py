@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import os
 import re
 import shlex
@@ -14,17 +13,17 @@ import sys
 import time
 import typing
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from processes import MARKER, mpiexec, processes
+from processes import ROOT, environment, mpiexec, processes
+from waiting import Waiting
 
 from schedgen.cli import main as schedgen
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 class Result(NamedTuple):
@@ -59,7 +58,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         marker = uuid.uuid4().hex
         command = [] if ranks is None else [*mpiexec(), "-n", str(ranks)]
         command += [sys.executable, *program, *map(str, arguments)]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = tmp_path_factory.mktemp("launch")
         # Files, not pipes: a process left behind must not keep us reading.
         with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
@@ -67,7 +65,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
             job = subprocess.Popen(
                 command,
                 cwd=HERE,
-                env={**os.environ, "PYTHONPATH": path, **(env or {}), MARKER: marker},
+                env=environment(marker, env),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -97,51 +95,53 @@ class Ended(NamedTuple):
     err: str
 
 
+MOST = 100  # runs of one launch: what a run leaves behind, communicators and all, adds up
+
+
 @pytest.fixture(scope="session")
-def in_one_launch(
-    launch: Callable[..., Result], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., tuple[list[Any], Result]]:
-    """What a program prints of each of a list of runs, which it reads from a file, and the launch."""
+def in_one_launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """What programs/several.py says of each of a list of runs, one after the other in one launch.
+
+    The launch is one that has done others before, unless it should be `fresh`.
+    """
+    launches: dict[object, Waiting] = {}
 
     def in_one_launch(
-        ranks: int, program: str, runs: Sequence[Any], limit: float, env: dict[str, str] | None = None
-    ) -> tuple[list[Any], Result]:
-        file = tmp_path_factory.mktemp("runs") / "runs.json"
-        file.write_text(json.dumps(runs, default=str))
-        result = launch(ranks, file, program=["-m", "mpi4py", f"programs/{program}"], env=env, limit=limit)
-        lines = [line for line in result.out.splitlines() if line.startswith("run: ")]
-        assert len(lines) == len(runs) and result.code == 0, (
-            f"the launch ended in run {len(lines)} of {len(runs)} with code {result.code}: "
-            f"{runs[min(len(lines), len(runs) - 1)]}\n{result.err}"
-        )
-        return [json.loads(line.removeprefix("run: ")) for line in lines], result
+        ranks: int, runs: Sequence[Any], limit: float = 300, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> list[Any]:
+        key, env = (ranks, *(env or {}).items()), env or {}
+        if key in launches and (fresh or launches[key].runs + len(runs) > MOST):
+            launches.pop(key).close()
+        if key not in launches:
+            launches[key] = Waiting(ranks, env, tmp_path_factory.mktemp("launch"))
+        waiting = launches.pop(key)  # back only where all went well
+        results = [waiting.run(run, limit) for run in runs]
+        launches[key] = waiting
+        return results
 
-    return in_one_launch
+    yield in_one_launch
+    for waiting in launches.values():
+        waiting.close()
 
 
 @pytest.fixture(scope="session")
-def mistakes(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Ended]]:
-    """Runs of mpirun one after the other in one launch, none of which ends well."""
+def mistakes(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ended]]:
+    """Runs of mpirun none of which ends well."""
 
-    def mistakes(
-        ranks: int, runs: Sequence[Sequence[object]], limit: float = 900, env: dict[str, str] | None = None
-    ) -> list[Ended]:
-        ended, result = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit, env)
-        assert "Traceback" not in result.out + result.err
-        return [Ended(*one) for one in ended]
+    def mistakes(ranks: int, runs: Sequence[Sequence[object]], env: dict[str, str] | None = None) -> list[Ended]:
+        ended = [Ended(*one) for one in in_one_launch(ranks, [list(map(str, run)) for run in runs], env=env)]
+        assert not any("Traceback" in one.out + one.err for one in ended)
+        return ended
 
     return mistakes
 
 
 @pytest.fixture(scope="session")
-def several(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[tuple[int, str]]]:
-    """Runs of mpirun one after the other in one launch: the exit code and the stdout of each.
+def several(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[tuple[int, str]]]:
+    """Runs of mpirun: the exit code and the stdout of each."""
 
-    Most of a short run is starting Python and importing torch; this pays for it once.
-    """
-
-    def several(ranks: int, runs: Sequence[Sequence[object]], limit: float = 900) -> list[tuple[int, str]]:
-        ended, _ = in_one_launch(ranks, "several.py", [list(map(str, run)) for run in runs], limit)
+    def several(ranks: int, runs: Sequence[Sequence[object]], fresh: bool = False) -> list[tuple[int, str]]:
+        ended = in_one_launch(ranks, [list(map(str, run)) for run in runs], fresh=fresh)
         return [(code, out) for code, out, _ in ended]
 
     return several
@@ -163,12 +163,12 @@ class Seen(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def inside(in_one_launch: Callable[..., tuple[list[Any], Result]]) -> Callable[..., list[Seen]]:
-    """Runs of mpirun in one launch, each an object as programs/inside.py takes them."""
+def inside(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Seen]]:
+    """Runs of mpirun, each an object as programs/inside.py takes them."""
 
-    def inside(ranks: int, runs: Sequence[dict[str, Any]], limit: float = 900) -> list[Seen]:
+    def inside(ranks: int, runs: Sequence[dict[str, Any]]) -> list[Seen]:
         runs = [{**one, "arguments": list(map(str, one["arguments"]))} for one in runs]
-        return [Seen(*one) for one in in_one_launch(ranks, "inside.py", runs, limit)[0]]
+        return [Seen(*one) for one in in_one_launch(ranks, runs)]
 
     return inside
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from processes import MARKER, mpiexec, processes
+from processes import environment, mpiexec, processes
 from safetensors.torch import load_file
 
 from mpirun import checkpoint
@@ -61,8 +61,7 @@ class Crasher:
     def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
         command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
         command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
-        env = {**os.environ, MARKER: marker}
-        return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, env=environment(marker), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def result(self, save: Path) -> dict[str, bytes]:
         """All entries of the last checkpoint."""

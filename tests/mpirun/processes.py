@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 MARKER = "MPIRUN_TEST_LAUNCH"  # an environment variable that every process of a launch inherits
 
 
 def mpiexec() -> list[str]:
     return shlex.split(os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec"))))
+
+
+def environment(marker: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **(more or {}), MARKER: marker}
 
 
 def processes(marker: str) -> dict[int, list[str]]:

@@ -124,7 +124,7 @@ def test_a_schedule_gives_stages_edges_and_directions(profiles, capsys):
     assert schedgen(["simulate", str(profiles["schedule"]), "--profile", str(profiles["files"] / "joined")]) == 0
 
 
-def test_mistakes_are_one_sentence_each(launch, traces, tmp_path):
+def test_mistakes_are_one_sentence_each(mistakes, traces, tmp_path):
     see = "(see python -m mpirun profile --help)"
     schedule = traces / "1f1b.json"
     out = ("-o", "nowhere/p.json")
@@ -140,12 +140,8 @@ def test_mistakes_are_one_sentence_each(launch, traces, tmp_path):
         (("--model", MLP, "--schedule", "nowhere", "-o", "-"), 1, "nowhere: No such file or directory"),
         (("--model", MLP, "--stages", 13, "-o", "-"), 2, f"--model {MLP}: it has 12 layers, too few for 13 stages"),
     ]
-    runs = tmp_path / "runs.json"
-    runs.write_text(json.dumps([["profile", *map(str, arguments)] for arguments, _, _ in cases]))
-    result = launch(2, runs, program=["programs/several.py"])
-    assert result.ours == [f"mpirun: {reason}" for _, _, reason in cases]
-    ends = [json.loads(line.removeprefix("run: ")) for line in result.out.splitlines()]
-    assert ends == [[code, "", f"mpirun: {reason}\n"] for _, code, reason in cases]
+    ended = mistakes(2, [["profile", *arguments] for arguments, _, _ in cases])
+    assert ended == [(code, "", f"mpirun: {reason}\n") for _, code, reason in cases]
 
 
 def test_one_rank_has_no_links(launch, text, tmp_path):

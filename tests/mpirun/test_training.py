@@ -48,7 +48,7 @@ def short(several, traces, text, tmp_path_factory):
     }
     common = ["--model", GPT, "--text", text, "--steps", 4, "--metrics"]
     commands = [[traces / name, *more, *common, folder / run] for run, (name, *more) in runs.items()]
-    done = several(4, commands[: -len(AGAIN)]) + several(4, commands[-len(AGAIN) :])
+    done = several(4, commands[: -len(AGAIN)]) + several(4, commands[-len(AGAIN) :], fresh=True)
     return dict(zip(runs, done, strict=True)), folder
 
 

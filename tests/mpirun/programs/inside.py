@@ -1,13 +1,11 @@
-"""Several runs of mpirun in one job, looked at from inside.
-
-The argument is a JSON file with a list of runs, each an object:
+"""A run of mpirun looked at from inside; an object:
 
     arguments  those of mpirun
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     late       a device that does its work late: "direct" or "staged"
     record     a file for a `verify.Record` of all stages; needs --verify
 
-Rank 0 prints a line a run: its exit code, its stdout, and a hash of all weights in the end.
+What comes of it: its exit code, its stdout, and a hash of all weights in the end.
 """
 
 from __future__ import annotations
@@ -17,11 +15,10 @@ import contextlib
 import hashlib
 import io
 import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +26,6 @@ from late import Late
 from mpi4py import MPI
 
 import mpirun.train
-import mpirun.training
 from mpirun import verify
 from mpirun.device import Device, device
 from mpirun.options import train_options
@@ -73,20 +69,12 @@ def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], De
 
 
 def run(one: dict[str, Any]) -> tuple[int, str, str]:
-    mpirun.training.device = new_device(one.get("late"), WORLD.rank)
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    late = mock.patch("mpirun.training.device", new_device(one.get("late"), WORLD.rank))
+    with contextlib.redirect_stdout(out), late:
         made = Run(train_options(WORLD, one["arguments"]), one.get("record"))
         if (seed := one.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
             made.interpreter.code = [delayed(act, rng) for act in made.interpreter.code]
         code = made.train()
     return max(WORLD.allgather(code)), out.getvalue(), made.weights()
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path.cwd()))
-    for one in json.loads(Path(sys.argv[1]).read_text()):
-        result = run(one)
-        if WORLD.rank == 0:
-            print(f"run: {json.dumps(result)}", flush=True)

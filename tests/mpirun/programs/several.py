@@ -1,18 +1,23 @@
-"""Several runs of mpirun in one job. The argument is a JSON file with a list of argument lists.
+"""Runs of mpirun in one job. The argument is a FIFO with a JSON value a line: what inside.py takes, or a list.
 
-Rank 0 prints a line a run: its exit code, the same on all ranks, its stdout, and
-the stderr of all ranks.
+A list is arguments. Of such a run rank 0 prints its exit code, the same on all ranks,
+its stdout, and the stderr of all ranks.
 """
 
 import contextlib
 import io
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mpi4py import MPI
 
 from mpirun.__main__ import main
+
+WORLD = MPI.COMM_WORLD
 
 
 class Heard(io.StringIO):
@@ -23,13 +28,37 @@ class Heard(io.StringIO):
         return super().write(text)
 
 
-for arguments in json.loads(Path(sys.argv[1]).read_text()):
+def asked(file: str) -> Iterator[Any]:
+    """What is asked of rank 0. The others sleep until then."""
+    with Path(file).open() if WORLD.rank == 0 else contextlib.nullcontext() as lines:
+        while True:
+            line = lines.readline() if lines is not None else None
+            request = WORLD.Ibarrier()
+            while not request.Test():
+                time.sleep(0.01)
+            if not (line := WORLD.bcast(line)):
+                return
+            yield json.loads(line)
+
+
+def command(arguments: list[str]) -> list[Any]:
     out, err = io.StringIO(), Heard()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
-    codes = MPI.COMM_WORLD.allgather(code)
+    codes = WORLD.allgather(code)
     if len(set(codes)) > 1:
         sys.exit(f"{arguments}: the ranks end with different codes: {codes}")
-    outs, errs = (MPI.COMM_WORLD.gather(one.getvalue()) for one in (out, err))
-    if MPI.COMM_WORLD.rank == 0:
-        print(f"run: {json.dumps([code, ''.join(outs), ''.join(errs)])}", flush=True)
+    outs, errs = (WORLD.gather(one.getvalue()) for one in (out, err))
+    return [code, "".join(outs or ()), "".join(errs or ())]
+
+
+sys.path.insert(0, str(Path.cwd()))
+for one in asked(sys.argv[1]):
+    if isinstance(one, list):
+        result = command(one)
+    else:
+        import inside
+
+        result = inside.run(one)
+    if WORLD.rank == 0:
+        print(f"run: {json.dumps(result)}", flush=True)
