@@ -14,6 +14,7 @@ from mpirun.memory import Memory
 from mpirun.model import microbatch
 from mpirun.stage import Saved, Stage
 from mpirun.training import Training
+from mpirun.versions import Versions
 from schedgen.program import Header, Instruction, Kind, Op
 
 Act = Callable[[], None]
@@ -33,13 +34,14 @@ class Compute:
         header: Header,
         instructions: Sequence[Instruction],
         stages: dict[int, Stage],
+        versions: Versions,
         buffers: Buffers,
         gradient: Callable[[int], Gradient],
         memory: Memory,
         training: Training,
     ) -> None:
         self.header, self.stages, self.buffers, self.gradient, self.memory = header, stages, buffers, gradient, memory
-        self.of = training
+        self.of, self.versions = training, versions
         self.now, self.walk = 0, 0  # the step being executed, and how often it has been through the list
         self.jobs: dict[tuple[int, int], Job] = {}
         self.batches: dict[int, tuple[Tensor, Tensor]] = {}
@@ -66,7 +68,7 @@ class Compute:
         return act
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], Tensor]:
-        stage, weights, job, mb = self.stages[i.stage], self.buffers(Kind.W, i.stage), self._job(i), i.mb
+        stage, weights, job, mb = self._stage(i), self.buffers(Kind.W, i.stage), self._job(i), i.mb
         inputs = [self.buffers(Kind.X, producer, mb) for producer in self.header.producers[i.stage]]
         read = None if inputs else self._reader(mb, save)
         finish = None if self.header.consumers[i.stage] else self._scaled_loss(i, save)
@@ -84,8 +86,9 @@ class Compute:
         return forward
 
     def _scaled_loss(self, i: Instruction, save: bool) -> Callable[[Tensor], Tensor]:
-        """The microbatch's share of the loss: its gradients then add up to the mean's."""
-        read, mb, parts = self._reader(i.mb, save), i.mb, self.header.microbatches * self.of.walks
+        """The microbatch's share of the loss: its gradients then add up to the mean's, but to updates of their own."""
+        read, mb = self._reader(i.mb, save), i.mb
+        parts = 1 if self.header.versions else self.header.microbatches * self.of.walks
 
         def finish(output: Tensor) -> Tensor:
             loss = self.of.model.loss(output, read()[1]).reshape(())
@@ -113,18 +116,22 @@ class Compute:
 
         return read
 
+    def _stage(self, i: Instruction) -> Stage:
+        """With the version of its weights that the instruction names."""
+        return self.versions.at(i.stage, i.peer) if i.peer >= 0 else self.stages[i.stage]
+
     def _job(self, i: Instruction) -> Job:
         return self.jobs.setdefault((i.stage, i.mb), Job())
 
     def bwd(self, i: Instruction) -> Act:
-        stage, job, weights = self.stages[i.stage], self._job(i), self.buffers(Kind.W, i.stage)
+        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
         incoming, outgoing, ready = self._incoming(i), self._outgoing(i), self.buffers.ready
         gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
 
         def act() -> None:
             given, saved = incoming(), job.saved
             ready(weights)
-            gradient.use(key)
+            gradient.use(key, stage)
             stage.backward(saved, given)
             del job.saved
             outgoing(saved)
@@ -132,7 +139,7 @@ class Compute:
         return act
 
     def bwd_i(self, i: Instruction) -> Act:
-        stage, job, weights = self.stages[i.stage], self._job(i), self.buffers(Kind.W, i.stage)
+        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
         incoming, outgoing, ready = self._incoming(i), self._outgoing(i), self.buffers.ready
 
         def act() -> None:
@@ -145,7 +152,7 @@ class Compute:
         return act
 
     def bwd_w(self, i: Instruction) -> Act:
-        stage, job, weights = self.stages[i.stage], self._job(i), self.buffers(Kind.W, i.stage)
+        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
         gradient, key, ready = self.gradient(i.stage), self.memory.row(i.mb), self.buffers.ready
 
         def act() -> None:

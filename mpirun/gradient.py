@@ -23,7 +23,7 @@ class Gradient:
         self.stage, self.keys = stage, list(keys)
         self.data = memory.view(len(self.keys), stage.size)
         self.views = {key: stage.views(row) for key, row in zip(self.keys, self.data, strict=True)}
-        self.used: int | None = None
+        self.used: tuple[int, Stage] | None = None
 
     @property
     def total(self) -> Tensor:
@@ -33,11 +33,11 @@ class Gradient:
     def begin(self) -> None:
         self.data.zero_()
 
-    def use(self, key: int) -> None:
-        """Make autograd add to the row of `key`."""
-        if key != self.used:
-            self.used = key
-            for parameter, view in zip(self.stage.parameters, self.views[key], strict=True):
+    def use(self, key: int, stage: Stage) -> None:
+        """Make autograd add to the row of `key`; `stage`: the one computed with, or another version of it."""
+        if (key, stage) != self.used:
+            self.used = key, stage
+            for parameter, view in zip(stage.parameters, self.views[key], strict=True):
                 parameter.grad = view
 
     def add(self, key: int, grads: Sequence[Tensor | None]) -> None:

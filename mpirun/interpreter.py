@@ -28,6 +28,7 @@ from mpirun.stage import Stage
 from mpirun.ties import Tie, shared
 from mpirun.training import Training
 from mpirun.transport import Transport
+from mpirun.versions import Versions
 from schedgen.program import COMPUTE, Header, Instruction, Kind, Op
 
 
@@ -58,8 +59,10 @@ class Interpreter:
         self.gradients: dict[int, Gradient] = {}
         self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
         self.model = training.model
-        compute = Compute(header, instructions, stages, self.buffers, self.gradient, memory, training)
+        self.versions = Versions(instructions, stages, memory, training)
+        compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradient, memory, training)
         self.compute = compute
+        self.reductions: dict[int, Sum] = {}  # by stage
         self.table: dict[int, Callable[[Instruction], Act]] = {
             Op.FETCH_W: self.fetch_w,
             Op.RECV: self.recv,
@@ -125,7 +128,8 @@ class Interpreter:
         jobs = zip(acts, self.computes, strict=True)
         self.code = [self.pump.around(act) if job in coarse else act for act, job in jobs]
         for stage in {job[0] for job, spent in seconds.items() if spent > LONG and job not in coarse}:
-            self.pump.put_into(self.stages[stage].module)
+            for one in self.versions.every(stage):
+                self.pump.put_into(one.module)
         return result
 
     # Messages
@@ -195,9 +199,11 @@ class Interpreter:
     def allreduce(self, i: Instruction) -> Act:
         if i.kind == Kind.T:
             return self.tie(i)
-        gradient = self.gradient(i.stage)
-        keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
-        one = Sum(self.transport, self.transport.group(i.peer), gradient.data, keys)
+        if i.stage not in self.reductions:
+            keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
+            data = self.gradient(i.stage).data
+            self.reductions[i.stage] = Sum(self.transport, self.transport.group(i.peer), data, keys)
+        one = self.reductions[i.stage]
 
         def act() -> None:
             self.sums.start(one)
@@ -232,6 +238,7 @@ class Interpreter:
 
         def act() -> None:
             self.sums.finish()
+            self.versions.go_home()
             for gradient in single:
                 gradient.add_up()
             if self.walks > 1:
@@ -257,6 +264,8 @@ class Interpreter:
         return act
 
     def step(self, i: Instruction) -> Act:
+        if i.peer >= 0:
+            return self.step_to_version(i)
         weights, gradient, stage = self.buffers(Kind.W, i.stage), self.gradient(i.stage), i.stage
 
         def act() -> None:
@@ -266,15 +275,33 @@ class Interpreter:
 
         return act
 
+    def step_to_version(self, i: Instruction) -> Act:
+        """The mean gradient of the microbatches since the last STEP makes a new version."""
+        gradient, make, stage = self.gradient(i.stage), self.versions.make(i.stage, i.peer), i.stage
+        size = self.header.round(stage)
+        count = min(size, self.header.microbatches - size * (i.peer - 1))
+
+        def act() -> None:
+            self.sums.finish()
+            if count > 1:
+                gradient.total.div_(count)
+            self.optimizer.step(stage, gradient, self.compute.now, 0.0, make())
+
+        return act
+
 
 def _begins(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """(row, stage) of the instructions that define dw.stage: the first to add to it."""
+    """(row, stage) of the instructions that define dw.stage: the first to add to it, and the first behind a FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
-    first: dict[int, int] = {}
+    defined: set[int] = set()
+    found = []
     for row, i in enumerate(instructions):
-        if i.op in adding and i.kind != Kind.T:
-            first.setdefault(i.stage, row)
-    return [(row, stage) for stage, row in first.items()]
+        if i.op in adding and i.kind != Kind.T and i.stage not in defined:
+            defined.add(i.stage)
+            found.append((row, i.stage))
+        elif i.op == Op.FREE and i.kind == Kind.DW:
+            defined.discard(i.stage)
+    return found
 
 
 def _both(one: Act, other: Act) -> Act:

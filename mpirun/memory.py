@@ -26,7 +26,7 @@ class Memory:
         activation = np.array([shape.bytes for shape in of.shapes], np.int64)
         rows = np.ones(len(of.shapes), np.int64)
         self.rows: dict[tuple[int, int], list[int]] | None = None  # by rank and stage; None: one, its key the rank
-        if of.canonical:
+        if of.canonical and not program.header.versions:  # there a rank has one microbatch in an update
             self.rows = _rows(comm, instructions, len(of.shapes))
             for (_, stage), keys in self.rows.items():  # room for the most that anybody sends or gathers
                 rows[stage] = max(rows[stage], len(keys))
@@ -36,7 +36,7 @@ class Memory:
         table = program.rows
         fills = np.flatnonzero(planned.row >= 0)
         # Gradients of other ranks' weights: the places that neither a RECV nor a FETCH_W fills.
-        begins = fills[~np.isin(table.op[fills], (Op.RECV, Op.FETCH_W))]
+        begins = fills[~np.isin(table.op[fills], (Op.RECV, Op.FETCH_W, Op.STEP))]
         self.gathers = {int(table.stage[row]): int(planned.row[row]) for row in begins}
         for stage, place in self.gathers.items():
             sizes[place] = max(sizes[place], int(weight[stage] * rows[stage]))
@@ -66,6 +66,10 @@ class Memory:
             return None
         size = self.shapes[stage].weights
         return self.blocks[self.fetched[stage]][:size]
+
+    def version(self, i: Instruction) -> Tensor | None:
+        """Where the version of an owned stage's weights lies that a STEP makes; None: where the owner's weights do."""
+        return self.blocks[self.of[i]][: self.shapes[i.stage].weights] if i in self.of else None
 
     def gradient(self, stage: Stage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, and memory for them."""

@@ -53,7 +53,14 @@ class Optimizer:
     def __init__(self, recipe: Recipe, stages: dict[int, Stage]) -> None:
         """`stages`: the owned ones."""
         self.recipe, self.stages = recipe, stages
-        self.steppers = {index: recipe.make(stage.parameters) for index, stage in stages.items() if stage.parameters}
+        # The optimizer's own names for the parameters: what they refer to may become another version's.
+        self.parameters = {
+            index: [nn.Parameter(one.detach()) for one in stage.parameters]
+            for index, stage in stages.items()
+            if stage.parameters
+        }
+        self.steppers = {index: recipe.make(parameters) for index, parameters in self.parameters.items()}
+        self.bound: dict[int, Stage] = {}  # by stage: whose weights they refer to now
         self.gathered: dict[int, Tensor] = {}  # sums over the walks through the list so far
 
     def gather(self, totals: dict[int, Tensor], first: bool, last: bool) -> None:
@@ -89,13 +96,18 @@ class Optimizer:
         found = norms(one.views(gradient))
         return [0.0 if name in one.shared else norm for name, norm in zip(one.names, found, strict=True)]
 
-    def step(self, stage: int, gradient: Gradient, step: int, norm: float) -> None:
-        """One step of an owned stage, its gradient clipped by the norm of the whole."""
+    def step(self, stage: int, gradient: Gradient, step: int, norm: float, version: Stage | None = None) -> None:
+        """One step of an owned stage, its gradient clipped by the whole norm. `version`: whose weights change."""
         if stage not in self.steppers:
             return
-        gradient.use(gradient.keys[0])
         if self.recipe.clip is not None:
             gradient.total.mul_(clip_factor(norm, self.recipe.clip))
+        of = self.stages[stage] if version is None else version
+        if self.bound.get(stage) is not of:
+            self.bound[stage] = of
+            views = zip(self.parameters[stage], of.views(of.weights), gradient.views[gradient.keys[0]], strict=True)
+            for parameter, view, grad in views:
+                parameter.data, parameter.grad = view, grad
         self.recipe.step(self.steppers[stage], step)
 
 

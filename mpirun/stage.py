@@ -78,6 +78,14 @@ class Stage:
         self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
         self.draws = Draws(module, index, shape.draws, device.seed)
 
+    def beside(self, module: nn.Module, memory: Tensor) -> Stage:
+        """The same stage with other weights, in `memory`, shape (bytes,); what is no parameter they share."""
+        one = Stage(module, self.index, self.shape, self.device, False, memory, self.mixed)
+        for mine, other in zip(self.module.modules(), module.modules(), strict=True):
+            other._buffers.update(mine._buffers)
+        one.shared = self.shared
+        return one
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' parts of a flat tensor laid out as `weights` is."""
         return [flat[start : start + shape.numel()].view(shape) for start, shape in self.layout]

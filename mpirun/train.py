@@ -12,7 +12,7 @@ import time
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun import verify
+from mpirun import delayed, verify
 from mpirun.assemble import interpreter
 from mpirun.checkpoint import Manifest
 from mpirun.errors import Stop, meet, on_rank_0, together, writable
@@ -174,13 +174,17 @@ class Run:
         for stage in self.interpreter.optimizer.stages.values():
             record.parameters.update(verify.named(stage, stage.weights))
         ours = verify.gather(self.comm, self.header, record)
+        used = delayed.versions(self.comm, self.program) if self.header.versions else None
         code = 0
         if isinstance(ours, str):
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None:
             last = max(self.begun, options.steps)  # --resume may find more
-            theirs = verify.reference(self.training, self.header, self.begun, last, self._beat)
+            if used is None:
+                theirs = verify.reference(self.training, self.header, self.begun, last, self._beat)
+            else:
+                theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance
             differences = verify.compare(ours, theirs)
             for difference in differences:

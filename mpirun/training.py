@@ -19,6 +19,7 @@ from mpirun.errors import from_rank_0, together
 from mpirun.model import Model, Shape
 from mpirun.optimizer import Recipe
 from mpirun.ties import check_ties
+from schedgen.errors import UsageError
 from schedgen.program import Header
 
 
@@ -62,6 +63,12 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
 
 
 def _model(options: argparse.Namespace, header: Header) -> Model:
+    if header.versions:
+        wrong = {"--clip": options.clip is not None, "--accumulate": options.accumulate > 1}
+        for option in [option for option, given in wrong.items() if given]:
+            raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
+        if options.on_nan == "skip":
+            raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
     model = mpirun.model.load(options.model, header.stages, options.seed, header.scheme.get("layers"))
     check_ties(model, header)
     return model

@@ -84,9 +84,10 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
         for walk in range(of.walks):
             summed: Parameters = {}
             for mb in range(header.microbatches):
+                number, parts = walk * header.microbatches + mb, header.microbatches * of.walks
                 for one in draws:
-                    one.at = (of.seed, step, walk * header.microbatches + mb)
-                losses[-1].append(_forward_backward(of, header, modules, step, walk * header.microbatches + mb))
+                    one.at = (of.seed, step, number)
+                losses[-1].append(forward_backward(of, header, modules, step, number, parts))
                 beat()
             for key, parameter in parameters.items():
                 summed[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -116,10 +117,10 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
     return Record(losses[begun:], gradients, {key: parameter.detach() for key, parameter in parameters.items()})
 
 
-def _forward_backward(
-    of: Training, header: Header, modules: Sequence[torch.nn.Module], step: int, number: int
+def forward_backward(
+    of: Training, header: Header, modules: Sequence[Callable[..., Tensor]], step: int, number: int, parts: int
 ) -> float:
-    """One microbatch through all stages and back; its loss.
+    """One microbatch through all stages and back; its loss. Of that the gradients are a share, one of `parts`.
 
     The graph is cut at the borders of stages, so that gradients which several
     stages return for one value are added in the order of these stages.
@@ -136,7 +137,7 @@ def _forward_backward(
             outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
     with autocast(of.device.kind, of.mixed):
         loss = of.model.loss(outputs[-1], target)
-    outputs[-1] = loss / (header.microbatches * of.walks)
+    outputs[-1] = loss / parts
     shares: list[list[Tensor]] = [[] for _ in modules]  # of each output's gradient, last consumer first
     shares[-1] = [torch.ones_like(outputs[-1])]
     for stage in range(len(modules) - 1, -1, -1):

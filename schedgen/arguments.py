@@ -9,9 +9,10 @@ from typing import NoReturn
 import schedgen
 from schedgen import commands
 from schedgen.errors import one_line
+from schedgen.program import UPDATES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
-from schedgen.values import amount, amounts, cost, count, natural, stages, tie, time, topology
+from schedgen.values import amount, amounts, cost, count, natural, replicas, stages, tie, time, topology
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--workers", type=count, metavar="W", help="default: what the scheme needs")
     sub.add_argument("--groups", type=count, metavar="G", help="groups of workers (lpp, fslpp)")
     sub.add_argument("--chunks", type=count, metavar="V", help="stages a worker (looped schemes)")
+    sub.add_argument("--replicas", type=replicas, metavar="R,R,...", help="workers of each stage (1f1b-rr, pipedream)")
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
     sub.add_argument("--n", choices=tuple(ORDERS), help="replaces the scheme's own order")
     sub.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations that greedy orders by")
@@ -68,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--tied", type=tie, action="append", default=[], metavar="S,S,...", help="stages that share parameters"
     )
+    sub.add_argument(
+        "--updates", choices=tuple(UPDATES),
+        help="when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync",
+    )  # fmt: skip
     sub.add_argument("-o", "--output", required=True, metavar="FILE", help="- is standard output")
 
     sub = command(

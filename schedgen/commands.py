@@ -74,6 +74,7 @@ def run_compile(options: argparse.Namespace) -> int:
             recompute,
             options.memory_limit,
             options.tied,
+            options.updates,
         )
     check(program, "internal error, the compiled schedule")
     with output(options.output) as out:

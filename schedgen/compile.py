@@ -15,7 +15,7 @@ from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
 from schedgen.passes import lower
 from schedgen.passes.options import Options
-from schedgen.program import MOST_TIES, B, F, Header, Program
+from schedgen.program import MOST_TIES, UPDATES, B, F, Header, Program
 from schedgen.scheme import Scheme, Sizes, caps, marks, place, priorities
 from schedgen.schemes.orders import ORDERS
 
@@ -32,6 +32,7 @@ def compile_scheme(
     recompute: Collection[int] = (),
     memory: int | None = None,
     tied: Collection[Sequence[int]] = (),
+    updates: str | None = None,
 ) -> Program:
     """The projected program of `scheme`.
 
@@ -45,6 +46,7 @@ def compile_scheme(
     recompute  stages whose forwards keep nothing and are redone before backward
     memory   saved forwards a worker may hold at a time (greedy)
     tied     lists of stages that share parameters, whose gradients are summed before the step
+    updates  when weights change, one of UPDATES; default: the scheme's own
 
     Raises UsageError where sizes, w, n or cap make no schedule.
     """
@@ -55,7 +57,9 @@ def compile_scheme(
         if n not in ORDERS:
             raise UsageError(f"there is no order '{n}': it is one of {', '.join(ORDERS)}")
         scheme = scheme._replace(n=ORDERS[n](sizes), order=n)
-    mode = mode or scheme.mode
+    mode, updates = mode or scheme.mode, updates or scheme.updates
+    if updates not in UPDATES:
+        raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
     if n is not None or mode != scheme.mode:  # which backwards are whole, and what leaves in pairs, is of its own order
         scheme = scheme._replace(whole=None, paired=None)
     limits = caps(scheme, S)
@@ -92,6 +96,7 @@ def compile_scheme(
             "fan_out": fan_out,
             "prefetch": prefetch,
             "recompute": sorted(set(recompute)),
+            **({} if updates == "flush" else {"updates": updates}),
         },
         edges=edges,
         tied=_ties(tied, S),

@@ -23,6 +23,7 @@ from schedgen.program import (
     MOST_PAIRS,
     MOST_TIES,
     OPERANDS,
+    VERSIONED,
     Header,
     Instruction,
     Ints,
@@ -54,6 +55,7 @@ class Bounds(NamedTuple):
     microbatches: int
     groups: int
     ties: int
+    versions: int  # 0: weights have none
 
 
 def instruction(item: object, bounds: Bounds) -> Instruction:
@@ -61,17 +63,20 @@ def instruction(item: object, bounds: Bounds) -> Instruction:
     if not isinstance(item, dict) or not isinstance(item.get("op"), str) or item["op"] not in Op.__members__:
         raise ValueError("no such instruction")
     op = Op[item["op"]]
-    if set(item) != {"op", *OPERANDS[op]}:
-        raise ValueError(f"{op.name} takes {', '.join(OPERANDS[op])}")
+    operands = (*OPERANDS[op], *["version"] * (bounds.versions > 0 and op in VERSIONED))
+    if set(item) != {"op", *operands}:
+        raise ValueError(f"{op.name} takes {', '.join(operands)}")
     kind, stage, mb, via, peer = int(Kind.NONE), -1, -1, -1, -1
-    for operand in OPERANDS[op]:
+    for operand in operands:
         value = item[operand]
         if operand == "buf":
-            kind, stage, mb, via = _buffer(op, value, bounds)
+            kind, stage, mb, via, peer = _buffer(op, value, bounds, peer)
         elif operand == "stage":
             stage = _number(value, operand, bounds.stages)
         elif operand == "mb":
             mb = _number(value, operand, bounds.microbatches)
+        elif operand == "version":
+            peer = _number(value, operand, bounds.versions)
         else:
             peer = _number(value, operand, bounds.groups if operand == "group" else bounds.workers)
     if op == Op.FETCH_W:
@@ -85,8 +90,10 @@ def _number(value: object, what: str, limit: int) -> int:
     return value
 
 
-def _buffer(op: Op, value: object, bounds: Bounds) -> tuple[int, int, int, int]:
-    match = re.fullmatch(r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})", value) if isinstance(value, str) else None
+def _buffer(op: Op, value: object, bounds: Bounds, peer: int) -> tuple[int, int, int, int, int]:
+    """Kind, stage, microbatch, consumer; and the version, or `peer` where there is none."""
+    form = r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})(?:@(0|[1-9][0-9]{0,9}))?"
+    match = re.fullmatch(form, value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"no buffer is called {_said(value)}")
     kind, numbers = _KIND[match[1]], [int(part) for part in match[2].split(".")[1:]]
@@ -94,6 +101,12 @@ def _buffer(op: Op, value: object, bounds: Bounds) -> tuple[int, int, int, int]:
         raise ValueError(f"{op.name} takes no buffer {value}")
     if kind == Kind.T and numbers[0] >= bounds.ties:
         raise ValueError(f"{value}: tied has no entry {numbers[0]}")
+    if (match[3] is not None) != (kind == Kind.W and bounds.versions > 0):
+        raise ValueError(f"{value}: {'weights have a version here' if match[3] is None else 'it has no version'}")
+    if match[3] is not None:
+        if op != Op.FREE:
+            raise ValueError(f"{op.name} takes no buffer {value}: weights that have versions do not travel")
+        peer = _number(int(match[3]), f"{value}: version", bounds.versions)
     bounded = numbers if kind != Kind.T else []
     for what, number, limit in zip(
         ("stage", "microbatch", "consumer"), bounded, (bounds.stages, bounds.microbatches, bounds.stages), strict=False
@@ -101,7 +114,7 @@ def _buffer(op: Op, value: object, bounds: Bounds) -> tuple[int, int, int, int]:
         if number >= limit:
             raise ValueError(f"{value}: {what} {number} is not in 0..{limit - 1}")
     stage, mb, via = [*numbers, -1, -1][:3]
-    return int(kind), stage, mb, via
+    return int(kind), stage, mb, via, peer
 
 
 def read_bounds(raw: Mapping[str, Any]) -> Bounds:
@@ -128,6 +141,9 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
     if not isinstance(tied, list):
         raise Wrong("tied", "tied must be a list of lists of stages")
     values.append(len(tied))
+    lowering = raw.get("lowering")
+    versions = isinstance(lowering, dict) and "updates" in lowering
+    values.append(values[2] + 1 if versions else 0)
     return Bounds(*values)
 
 
@@ -174,10 +190,12 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     return found
 
 
-def _lowering(value: object, bounds: Bounds) -> dict[str, int | list[int]]:
+def _lowering(value: object, bounds: Bounds) -> dict[str, int | list[int] | str]:
     least = {"weight_slots": 1, "fan_out": 1, "prefetch": 0}
-    if not isinstance(value, dict) or set(value) != {*least, "recompute"}:
+    if not isinstance(value, dict) or set(value) - {"updates"} != {*least, "recompute"}:
         raise Wrong("lowering", f"lowering must have {', '.join(least)} and recompute")
+    if "updates" in value and value["updates"] not in ("stash", "vertical"):
+        raise Wrong("lowering", "lowering: updates must be stash or vertical, or not be there")
     for key, low in least.items():
         if type(value[key]) is not int or not low <= value[key] <= LIMIT:
             raise Wrong("lowering", f"lowering: {key} must be a whole number of at least {low}")

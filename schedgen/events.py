@@ -18,7 +18,7 @@ from schedgen.check.lives import lives
 from schedgen.check.messages import rule_3
 from schedgen.check.subject import Subject
 from schedgen.file import line_of
-from schedgen.program import Instruction, Op, Program, Small, buffer_name
+from schedgen.program import Instruction, Op, Program, Small
 from schedgen.simulate import CAUSES, Simulation, Times
 
 SIMULATED, MEASURED = 0, 1  # pid: the process that a row belongs to
@@ -100,5 +100,5 @@ def trace(found: Sequence[dict[str, Any]]) -> bytes:
 def name(i: Instruction) -> str:
     """The opcode and what it is about: FWD 0 3, SEND x.0.3, STEP 2."""
     if i.kind > 0:
-        return f"{Op(i.op).name} {buffer_name(i.kind, i.stage, i.mb, i.via)}"
+        return f"{Op(i.op).name} {i.buffer}"
     return " ".join([Op(i.op).name, *(str(part) for part in (i.stage, i.mb) if part >= 0)])

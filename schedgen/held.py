@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.check.lives import ADD_TO, DEFINE, DW, EVENTS, INPUTS, NAMED, PARTIAL, SAVED, USE, G
+from schedgen.check.lives import ADD_TO, DEFINE, DW, EVENTS, INPUTS, NAMED, PARTIAL, SAVED, USE, WEIGHT, G, kept
 from schedgen.check.subject import Numbers, Subject
 from schedgen.check.ties import spelled_out
 from schedgen.places import Bytes
@@ -55,9 +55,15 @@ def held(program: Program, bytes: Bytes) -> Held:
                 things[(things == Kind.DW - 1) & (op == Op.RECV)] = PARTIAL
             amount = inputs[stage] if (thing, which) == (G, INPUTS) else sizes[things, stage]
             np.add.at(taken if what == DEFINE else given, (origin[rows], things), amount)
-    # The first part of a sum defines it.
+    # The first part of a sum, and the first behind a FREE of it, defines it.
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
-    rows = subject.having(*adding)
-    _, first = np.unique(table.rank[rows].astype(np.int64) * header.stages + table.stage[rows], return_index=True)
-    np.add.at(taken[:, DW], origin[rows[first]], w[table.stage[rows[first]]])
+    ends = subject.having(Op.FREE)
+    ends = ends[table.kind[ends] == Kind.DW]
+    rows = np.sort(np.concatenate([subject.having(*adding), ends]))
+    rows = rows[np.argsort(table.rank[rows].astype(np.int64) * header.stages + table.stage[rows], kind="stable")]
+    rank, stage, free = table.rank[rows], table.stage[rows], table.op[rows] == Op.FREE
+    begins = np.append(True, (rank[1:] != rank[:-1]) | (stage[1:] != stage[:-1]) | free[:-1]) & ~free
+    np.add.at(taken[:, DW], origin[rows[begins]], w[stage[begins]])
+    stashed = np.flatnonzero(kept(subject))
+    np.add.at(taken[:, WEIGHT], origin[stashed], w[table.stage[stashed]])
     return Held(taken, given)

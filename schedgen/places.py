@@ -9,8 +9,9 @@ together with a copy of the other; stages take, in the order of their first
 fetch, the first place that is possible.
 
 Weight gradients have places too: an owner's own, which is its for the whole run
-and counts as owned, and elsewhere one from the first backward to the FREE. Of
-what else a rank computes there is only the most at once.
+and counts as owned, and elsewhere one from the first backward to the FREE. So
+have versions of weights: an owner's own place, and one more for every version
+that is alive besides. Of what else a rank computes there is only the most at once.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Bytes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of every rank, its places for what it receives, and for gradients of weights it does not own."""
+    """Of every rank, its places for what it receives, for gradients of weights it does not own, and for versions."""
 
-    row: (
-        Ints  # by row: the number, on its rank, of the place that a RECV, a FETCH_W or the begin of a dw fills; else -1
-    )
+    # By row: the number, on its rank, of the place that a RECV, a FETCH_W, the begin of a dw, or a STEP to a version
+    # that has no place in the owner's own weights fills; else -1.
+    row: Ints
     sizes: tuple[Numbers, ...]  # by rank: the bytes of each of its places
 
 
@@ -141,8 +142,9 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
         table.op, table.stage, bounds, size, pools, found.ended, len(found_sizes), program.header.stages, len(receives)
     )
     parts = np.split(sizes[: counts.sum()], np.cumsum(counts)[:-1])
-    gradients = [_gradients(program, rank, len(parts[rank]), bytes.weight, row) for rank in range(len(parts))]
-    return Places(row, tuple(np.concatenate(both) for both in zip(parts, gradients, strict=True)))
+    more = _versions if program.header.versions else _gradients
+    others = [more(program, rank, len(parts[rank]), bytes.weight, row) for rank in range(len(parts))]
+    return Places(row, tuple(np.concatenate(both) for both in zip(parts, others, strict=True)))
 
 
 def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:
@@ -166,6 +168,30 @@ def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: In
                 sizes.append(size)
             held[stage] = given_back[size].pop()
             row[begin + at] = held[stage]
+    return np.array(sizes, np.int64)
+
+
+def _versions(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:
+    """Bytes of the places, numbered from `count`, for versions of a rank's weights; fills `row`."""
+    table, begin = program.rows, int(program.bounds[rank])
+    part = table.take(slice(begin, int(program.bounds[rank + 1])))
+    changes = np.flatnonzero((part.op == Op.STEP) | ((part.op == Op.FREE) & (part.kind == Kind.W))).tolist()
+    freed = {(int(part.stage[at]), int(part.peer[at])) for at in changes if part.op[at] == Op.FREE}
+    sizes: list[int] = []
+    held: dict[int, dict[int, int]] = {}  # by stage and version: its place; -1: the owner's own weights
+    given_back: dict[int, list[int]] = {}  # by stage
+    for at in changes:
+        stage, version = int(part.stage[at]), int(part.peer[at])
+        alive = held.setdefault(stage, {0: -1})
+        if part.op[at] == Op.FREE:
+            given_back.setdefault(stage, []).append(alive.pop(version))
+        elif (stage, version - 1) not in freed:
+            row[begin + at] = alive[version] = alive.pop(version - 1)
+        else:
+            if not given_back.get(stage):
+                given_back.setdefault(stage, []).append(count + len(sizes))
+                sizes.append(int(weight[stage]))
+            row[begin + at] = alive[version] = given_back[stage].pop()
     return np.array(sizes, np.int64)
 
 

@@ -43,7 +43,7 @@ class Op(IntEnum):
     ADD = 8  # buf += the partial received from rank `from`
     ALLREDUCE = 9  # buf = sum of the group's buf; a missing one counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
-    STEP = 11  # optimizer step on this rank's w.stage
+    STEP = 11  # optimizer step on this rank's w.stage, which becomes its next version
     FREE = 12  # last use is past; waits for sends of buf still under way
 
 
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     NONE = 0
     X = 1  # x.s.b    output activation of stage s
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
-    W = 3  # w.s      weights
+    W = 3  # w.s      weights; w.s@v where a schedule has versions of them
     DW = 4  # dw.s     weight gradient gathered on this rank
     T = 5  # t.k      the part of the dw of tie k's stages that belongs to what they share; never travels
 
@@ -90,6 +90,14 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
 }
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
+VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
+
+# When weights change, and which of their versions a job uses.
+UPDATES = {
+    "flush": "once a list, when all microbatches are through: there is one version",
+    "stash": "behind every microbatch's backward; a forward uses the newest version there is, its backward the same",
+    "vertical": "as stash, but all stages use the version that was the newest when the microbatch entered the first",
+}
 
 
 class Rows(NamedTuple):
@@ -97,7 +105,8 @@ class Rows(NamedTuple):
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
     g.s.b.c; of t.k `stage` is no stage, but k); for compute and STEP `stage` and
-    `mb` are the job. `peer` is the operand `from`, `to` or `group`.
+    `mb` are the job. `peer` is the operand `from`, `to`, `group` or `version`,
+    and of w.s@v it is v.
     """
 
     rank: Ints
@@ -129,19 +138,27 @@ class Instruction(NamedTuple):
         fields = [f'"op": "{Op(self.op).name}"']
         for name in OPERANDS[Op(self.op)]:
             if name == "buf":
-                fields.append(f'"buf": "{buffer_name(self.kind, self.stage, self.mb, self.via)}"')
+                fields.append(f'"buf": "{self.buffer}"')
             elif name in ("stage", "mb"):
                 fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
             else:
                 fields.append(f'"{name}": {self.peer}')
+        if self.op in VERSIONED and self.peer >= 0:
+            fields.append(f'"version": {self.peer}')
         return "{" + ", ".join(fields) + "}"
 
+    @property
+    def buffer(self) -> str:
+        """The name of the buffer it names."""
+        version = self.peer if self.op == Op.FREE else -1
+        return buffer_name(self.kind, self.stage, self.mb, self.via, version)
 
-def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1) -> str:
-    """The name of a buffer: x.s.b, g.s.b, g.s.b.c, w.s, dw.s or t.k."""
+
+def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1, version: int = -1) -> str:
+    """The name of a buffer: x.s.b, g.s.b, g.s.b.c, w.s, w.s@v, dw.s or t.k."""
     parts = [KIND_NAME[Kind(kind)], str(stage)]
     parts += [str(part) for part in (mb, via) if part >= 0]
-    return ".".join(parts)
+    return ".".join(parts) + (f"@{version}" if version >= 0 else "")
 
 
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
@@ -175,7 +192,8 @@ class Header:
     mode: str  # "greedy" or "strict": what n means
     n: str  # name of the order
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
-    lowering: Mapping[str, int | list[int]]  # weight_slots, fan_out, prefetch, recompute: see `passes.options`
+    # weight_slots, fan_out, prefetch, recompute: see `passes.options`; and updates, one of UPDATES, unless it is flush
+    lowering: Mapping[str, int | list[int] | str]
     edges: tuple[tuple[int, int], ...]  # (producer, consumer) stages
     tied: tuple[tuple[int, ...], ...]  # stages that share parameters, each its own copy: a tie is 2 or more, ascending
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
@@ -198,6 +216,20 @@ class Header:
     @property
     def directions(self) -> tuple[str, ...]:
         return DIRECTIONS[len(self.compute)]
+
+    @property
+    def updates(self) -> str:
+        """When weights change: one of UPDATES."""
+        return str(self.lowering.get("updates", "flush"))
+
+    def round(self, stage: int) -> int:
+        """Where weights have versions: microbatches that make one update of a stage, one for each of its owners."""
+        return len(self.owners[stage])
+
+    @property
+    def versions(self) -> int:
+        """The number that every version of weights is below; 0: they have none."""
+        return 0 if self.updates == "flush" else self.microbatches + 1
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:

@@ -37,6 +37,7 @@ class Sizes(NamedTuple):
     workers: int | None = None
     groups: int | None = None
     chunks: int | None = None
+    replicas: tuple[int, ...] | None = None  # of each stage
 
 
 class Scheme(NamedTuple):
@@ -59,9 +60,10 @@ class Scheme(NamedTuple):
     parameters: Mapping[str, int | Sequence[int]] = {}  # the scheme's own, for the file's header
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
+    updates: str = "flush"  # when weights change: one of UPDATES
 
 
-def fill(function: Function, options: Mapping[str, int | None]) -> Function:
+def fill(function: Function, options: Mapping[str, Any]) -> Function:
     """`function` with its keyword-only arguments (stages, workers, ...) bound to the options."""
     try:
         parameters = inspect.signature(function).parameters.values()

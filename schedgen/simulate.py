@@ -5,9 +5,10 @@ uses has arrived. Compute and STEP take their durations, everything else no
 time of its own. A message starts when its SEND and its RECV are both reached and the sender's
 link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
 touch has left. ALLREDUCE starts when all members have come to it, takes what
-a ring takes, and NORM waits for it and for all ranks. That of a tie starts
-when the sums begun before it are done, too; how much its stages share is not
-known here, so it counts as all weights of the smallest of them, the most it can be.
+a ring takes, and NORM waits for it and for all ranks; so does the STEP of a
+version for its sum. That of a tie starts when the sums begun before it are
+done, too; how much its stages share is not known here, so it counts as all
+weights of the smallest of them, the most it can be.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         start, end, arrival, idle, cause = step(
             _execute.sized(len(program)),
             table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
-            needs.collective, needs.members, _rings(program, needs, w, machine), table.peer, duration, message, free,
-            len(CAUSES),
+            needs.collective, needs.members, _rings(program, needs, w, machine), _sums(program, needs), table.peer,
+            duration, message, free, len(CAUSES),
         )  # fmt: skip
     return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint)
 
@@ -96,6 +97,20 @@ def _rings(program: Program, needs: Waits, weight: Numbers, machine: Machine) ->
         summed[needs.collective[entered]] = bytes[table.stage[entered]]
     times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
     return times
+
+
+def _sums(program: Program, needs: Waits) -> Numbers:
+    """By row, of a STEP where weights have versions: the ALLREDUCE before it; else -1."""
+    table, found = program.rows, np.full(len(program), -1, np.int64)
+    if program.header.versions:
+        rows = np.flatnonzero((table.op == Op.STEP) | (table.op == Op.ALLREDUCE))
+        pair = table.rank[rows].astype(np.int64) * program.header.stages + table.stage[rows]
+        rows = rows[np.argsort(pair, kind="stable")]
+        before = np.append(-1, needs.collective[rows[:-1]])
+        steps = table.op[rows] == Op.STEP
+        several = np.array([len(owners) > 1 for owners in program.header.owners])[table.stage[rows]]
+        found[rows[steps & several]] = before[steps & several]
+    return found
 
 
 def report(program: Program, run: Simulation) -> dict[str, Any]:
@@ -134,8 +149,8 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
 @kernel
 def _execute(
     op: Small, rank: Ints, kind: Small, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, chain: Ints,
-    collective: Ints, members: Numbers, ring: Times, peer: Ints, duration: Times, message: Times, free: bool,
-    causes: int,
+    collective: Ints, members: Numbers, ring: Times, summed: Numbers, peer: Ints, duration: Times,
+    message: Times, free: bool, causes: int,
 ) -> tuple[Times, Times, Times, Times, Small]:  # fmt: skip
     """Ranks act in the order of their clocks, so that links carry messages in the order of time."""
     rows, workers = len(op), len(bounds) - 1
@@ -148,7 +163,7 @@ def _execute(
     at, clock = bounds[:-1].copy(), np.zeros(workers)
     reached = np.zeros(rows, np.bool_)  # of SEND and receiving rows
     out_free, in_free = np.zeros(workers), np.zeros(workers)
-    outside, done = members.copy(), np.zeros(len(members))
+    outside, done, complete = members.copy(), np.zeros(len(members)), np.zeros(len(members))
     inside = np.full(rows, False)
     # Of the row a rank is at: what it uses or frees that has not left yet, and the last arrival of what has.
     left, chained = first.copy(), chain.copy()
@@ -196,7 +211,8 @@ def _execute(
                 done[one] = max(done[one], clock[r])
                 if outside[one] == 0:
                     begin = max(done[one], reduced) if kind[row] == Kind.T else done[one]
-                    reduced = max(reduced, begin + (ring[one] if o == Op.ALLREDUCE else 0.0))
+                    complete[one] = begin + (ring[one] if o == Op.ALLREDUCE else 0.0)
+                    reduced = max(reduced, complete[one])
                     woken = asleep[rows + one]
                     while woken >= 0:
                         settle(tree, leaves + woken, done[one])
@@ -206,6 +222,11 @@ def _execute(
                     unknown = rows + one
                 elif reduced > until:
                     until, cause = reduced, REDUCTION
+            if summed[row] >= 0:
+                if outside[summed[row]] > 0:
+                    unknown = rows + summed[row]
+                elif complete[summed[row]] > until:
+                    until, cause = complete[summed[row]], REDUCTION
             if unknown >= 0:
                 next_asleep[r] = asleep[unknown]
                 asleep[unknown] = r

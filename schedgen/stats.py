@@ -13,6 +13,8 @@ import numpy as np
 
 from schedgen.bounds import bounds
 from schedgen.check import check
+from schedgen.check.subject import Subject
+from schedgen.check.updates import staleness
 from schedgen.cost import Amount, Machine
 from schedgen.program import COMPUTE, KIND_WORDS, Op, Program
 from schedgen.simulate import simulate
@@ -29,6 +31,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     own_window_bubble  largest over workers of last end - first start - busy, in time
     peak_activations   largest over workers of the saved forwards alive at once
     messages           SENDs in all; collectives are counted apart
+    versions           where weights change without a flush, by stage: the most versions an owner holds
+    staleness          and the most updates between the weights that a gradient was computed with and those it changes
 
     Per worker: busy time; weight_storage, stages owned; weight_receives,
     copies fetched; weight_uses_away_from_home, the seed's count of jobs whose
@@ -91,6 +95,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
             for rank in range(header.workers)
         ],
     }
+    if header.versions:
+        numbers["versions"], numbers["staleness"] = staleness(Subject(program, ""))
     if machine is not None:
         peak = times.footprint.peak
         kinds = {**times.memory._asdict(), "places": times.footprint.places, "owned": times.footprint.owned}
@@ -121,6 +127,8 @@ def table(numbers: Mapping[str, Any]) -> str:
     ]
     hidden = ("weight_receives", "activation_receives", "gradient_receives")  # as the seed counts; by kind is plainer
     name, limit = max(numbers["bounds"].items(), key=lambda one: one[1])
+    by_stage = [key for key in ("versions", "staleness") if key in numbers]
+    lines += [f"{key:22}{', '.join(map(str, numbers[key]))} (by stage)" for key in by_stage]
     lines.append(f"{'bound':22}{_short(limit)} ({name.replace('_', ' ')}); latency is {numbers['gap']:.1%} above")
     columns = [key for key, value in shown[0].items() if not isinstance(value, dict) and key not in hidden]
     titles = [key.replace("_", " ") for key in columns]

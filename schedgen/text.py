@@ -13,26 +13,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.kernels import kernel
-from schedgen.program import KIND_NAME, KINDS, OPERANDS, Ints, Kind, Op, Rows, rows
+from schedgen.program import KIND_NAME, KINDS, OPERANDS, VERSIONED, Ints, Kind, Op, Rows, rows
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
 LONGEST = 128  # bytes of a line: four numbers of ten digits, two names and what stands between
-STAGE, MB, PEER, BUFFER = range(4)
-_FIELD = {"stage": STAGE, "mb": MB, "buf": BUFFER, "from": PEER, "to": PEER, "group": PEER}
-_BOUND = {"stage": 1, "mb": 2, "buf": 0, "from": 0, "to": 0, "group": 3}  # an index into decode.Bounds, by rank
+STAGE, MB, PEER, BUFFER, VERSION = range(5)
+_FIELD = {"stage": STAGE, "mb": MB, "buf": BUFFER, "from": PEER, "to": PEER, "group": PEER, "version": VERSION}
+_BOUND = {"stage": 1, "mb": 2, "buf": 0, "from": 0, "to": 0, "group": 3, "version": 5}  # an index into decode.Bounds
 
 
 class Templates(NamedTuple):
-    """A line is text, field, text, field, text; a buffer's name is letters and up to three numbers."""
+    """A line is text, field, text, field, text; a buffer's name is letters and up to three numbers.
+
+    Where weights have no versions, a field VERSION and the text before it are left out.
+    """
 
     letters: Bytes  # all texts, one behind the other
-    begin: Numbers  # (opcodes, 3): where text k begins in `letters`, and behind the last field
-    length: Numbers  # (opcodes, 3): 0 where an opcode has no such text
+    begin: Numbers  # (opcodes, 4): where text k begins in `letters`, and behind the last field
+    length: Numbers  # (opcodes, 4): 0 where an opcode has no such text
     fields: Numbers  # (opcodes,): how many
-    field: Numbers  # (opcodes, 2): STAGE, MB, PEER or BUFFER
-    bound: Numbers  # (opcodes, 2): which size a number there is below
+    field: Numbers  # (opcodes, 3): STAGE, MB, PEER, BUFFER or VERSION
+    bound: Numbers  # (opcodes, 3): which size a number there is below
     kinds: NDArray[np.bool_]  # (opcodes, kinds): the kinds of buffer an opcode may name
     name_begin: Numbers  # (kinds,): the name's letters
     name_length: Numbers
@@ -40,11 +43,12 @@ class Templates(NamedTuple):
 
 def _templates() -> Templates:
     text = b""
-    begin, length = np.zeros((len(Op), 3), np.int64), np.zeros((len(Op), 3), np.int64)
-    field, bound = np.zeros((len(Op), 2), np.int64), np.zeros((len(Op), 2), np.int64)
+    begin, length = np.zeros((len(Op), 4), np.int64), np.zeros((len(Op), 4), np.int64)
+    field, bound = np.zeros((len(Op), 3), np.int64), np.zeros((len(Op), 3), np.int64)
     kinds = np.zeros((len(Op), len(Kind)), np.bool_)
     names = np.zeros((2, len(Kind)), np.int64)
-    for op, operands in OPERANDS.items():
+    every = {op: (*operands, *["version"] * (op in VERSIONED)) for op, operands in OPERANDS.items()}
+    for op, operands in every.items():
         leads = [f'   {{"op": "{op.name}"', *[""] * (len(operands) - 1)]
         pieces = [f'{lead}, "{name}": ' for lead, name in zip(leads, operands, strict=True)] + ["}"]
         for k, piece in enumerate(pieces):
@@ -56,7 +60,7 @@ def _templates() -> Templates:
     for kind, name in KIND_NAME.items():
         names[:, kind] = len(text), len(name) + 1
         text += f'"{name}'.encode()
-    fields = np.array([len(OPERANDS[op]) for op in Op], np.int64)
+    fields = np.array([len(every[op]) for op in Op], np.int64)
     return Templates(np.frombuffer(text, np.uint8), begin, length, fields, field, bound, kinds, names[0], names[1])
 
 
@@ -80,6 +84,8 @@ def _write(
     for row in range(first_row, end_row):
         o = op[row]
         for k in range(fields[o] + 1):
+            if k < fields[o] and field[o, k] == 4 and peer[row] < 0:
+                continue
             for i in range(begin[o, k], begin[o, k] + length[o, k]):
                 out[at] = letters[i]
                 at += 1
@@ -90,7 +96,7 @@ def _write(
                 at = digits(out, at, stage[row])
             elif what == 1:
                 at = digits(out, at, mb[row])
-            elif what == 2:
+            elif what == 2 or what == 4:
                 at = digits(out, at, peer[row])
             else:
                 for i in range(name_begin[kind[row]], name_begin[kind[row]] + name_length[kind[row]]):
@@ -100,6 +106,9 @@ def _write(
                     if number >= 0:
                         out[at] = 46  # .
                         at = digits(out, at + 1, number)
+                if o == 12 and peer[row] >= 0:  # FREE of a version
+                    out[at] = 64  # @
+                    at = digits(out, at + 1, peer[row])
                 out[at] = 34  # "
                 at += 1
         if row + 1 < end_row or not last:
@@ -132,10 +141,10 @@ class State(NamedTuple):
     comma: int = 0  # the line before has none: 0, or one: 1; or it is the list's first bracket: 2
 
 
-def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int]) -> tuple[Rows, int, int, State, bool]:
+def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int, int]) -> tuple[Rows, int, int, State, bool]:
     """Read whole lines: (rows, bytes taken, lines taken, state behind them, whether a wrong line follows).
 
-    `sizes`: workers, stages, microbatches, groups, ties. It ends behind the last
+    `sizes`: workers, stages, microbatches, groups, ties, versions. It ends behind the last
     rank's list, where no whole line is left, or before the first line that
     `lines` and the brackets around it would not give.
     """
@@ -150,11 +159,12 @@ def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int]) -> t
 @kernel
 def _read(
     data: Bytes, r: int, inside: bool, comma: int, workers: int, stages: int, batches: int, groups: int, ties: int,
-    rank: Ints, op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints, via: Ints, peer: Ints,
+    versions: int, rank: Ints, op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints, via: Ints,
+    peer: Ints,
     letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, bound: Numbers,
     kinds: NDArray[np.bool_], name_begin: Numbers, name_length: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
-    limits = (workers, stages, batches, groups)
+    limits = (workers, stages, batches, groups, ties, versions)
     row, count, here = 0, 0, 0
     while r < workers and here < len(data):
         end = here
@@ -191,12 +201,14 @@ def _read(
         stage[row], mb[row], via[row], peer[row] = -1, -1, -1, -1
         good = True
         for k in range(fields[found]):
+            if field[found, k] == 4 and versions == 0:
+                break
             if k:
                 if at + length[found, k] >= stop or not matches(data, at, letters, begin[found, k], length[found, k]):
                     good = False
                     break
                 at += length[found, k]
-            if field[found, k] < 3:
+            if field[found, k] != 3:
                 number, at = natural(data, at, stop)
                 if number < 0 or number >= limits[bound[found, k]]:
                     good = False
@@ -231,6 +243,15 @@ def _read(
                 else:
                     via[row] = number
                 parts += 1
+            if named == 3 and found == 12 and versions > 0:  # FREE of w.s@v
+                number = -1
+                if at < stop and data[at] == 64:
+                    number, at = natural(data, at + 1, stop)
+                if number < 0 or number >= versions:
+                    good = False
+                peer[row] = number
+            elif named == 3 and versions > 0:
+                good = False
             # x.s.b, g.s.b or g.s.b.c, w.s, dw.s, t.k
             most = 1 if named >= 3 else 3 if named == 2 else 2
             least = 1 if named >= 3 else 2

@@ -49,6 +49,10 @@ def tie(text: str) -> list[int]:
     return [natural(part) for part in text.split(",")]
 
 
+def replicas(text: str) -> tuple[int, ...]:
+    return tuple(count(part) for part in text.split(","))
+
+
 def cost(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in text.split(","):

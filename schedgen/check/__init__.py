@@ -13,6 +13,7 @@ ties.py       what the sum of a tie does to which buffer
 messages.py   rules 3 and 6
 deadlock.py   rule 4
 gradients.py  rule 5
+updates.py    rule 9, and rule 5 where weights have versions
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from schedgen.check.jobs import rule_1
 from schedgen.check.lives import Memory, lives, rule_2, rule_7
 from schedgen.check.messages import rule_3, rule_6
 from schedgen.check.subject import RULES, Subject
+from schedgen.check.updates import rule_9
 from schedgen.program import Program
 from schedgen.progress import steps
 
@@ -30,10 +32,11 @@ __all__ = ["RULES", "Memory", "check"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
-    """Prove the eight rules for a projected program; `name` stands in errors."""
+    """Prove the nine rules for a projected program; `name` stands in errors."""
     subject = Subject(program, name)
-    with steps("check", 8) as step:
+    with steps("check", 9) as step:
         step(rule_1, subject)
+        step(rule_9, subject)
         found = step(lives, subject)
         step(rule_2, subject, found)
         pairs = step(rule_3, subject)

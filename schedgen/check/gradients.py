@@ -16,6 +16,9 @@ from schedgen.program import Ints, Kind, Op
 
 
 def rule_5(subject: Subject) -> None:
+    """Where weights have no versions; else rule 9 comes with it."""
+    if subject.header.versions:
+        return
     header, owner = subject.header, subject.owner
     several = np.array([len(ranks) > 1 for ranks in header.owners])
     groups = {ranks: group for group, ranks in enumerate(header.groups)}
@@ -53,7 +56,7 @@ def rule_5(subject: Subject) -> None:
         for rank, stage in np.argwhere(missing)[:1]:
             subject.refuse_rank(5, int(rank), words.format(stage))
     last_of_sum = np.maximum(last_part, last_sum)
-    norm = _norm(subject, last_of_sum, last_step)
+    norm = norms(subject, last_of_sum, last_step)
     _ties(subject, ties, last_of_sum, norm)
     uses = np.flatnonzero(np.isin(subject.op, (Op.FWD, Op.RECOMPUTE, *BACKWARD)) | (subject.kind == Kind.W))
     stepped = last_step[at(uses)]
@@ -68,7 +71,7 @@ def _last(subject: Subject, rows: Numbers) -> Ints:
     return last
 
 
-def _norm(subject: Subject, last_sum: Ints, last_step: Ints) -> Numbers:
+def norms(subject: Subject, last_sum: Ints, last_step: Ints) -> Numbers:
     """NORM once on every rank, of all ranks, behind every sum and before every STEP: its row by rank."""
     everyone = tuple(range(subject.header.workers))
     right = [ranks == everyone for ranks in subject.header.groups]

@@ -25,8 +25,9 @@ from schedgen.program import B, F, Ints, Kind, Op, Small, buffer_name
 X, G, WEIGHT, DW, PARTIAL, SAVED, HALF = range(7)
 DEFINE, ADD_TO, USE, END = range(4)
 # Which buffers of a kind: of this job; of the inputs of this stage; the shares of this stage's
-# gradient, one a consumer; of this stage; of this stage from rank `peer`; the one that is named.
-JOB, INPUTS, SHARES, STAGE, PEER, NAMED = range(6)
+# gradient, one a consumer; of this stage; of this stage from rank `peer`; the one that is named; of this stage, the
+# version before.
+JOB, INPUTS, SHARES, STAGE, PEER, NAMED, BEFORE = range(7)
 
 # By opcode, in the order in which memory is taken and given back.
 EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
@@ -53,6 +54,8 @@ EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
     Op.STEP: ((USE, WEIGHT, STAGE), (USE, DW, STAGE)),
     Op.FREE: ((END, NAMED, NAMED),),
 }  # fmt: skip
+# Where weights have versions. The version before ends here, too, unless there is a FREE of it.
+STEP_OF_VERSIONS = ((END, WEIGHT, BEFORE), (DEFINE, WEIGHT, STAGE), (USE, DW, STAGE))
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)
 FAULTS = {
@@ -70,7 +73,7 @@ class Memory(NamedTuple):
 
     activation: Numbers  # x, computed or received
     gradient: Numbers  # g
-    weight: Numbers  # copies of stages the rank does not own
+    weight: Numbers  # copies of stages the rank does not own, and of its own all versions but one
     weight_gradient: Numbers  # dw
     partial: Numbers  # received dw, not added yet
     saved: Numbers  # what a forward keeps for its backward: the seed's activation storage
@@ -99,7 +102,8 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
         plain, origin = spelled_out(subject)
         return _as_written(lives(plain, sizes, workspace), origin, len(subject.program))
     header, (rank, op, kind, stage, mb, via, peer) = subject.header, subject.program.rows
-    events = [(o, what, thing, which) for o in Op for what, thing, which in EVENTS[o]]
+    table = EVENTS | {Op.STEP: STEP_OF_VERSIONS} if header.versions else EVENTS
+    events = [(o, what, thing, which) for o in Op for what, thing, which in table[o]]
     first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
     # Rows that name a partial: a number for each (rank, stage, sender).
     partial = np.full(len(op), -1, np.int32)
@@ -119,15 +123,31 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
     if workspace is None:
         workspace = np.zeros((len(Op), header.stages), np.int64)
     code, row, slot_of_fault, count, (peaks, used, received, chain, ended, computed) = _follow.sized(4 * len(op))(
-        rank, op, kind, stage, mb, via, partial, np.array(events, np.int64), first_event, ends, by_consumer,
-        first_in, first_out, redone, subject.owner, sizes, workspace, header.stages, header.microbatches,
-        len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()), bool((op == Op.BWD_I).any()),
+        rank, op, kind, stage, mb, via, peer, partial, kept(subject), np.array(events, np.int64), first_event, ends,
+        by_consumer, first_in, first_out, redone, subject.owner, sizes, workspace, header.stages, header.microbatches,
+        max(header.versions, 1), len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
+        bool((op == Op.BWD_I).any()),
     )  # fmt: skip
     fault = None
     if code:
         words = f"{_name(subject, slot_of_fault, int(row), ends)} {FAULTS[code]}"
         fault = (2 if code in (UNDEFINED, NOTHING) else 7, int(row), words)
     return Lives(fault, Memory(*peaks.T), used[:count], received[:count], chain, ended, computed)
+
+
+def kept(subject: Subject) -> NDArray[np.bool_]:
+    """By row, for STEP of versioned weights: whether the version before lives on, to its FREE."""
+    found = np.zeros(len(subject.program), bool)
+    if subject.header.versions:
+        steps, frees = subject.having(Op.STEP), subject.having(Op.FREE)
+        frees = frees[subject.kind[frees] == Kind.W]
+
+        def key(rows: Numbers, back: int) -> Numbers:
+            pair = subject.rank[rows].astype(np.int64) * subject.header.stages + subject.stage[rows]
+            return pair * (subject.header.versions + 1) + subject.peer[rows] - back + 1
+
+        found[steps] = np.isin(key(steps, back=1), key(frees, back=0))
+    return found
 
 
 def _as_written(found: Lives, origin: Numbers, length: int) -> Lives:
@@ -159,8 +179,11 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
         return f"what BWD_I of stage {first}, microbatch {mb} keeps for BWD_W"
     if thing == PARTIAL:
         return f"dw.{subject.stage[row]} from rank {subject.peer[row]}"
-    if thing in (WEIGHT, DW):
-        return buffer_name(Kind.W if thing == WEIGHT else Kind.DW, number)
+    if thing == WEIGHT:
+        stage, version = divmod(number, max(subject.header.versions, 1))
+        return buffer_name(Kind.W, stage, version=version if subject.header.versions else -1)
+    if thing == DW:
+        return buffer_name(Kind.DW, number)
     if thing == X:
         return buffer_name(Kind.X, first, mb)
     stages = subject.header.stages
@@ -172,19 +195,22 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
 
 @kernel
 def _follow(
-    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, partial: Ints, events: Numbers,
+    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, partial: Ints,
+    kept: NDArray[np.bool_], events: Numbers,
     first_event: Numbers, ends: Numbers, by_consumer: Numbers, first_in: Numbers, first_out: Numbers,
     redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, workspace: Numbers,
-    stages: int, batches: int, partials: int, receives: int, split: bool,
+    stages: int, batches: int, versions: int, partials: int, receives: int, split: bool,
 ) -> tuple[int, int, tuple[int, int], int, tuple[Numbers, Numbers, Numbers, Ints, Ints, Numbers]]:  # fmt: skip
     """(fault, row, (thing, number), how many used, what `Lives` holds); fault 0: none.
 
     Buffers are numbered within their kind: x, saved and half by job, g by job of
-    the producer, or of the edge where there are several, dw and w by stage.
+    the producer, or of the edge where there are several, dw by stage, w by stage and version.
     """
     edges, jobs = len(ends), stages * batches
     base = np.zeros(8, np.int64)  # where each kind begins among all buffers
-    for thing, size in enumerate((jobs, jobs + edges * batches, stages, stages, partials, jobs, jobs * split)):
+    for thing, size in enumerate(
+        (jobs, jobs + edges * batches, stages * versions, stages, partials, jobs, jobs * split)
+    ):
         base[thing + 1] = base[thing] + size
     seen = np.full(base[7], -1, np.int32)  # the rank whose life a buffer's entry speaks of
     state = np.zeros(base[7], np.int8)  # 0 not defined, 1 alive, 2 ended
@@ -209,6 +235,8 @@ def _follow(
                 which = JOB if thing in (X, G) else STAGE
                 if thing == DW and o == Op.RECV:
                     thing, which = PARTIAL, PEER
+            if which == BEFORE and kept[row]:
+                what = USE
             many = 1
             if which == INPUTS:
                 many = first_in[s + 1] - first_in[s]
@@ -225,6 +253,10 @@ def _follow(
                 elif which == SHARES:
                     if many > 1:
                         number = (stages + first_out[s] + j) * batches + b
+                elif which in (STAGE, BEFORE) and thing == WEIGHT and versions > 1:
+                    number = s * versions + peer[row] - (which == BEFORE)
+                    if number < s * versions:
+                        return UNDEFINED, row, (thing, s * versions), count, found
                 elif which == STAGE:
                     number = s
                 elif which == PEER:
@@ -246,14 +278,15 @@ def _follow(
                     if number < 0:
                         return NOTHING, row, (thing, number), count, found
                 slot = base[thing] + number
-                own = thing == WEIGHT and owner[r, s]
+                own = thing == WEIGHT and owner[r, s] and (versions == 1 or number == s * versions)
                 now = state[slot] if seen[slot] == r else (1 if own else 0)
+                again = (thing == WEIGHT and what == DEFINE) or (versions > 1 and thing == DW and what == ADD_TO)
                 fault = 0
-                if own and what in (DEFINE, END):
+                if own and versions == 1 and what in (DEFINE, END):
                     fault = OWNED
                 elif what == DEFINE and now == 1:
                     fault = TWICE
-                elif now == 2 and not (thing == WEIGHT and what == DEFINE):
+                elif now == 2 and not again:
                     fault = AGAIN
                 elif now == 0 and what in (USE, END):
                     fault = UNDEFINED
@@ -268,7 +301,7 @@ def _follow(
                     alive[thing] += size
                     peaks[r, thing] = max(peaks[r, thing], alive[thing])
                     arrived[slot] = row if o == Op.RECV or o == Op.FETCH_W else -1
-                    if arrived[slot] < 0 and thing != DW:
+                    if arrived[slot] < 0 and thing != DW and thing != WEIGHT:
                         total += size
                 elif arrived[slot] >= 0:
                     used[count], received[count] = row, arrived[slot]
@@ -276,7 +309,8 @@ def _follow(
                     arrived[slot] = -2 - arrived[slot]
                 state[slot] = 1
                 last[slot] = row
-                if o == Op.SEND or o == Op.FREE or (o == Op.STEP and thing == WEIGHT):
+                of_version = versions > 1 and thing == WEIGHT
+                if not of_version and (o == Op.SEND or o == Op.FREE or (o == Op.STEP and thing == WEIGHT)):
                     chain[row] = sent[slot]
                     sent[slot] = row
                 if what == END:
@@ -284,7 +318,7 @@ def _follow(
                     sent[slot] = -1
                     alive[thing] -= sizes[thing, s]
                     if arrived[slot] == -1:
-                        given_back += sizes[thing, s] * (thing != DW)
+                        given_back += sizes[thing, s] * (thing != DW and thing != WEIGHT)
                     else:
                         ended[row] = -2 - arrived[slot]
         computed[r] = max(computed[r], total + workspace[o, s])
@@ -293,7 +327,10 @@ def _follow(
             # Something is left at the rank's end: the one whose last use comes first.
             first, left = len(op), -1
             for slot in range(base[7]):
-                own = base[WEIGHT] <= slot < base[WEIGHT + 1] and owner[r, slot - base[WEIGHT]]
+                own = base[WEIGHT] <= slot < base[WEIGHT + 1] and owner[r, (slot - base[WEIGHT]) // versions]
+                if own and versions > 1:  # the last version is
+                    for later in range(slot + 1, slot + versions - (slot - base[WEIGHT]) % versions):
+                        own = own and not (seen[later] == r and state[later] == 1)
                 if seen[slot] == r and state[slot] == 1 and not own and last[slot] < first:
                     first, left = last[slot], slot
             thing = 0

@@ -21,6 +21,7 @@ RULES = {
     6: "collectives are entered in one order by all members",
     7: "everything defined is freed once, nothing is used after that",
     8: "exact peak memory",
+    9: "every job uses the version of its weights that the schedule's updates say",
 }
 
 Numbers = NDArray[np.int64]

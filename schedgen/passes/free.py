@@ -44,7 +44,11 @@ def free(program: Program, _: Options) -> Program:
     kind[whole], stage[whole], via[whole] = Kind.DW, buffer[whole] - (2 * stages + len(ends)) * batches, -1
     mb[whole] = -1
     new = rows(Op.FREE, table.rank[last], kind=kind, stage=stage, mb=mb, via=via)
-    return program.insert(new, after=last.astype(np.int64))
+    after = last.astype(np.int64)
+    if header.versions:  # there every update has freed its dw
+        rest = np.flatnonzero(kind != Kind.DW)
+        new, after = new.take(rest), after[rest]
+    return program.insert(new, after=after)
 
 
 @kernel

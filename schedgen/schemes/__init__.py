@@ -1,7 +1,7 @@
 """Every built-in scheme: a module with a docstring and `scheme(sizes) -> Scheme`.
 
 Each w and n stands there as its paper writes it. `load` also reads a user's
-own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `mode`.
+own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `mode`, `split`, `updates`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from schedgen.schemes import (
     looped_bfs,
     lpp,
     one_f_one_b,
+    pipedream,
     pipedream_flush,
+    round_robin,
     v_half,
     v_min,
     zb_h1,
@@ -56,6 +58,8 @@ SCHEMES: dict[str, ModuleType] = {
     "dualpipe-v": dualpipe_v,
     "chimera": chimera,
     "pipedream-flush": pipedream_flush,
+    "1f1b-rr": round_robin,
+    "pipedream": pipedream,
 }
 
 
@@ -63,7 +67,7 @@ def load(name: str, sizes: Sizes) -> Scheme:
     """The scheme called `name`, or the one that the file `name` defines."""
     if name in SCHEMES:
         module = SCHEMES[name]
-        for option in ("groups", "chunks"):
+        for option in ("groups", "chunks", "replicas"):
             if getattr(sizes, option) is not None and option not in module.PARAMETERS:
                 raise UsageError(f"{name} takes no --{option}")
         scheme: Scheme = module.scheme(sizes)
@@ -112,9 +116,14 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         order=path.stem,
         mode=mode,
         split=bool(getattr(module, "split", False)),
-        parameters={k: options[k] for k in ("groups", "chunks") if options[k] is not None},
+        parameters={
+            k: list(v) if isinstance(v, tuple) else v
+            for k in ("groups", "chunks", "replicas")
+            if (v := options[k]) is not None
+        },
         cap=None if cap is None else fill(cap, options),
         edges=None if edges is None else check_edges(edges, sizes.stages),
+        updates=getattr(module, "updates", "flush"),
     )
 
 
