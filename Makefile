@@ -1,5 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
+# make curves  the loss with and without a flush: schedgen/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
 # make test-fuzz  100,000 hostile files and options
@@ -34,7 +35,7 @@ endif
 export MPIEXEC
 
 .PHONY: venv run test test-slurm test-hosts test-check test-fuzz test-crash lint
-.PHONY: traces pictures gallery bench bench-compile bench-run clean
+.PHONY: traces pictures gallery curves bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -94,6 +95,10 @@ pictures: venv
 gallery: venv
 	$(BIN)/python -m schedgen.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
 
+curves: venv
+	mkdir -p schedgen/pictures
+	$(BIN)/python tests/bench/updates.py schedgen/pictures/updates.svg
+
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
 	$(BIN)/python tests/bench/diff.py
@@ -105,6 +110,7 @@ bench-run: venv
 	$(BIN)/python tests/bench/reduction.py
 	$(BIN)/python tests/bench/overlap.py
 	$(BIN)/python tests/bench/predict.py
+	$(BIN)/python tests/bench/plan_run.py
 	$(BIN)/python tests/bench/run.py
 
 bench: bench-compile bench-run

@@ -12,7 +12,7 @@ from schedgen.errors import one_line
 from schedgen.program import UPDATES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
-from schedgen.values import amount, amounts, cost, count, natural, replicas, stages, tie, time, topology
+from schedgen.values import amount, amounts, cost, count, counts, natural, stages, tie, time, topology
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,7 +56,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--workers", type=count, metavar="W", help="default: what the scheme needs")
     sub.add_argument("--groups", type=count, metavar="G", help="groups of workers (lpp, fslpp)")
     sub.add_argument("--chunks", type=count, metavar="V", help="stages a worker (looped schemes)")
-    sub.add_argument("--replicas", type=replicas, metavar="R,R,...", help="workers of each stage (1f1b-rr, pipedream)")
+    sub.add_argument("--replicas", type=counts, metavar="R,R,...", help="workers of each stage (1f1b-rr, pipedream)")
+    sub.add_argument(
+        "--layers", type=counts, metavar="L,L,...", help="layers of the model in each stage; default: mpirun's cut"
+    )
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
     sub.add_argument("--n", choices=tuple(ORDERS), help="replaces the scheme's own order")
     sub.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations that greedy orders by")
@@ -173,7 +176,9 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--memory", type=amount, default=math.inf, metavar="M", help="bytes a worker may hold")
     sub.add_argument(
-        "--partition-only", action="store_true", help="only where to cut, and replicas; no search for a schedule"
+        "--partition-only",
+        action="store_true",
+        help="only where to cut, and replicas; no search: with -o PipeDream's own schedule",
     )
     sub.add_argument("--microbatches", type=count, metavar="B", help="of a step; a microbatch is what was profiled")
     sub.add_argument("--json", action="store_true")

@@ -30,6 +30,7 @@ from schedgen.places import measured as bytes_of
 from schedgen.plan import words
 from schedgen.plan.cuts import cuts
 from schedgen.plan.partition import hierarchy, partition
+from schedgen.plan.pipedream import pipedream
 from schedgen.plan.profile import read_layers
 from schedgen.plan.search import search
 from schedgen.plot import plot
@@ -59,6 +60,10 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
 
 def run_compile(options: argparse.Namespace) -> int:
     scheme, sizes = _scheme(options)
+    if options.layers is not None:
+        if len(options.layers) != sizes.stages:
+            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {sizes.stages} stages")
+        scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(options.layers)})
     recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
@@ -258,10 +263,8 @@ def run_compare(options: argparse.Namespace) -> int:
 def run_plan(options: argparse.Namespace) -> int:
     layers = read_layers(options.profile)
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
-    if not options.partition_only and options.microbatches is None:
+    if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
-    if options.partition_only and options.output:
-        raise UsageError("--partition-only makes no schedule to write to --output")
     numbers: dict[str, Any] = {}
     lines: list[str] = []
     ways = cuts(layers)
@@ -275,14 +278,18 @@ def run_plan(options: argparse.Namespace) -> int:
         if options.partition_only:
             raise
         print(f"schedgen: note: {error}", file=sys.stderr)
+    program = None
+    if options.partition_only and options.output:
+        program = pipedream(layers, levels, options.microbatches, options.memory)
     if not options.partition_only:
         found = search(layers, levels, options.microbatches, options.memory)
         numbers |= words.schedules_as_json(found)
         lines += ["", *words.schedules(found)]
-        if options.output:
-            check(found.program, "internal error, the compiled schedule")
-            with output(options.output) as out:
-                write(found.program, out)
+        program = found.program
+    if program is not None and options.output:
+        check(program, "internal error, the compiled schedule")
+        with output(options.output) as out:
+            write(program, out)
     if options.output != "-":
         print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
     return 0

@@ -49,7 +49,7 @@ def tie(text: str) -> list[int]:
     return [natural(part) for part in text.split(",")]
 
 
-def replicas(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(","))
 
 

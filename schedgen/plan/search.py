@@ -275,10 +275,10 @@ def _rows(one: Candidate) -> Iterator[tuple[Row, Staged]]:
 def _compiled(one: Candidate, cut: Staged) -> Program:
     scheme = one.scheme._replace(parameters={**one.scheme.parameters, "layers": list(cut.layers)})
     recompute = range(one.sizes.stages) if one.recompute else ()
-    return compile_scheme(scheme, one.sizes, cost=_ratios(cut.durations(scheme.split)), recompute=recompute)
+    return compile_scheme(scheme, one.sizes, cost=ratios(cut.durations(scheme.split)), recompute=recompute)
 
 
-def _ratios(durations: dict[str, Numbers]) -> dict[str, float]:
+def ratios(durations: dict[str, Numbers]) -> dict[str, float]:
     """How long jobs are on average, in forwards, to four digits: what greedy orders by."""
     forward = float(durations["F"].sum())
     ratios = {name: float(f"{max(seconds.sum() / forward, 1e-3):.4g}") for name, seconds in durations.items()}

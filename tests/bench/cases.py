@@ -1,6 +1,6 @@
 """The models of `make bench-run`: a GPT of four blocks, cut so that stages are as equal as they get.
 
-`--model cases:compute` or `cases:overhead`, for 1, 2 or 4 stages.
+`--model cases:compute` or `cases:overhead`, for 1, 2 or 4 stages; `cases:uneven`, for up to 10.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch import nn
 
 from mpirun.model import Model
 from mpirun.models import gpt
+from mpirun.models.cut import cut
 from schedgen.errors import UsageError
 
 BLOCKS = 4
+LAYERS = 10  # of the uneven one: embedding, six blocks, two that are four times as heavy, head
 
 
 class Case(NamedTuple):
@@ -58,3 +60,14 @@ def compute(stages: int) -> Model:
 def overhead(stages: int) -> Model:
     """Jobs of under a millisecond, so that what is around them shows."""
     return model(CASES["overhead"], stages)
+
+
+def uneven(stages: int) -> Model:
+    """Its layers, as many for every stage as goes."""
+    width, heads, length = 128, 4, 128
+    light = partial(gpt.Block, width, heads)
+    layers: dict[str, Callable[[], nn.Module]] = {"embedding": partial(gpt.Embedding, length, width)}
+    layers |= {f"light{k}": light for k in range(LAYERS - 4)}
+    layers |= {f"heavy{k}": partial(_stage, (light,) * 4) for k in range(2)}
+    layers["head"] = partial(gpt.Head, width)
+    return gpt.gpt(1, 1, width, heads, length, 1)._replace(stages=cut(layers, stages))
