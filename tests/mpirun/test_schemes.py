@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 GOLDEN = (
-    "1f1b", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v", "fsdp", "fslpp", "fslpp-g4",
-    "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush", "v-half", "v-min", "zb-h1", "zb-h2",
-    "zb-v",
+    "1f1b", "1f1b-rr", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v", "fsdp", "fslpp",
+    "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush", "v-half", "v-min",
+    "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 GPT, TIED, MLP = "mpirun.models.gpt:tiny", "mpirun.models.gpt:tied", "mpirun.models.mlp:tiny"
 
@@ -123,7 +123,7 @@ def two_ranks(compiled) -> Path:
 
 
 def test_the_golden_schedules_are_those_in_traces(traces):
-    assert sorted(path.stem for path in traces.glob("*.json")) == sorted(GOLDEN)
+    assert sorted(path.stem for path in traces.glob("*.json")) == sorted((*GOLDEN, "pipedream"))  # see test_versions
 
 
 @pytest.mark.parametrize("name", GOLDEN)
