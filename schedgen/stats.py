@@ -16,7 +16,7 @@ from schedgen.check import check
 from schedgen.check.subject import Subject
 from schedgen.check.updates import staleness
 from schedgen.cost import Amount, Machine
-from schedgen.program import COMPUTE, KIND_WORDS, Op, Program
+from schedgen.program import COMPUTE, KIND_NAME, KIND_WORDS, Kind, Op, Program
 from schedgen.simulate import simulate
 
 
@@ -122,20 +122,32 @@ def table(numbers: Mapping[str, Any]) -> str:
     """The same numbers to read."""
     scalars = [(key, value) for key, value in numbers.items() if not isinstance(value, (dict, list))]
     lines = [f"{key.replace('_', ' '):22}{_short(value)}" for key, value in scalars]
-    shown = [
-        {**worker, **{f"{kind} receives": n for kind, n in worker["receives"].items()}} for worker in numbers["workers"]
-    ]
-    hidden = ("weight_receives", "activation_receives", "gradient_receives")  # as the seed counts; by kind is plainer
     name, limit = max(numbers["bounds"].items(), key=lambda one: one[1])
     by_stage = [key for key in ("versions", "staleness") if key in numbers]
     lines += [f"{key:22}{', '.join(map(str, numbers[key]))} (by stage)" for key in by_stage]
     lines.append(f"{'bound':22}{_short(limit)} ({name.replace('_', ' ')}); latency is {numbers['gap']:.1%} above")
-    columns = [key for key, value in shown[0].items() if not isinstance(value, dict) and key not in hidden]
-    titles = [key.replace("_", " ") for key in columns]
-    rows = [titles, *([_short(worker[column]) for column in columns] for worker in shown)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    lines += ["", *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
+    rows = [_cells(worker) for worker in numbers["workers"]]
+    cells = [list(rows[0]), *([_short(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines += ["", *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)]
     return "\n".join(lines)
+
+
+def _cells(worker: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table, by its columns' titles; what is received by kind, as the kinds are called in a file."""
+    received = (
+        (f"{'received ' if kind == Kind.X else ''}{KIND_NAME[kind]}", worker["receives"][words])
+        for kind, words in KIND_WORDS.items()
+    )
+    return {
+        "worker": worker["worker"],
+        "busy": worker["busy"],
+        "peak activations": worker["peak_activations"],
+        "weights owned": worker["weight_storage"],
+        "used elsewhere": worker["weight_uses_away_from_home"],
+        **dict(received),
+        **({"peak bytes": worker["peak_bytes"]} if "peak_bytes" in worker else {}),
+    }
 
 
 def summary(numbers: Mapping[str, Any]) -> str:

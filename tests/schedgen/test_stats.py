@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,16 @@ def test_the_table_shows_the_same_numbers(run, golden, tmp_path):
     numbers = json.loads(run("stats", tmp_path / "a.json", "--json").out)
     assert f"{'latency':22}{numbers['latency']}" in lines
     assert [line.split()[2] for line in lines[-4:]] == ["4", "3", "2", "1"]  # column 3: peak activations
+
+
+def test_the_table_has_what_json_says_is_received_by_kind(run, golden, tmp_path):
+    (tmp_path / "a.json").write_text(golden["fslpp"])
+    lines = run("stats", tmp_path / "a.json").out.splitlines()
+    assert all(len(line) < 100 for line in lines)
+    heading, *rows = lines[-5:]
+    assert re.split(r"  +", heading)[-4:] == ["received x", "g", "w", "dw"]
+    workers = json.loads(run("stats", tmp_path / "a.json", "--json").out)["workers"]
+    for row, worker in zip(rows, workers, strict=True):
+        owned, away, *received = map(int, row.split()[3:])
+        assert received == list(worker["receives"].values()) and sum(received)
+        assert (owned, away) == (worker["weight_storage"], worker["weight_uses_away_from_home"])
