@@ -14,6 +14,8 @@ from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.values import amount, amounts, cost, count, counts, natural, stages, tie, time, topology
 
+FILE, AS_JSON = "a schedule; - is standard input", "print JSON"
+
 
 class Parser(argparse.ArgumentParser):
     """Errors in one line: the sentence and where to read more."""
@@ -25,22 +27,29 @@ class Parser(argparse.ArgumentParser):
 def _add_costs(sub: argparse.ArgumentParser) -> None:
     add = sub.add_argument
     add("--cost", type=cost, metavar="F=1,B=2", help="durations; default: those in the file")
-    add("--alpha", type=time, default=0.0, metavar="T", help="time a message takes, in the same unit")
-    add("--beta", type=time, default=0.0, metavar="T", help="and time each of its bytes takes")
-    add("--activation", type=count, default=1, metavar="N", help="bytes of an activation or its gradient")
-    add("--weight", type=count, default=1, metavar="N", help="bytes of a stage's weights or their gradient")
-    add("--saved", type=count, default=1, metavar="N", help="bytes a forward keeps for its backward")
+    add("--alpha", type=time, default=0.0, metavar="T", help="time a message takes, in the same unit; default: 0")
+    add("--beta", type=time, default=0.0, metavar="T", help="and time each of its bytes takes; default: 0")
+    add("--activation", type=count, default=1, metavar="N", help="bytes of an activation or its gradient; default: 1")
+    add("--weight", type=count, default=1, metavar="N", help="bytes of a stage's weights or their gradient; default: 1")
+    add("--saved", type=count, default=1, metavar="N", help="bytes a forward keeps for its backward; default: 1")
     add("--profile", metavar="P", help="JSON with all of these and more by name, times and bytes also by stage")
 
 
 def parser() -> argparse.ArgumentParser:
-    top = Parser(prog="schedgen", description="Static schedules for distributed training, as text.")
+    top = Parser(
+        prog="schedgen",
+        description="Static schedules for distributed training, as text.",
+        epilog="schedgen COMMAND --help: its options and an example",
+    )
     top.add_argument("--version", action="version", version=f"schedgen {schedgen.__version__}")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: object, summary: str, example: str) -> argparse.ArgumentParser:
-        sub = subparsers.add_parser(name, help=summary, description=summary, epilog=f"example: {example}")
-        sub.set_defaults(run=run)
+    def command(name: str, run: object, summary: str, example: str, more: str = "") -> argparse.ArgumentParser:
+        sub = subparsers.add_parser(
+            name, help=summary, description="; ".join(filter(None, (summary, more))), epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        sub.set_defaults(run=run, trouble=1)
         sub.add_argument("-q", "--quiet", action="store_true", help="no progress bars on a terminal")
         return sub
 
@@ -51,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "scheme", metavar="SCHEME|FILE", help=f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv"
     )
-    sub.add_argument("--stages", type=count, metavar="S", help="needed, as is B, unless the file is a CSV")
-    sub.add_argument("--microbatches", type=count, metavar="B")
-    sub.add_argument("--workers", type=count, metavar="W", help="default: what the scheme needs")
+    sub.add_argument("--stages", type=count, metavar="S", help="of the model; needed unless the file is a CSV")
+    sub.add_argument("--microbatches", type=count, metavar="B", help="of a step; needed unless the file is a CSV")
+    sub.add_argument("--workers", type=count, metavar="W", help="ranks; default: what the scheme needs")
     sub.add_argument("--groups", type=count, metavar="G", help="groups of workers (lpp, fslpp)")
     sub.add_argument("--chunks", type=count, metavar="V", help="stages a worker (looped schemes)")
     sub.add_argument("--replicas", type=counts, metavar="R,R,...", help="workers of each stage (1f1b-rr, pipedream)")
@@ -61,39 +70,59 @@ def parser() -> argparse.ArgumentParser:
         "--layers", type=counts, metavar="L,L,...", help="layers of the model in each stage; default: mpirun's cut"
     )
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
-    sub.add_argument("--n", choices=tuple(ORDERS), help="replaces the scheme's own order")
-    sub.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations that greedy orders by")
-    sub.add_argument("--weight-slots", type=count, default=2, metavar="K", help="foreign weight copies held at a time")
+    sub.add_argument("--n", choices=tuple(ORDERS), help="what goes first; default: the scheme's own order")
     sub.add_argument(
-        "--fan-out", type=count, default=2, metavar="K", help="copies of a stage one worker sends; others relay"
+        "--cost", type=cost, metavar="F=1,B=2", help="durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1"
     )
-    sub.add_argument("--prefetch", type=natural, default=1, metavar="K", help="jobs by which receives stand earlier")
-    sub.add_argument("--recompute", type=stages, default=(), metavar="all|S,...", help="stages that redo their forward")
-    sub.add_argument("--memory-limit", type=count, metavar="M", help="saved forwards a worker may hold (greedy)")
     sub.add_argument(
-        "--tied", type=tie, action="append", default=[], metavar="S,S,...", help="stages that share parameters"
+        "--weight-slots", type=count, default=2, metavar="K", help="foreign weight copies held at a time; default: 2"
     )
+    sub.add_argument(
+        "--fan-out",
+        type=count,
+        default=2,
+        metavar="K",
+        help="copies of a stage one worker sends, others relay; default: 2",
+    )
+    sub.add_argument(
+        "--prefetch", type=natural, default=1, metavar="K", help="jobs by which receives stand earlier; default: 1"
+    )
+    sub.add_argument(
+        "--recompute",
+        type=stages,
+        default=(),
+        metavar="all|S,...",
+        help="stages that redo their forward; default: none",
+    )
+    sub.add_argument(
+        "--memory-limit", type=count, metavar="M", help="saved forwards a worker may hold (greedy); default: no limit"
+    )
+    sub.add_argument(
+        "--tied", type=tie, action="append", default=[], metavar="S,S,...",
+        help="stages that share parameters; once a tie; default: none",
+    )  # fmt: skip
     sub.add_argument(
         "--updates", choices=tuple(UPDATES),
-        help="when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync",
+        help="when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync; "
+        "default: the scheme's own",
     )  # fmt: skip
-    sub.add_argument("-o", "--output", required=True, metavar="FILE", help="- is standard output")
+    sub.add_argument("-o", "--output", required=True, metavar="FILE", help="the schedule; - is standard output")
 
     sub = command(
         "check", commands.run_check, "prove schedules right, or say what is wrong", "schedgen check 1f1b.json"
     )
-    sub.add_argument("files", nargs="+", metavar="FILE")
+    sub.add_argument("files", nargs="+", metavar="FILE", help=FILE)
 
     sub = command(
         "seal", commands.run_seal, "re-hash and re-format a schedule edited by hand", "schedgen seal 1f1b.json"
     )
-    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("file", metavar="FILE", help="is rewritten in place; - is standard input, and output then")
 
     sub = command(
         "stats", commands.run_stats, "latency, bubble, memory and messages", "schedgen stats 1f1b.json --json"
     )
-    sub.add_argument("file", metavar="FILE")
-    sub.add_argument("--json", action="store_true")
+    sub.add_argument("file", metavar="FILE", help=FILE)
+    sub.add_argument("--json", action="store_true", help=AS_JSON)
     costs = sub.add_mutually_exclusive_group()
     costs.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations; default: those in the file")
     costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")
@@ -103,9 +132,9 @@ def parser() -> argparse.ArgumentParser:
         "simulate", commands.run_simulate, "execute a schedule against a cost model",
         "schedgen simulate 1f1b.json --cost F=1,B=2 --alpha 0.01 --beta 1e-9 --activation 1000000 --trace trace.json",
     )  # fmt: skip
-    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("file", metavar="FILE", help=FILE)
     _add_costs(sub)
-    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--json", action="store_true", help=AS_JSON)
     sub.add_argument("--trace", metavar="OUT", help="Chrome trace events, for Perfetto")
     sub.add_argument("--measured", metavar="TRACE", help="durations as mpirun --trace found them; OUT has both")
 
@@ -113,8 +142,8 @@ def parser() -> argparse.ArgumentParser:
         "draw", commands.run_draw, "a picture of a schedule, or of two on one time axis",
         "schedgen draw gpipe.json 1f1b.json --alpha 0.1 -o both.html",
     )  # fmt: skip
-    sub.add_argument("file", metavar="FILE")
-    sub.add_argument("other", metavar="FILE2", nargs="?", help="another schedule, drawn below on the same time axis")
+    sub.add_argument("file", metavar="FILE", help=FILE)
+    sub.add_argument("other", metavar="FILE2", nargs="?", help="another, drawn below on the same time axis")
     sub.add_argument("-o", "--output", metavar="OUT", help="OUT.svg, OUT.png or OUT.html; default: in the terminal")
     choices = ("microbatch", "stage")
     sub.add_argument("--by", choices=choices, default=choices[0], help="what colours say; default: the microbatch")
@@ -128,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
         "write a schedule for other tools",
         "schedgen export 1f1b.json --to chrome -o trace.json",
     )
-    sub.add_argument("file", metavar="FILE")
+    sub.add_argument("file", metavar="FILE", help=FILE)
     sub.add_argument(
         "--to", required=True, choices=("chrome", "chakra", "csv"),
         help="events of a simulation, for Perfetto; MLCommons Chakra traces of it, one a rank; torch's compute actions",
@@ -136,21 +165,25 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("-o", "--output", required=True, metavar="OUT", help="- is standard output")
     _add_costs(sub)
 
-    sub = command("diff", commands.run_diff, "what changed between two schedules", "schedgen diff old.json new.json")
-    sub.add_argument("a", metavar="A")
-    sub.add_argument("b", metavar="B")
+    sub = command(
+        "diff", commands.run_diff, "what changed between two schedules", "schedgen diff old.json new.json",
+        "exit code: 0 nothing, 1 they differ, 2 trouble",
+    )  # fmt: skip
+    sub.set_defaults(trouble=2)
+    sub.add_argument("a", metavar="A", help=FILE)
+    sub.add_argument("b", metavar="B", help="another, compiled or edited later")
 
     sub = command(
         "compare", commands.run_compare, "all schemes that fit, side by side",
         "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory 12",
     )  # fmt: skip
-    sub.add_argument("--stages", type=count, required=True, metavar="S")
-    sub.add_argument("--microbatches", type=count, required=True, metavar="B")
-    sub.add_argument("--workers", type=count, required=True, metavar="W")
-    sub.add_argument("--memory", type=count, metavar="M", help="saved forwards a worker may hold")
+    sub.add_argument("--stages", type=count, required=True, metavar="S", help="of the model")
+    sub.add_argument("--microbatches", type=count, required=True, metavar="B", help="of a step")
+    sub.add_argument("--workers", type=count, required=True, metavar="W", help="ranks")
+    sub.add_argument("--memory", type=count, metavar="M", help="saved forwards a worker may hold; default: no limit")
     sub.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations; a split backward has half of B each")
-    sub.add_argument("--json", action="store_true")
-    sub.add_argument("-o", "--output", metavar="OUT.svg", help="a plot of latency against memory")
+    sub.add_argument("--json", action="store_true", help=AS_JSON)
+    sub.add_argument("-o", "--output", metavar="OUT.svg", help="a plot of latency against memory; - is standard output")
 
     sub = command(
         "plan", commands.run_plan, "where to cut a model, and the schedules that train it best",
@@ -159,9 +192,9 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "profile",
         metavar="PROFILE",
-        help="layers and their costs: PipeDream's file, or mpirun profile's with a stage a layer",
+        help="layers and their costs: PipeDream's file, or mpirun profile's with a stage a layer; - is standard input",
     )
-    sub.add_argument("--workers", type=count, metavar="W")
+    sub.add_argument("--workers", type=count, metavar="W", help="ranks; this or --topology is needed")
     sub.add_argument(
         "--topology",
         type=topology,
@@ -174,14 +207,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="1e10,1.25e9",
         help="bytes a second of links, by level; default: the profile's",
     )
-    sub.add_argument("--memory", type=amount, default=math.inf, metavar="M", help="bytes a worker may hold")
+    sub.add_argument(
+        "--memory", type=amount, default=math.inf, metavar="M", help="bytes a worker may hold; default: no limit"
+    )
     sub.add_argument(
         "--partition-only",
         action="store_true",
         help="only where to cut, and replicas; no search: with -o PipeDream's own schedule",
     )
     sub.add_argument("--microbatches", type=count, metavar="B", help="of a step; a microbatch is what was profiled")
-    sub.add_argument("--json", action="store_true")
+    sub.add_argument("--json", action="store_true", help=AS_JSON)
     sub.add_argument("-o", "--output", metavar="FILE", help="the fastest schedule; - is standard output")
 
     sub = command("new", commands.run_new, "write a scheme of your own to begin with", "schedgen new mine")

@@ -39,7 +39,7 @@ from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import describe, load
 from schedgen.simulate import Simulation, report, simulate
 from schedgen.stats import stats, summary, table
-from schedgen.streams import checked, output, read_bytes
+from schedgen.streams import called, checked, output, read_bytes
 
 
 def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
@@ -95,7 +95,7 @@ def run_check(options: argparse.Namespace) -> int:
         program = checked(name)
         header = program.header
         print(
-            f"{name}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
+            f"{called(name)}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
             "every job once, no deadlock, every gradient at every owner"
         )
     return 0
@@ -105,8 +105,8 @@ def run_seal(options: argparse.Namespace) -> int:
     try:
         text = read_bytes(options.file).decode()
     except UnicodeDecodeError as error:
-        raise RefusedFile(f"{options.file}: not text: byte {error.start}") from None
-    program = parse(text, options.file)
+        raise RefusedFile(f"{called(options.file)}: not text: byte {error.start}") from None
+    program = parse(text, called(options.file))
     with output(options.file) as out:
         write(program, out)
     return 0
@@ -126,7 +126,7 @@ def run_stats(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
-    return read_trace(read_bytes(options.measured).decode(errors="replace"), options.measured, program)
+    return read_trace(read_bytes(options.measured).decode(errors="replace"), called(options.measured), program)
 
 
 class _Plan(NamedTuple):
@@ -197,10 +197,10 @@ def run_draw(options: argparse.Namespace) -> int:
 
 def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
     """What there is to draw of every file; what was measured comes before its simulation."""
-    files = ["standard input" if name == "-" else one_line(Path(name).name) for name in names]
+    files = [one_line(Path(called(name)).name) for name in names]
     scenes = []
     for name, file in zip(names, files, strict=True):
-        label = Path(file).stem if len(set(files)) == len(files) else one_line(name)
+        label = Path(file).stem if len(set(files)) == len(files) else one_line(called(name))
         plan = _plan(options, name)
         sizes = bytes_of(plan.machine, plan.program.header.stages)
         if plan.walks:
@@ -212,7 +212,7 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
     text = read_bytes(options.profile).decode(errors="replace")
-    return read_profile(text, options.profile, program.header.stages)
+    return read_profile(text, called(options.profile), program.header.stages)
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -236,7 +236,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    lines = diff(checked(options.a), checked(options.b), one_line(options.a), one_line(options.b))
+    lines = diff(checked(options.a), checked(options.b), one_line(called(options.a)), one_line(called(options.b)))
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         lines = coloured(lines)
     differ = 0
@@ -270,7 +270,7 @@ def run_plan(options: argparse.Namespace) -> int:
     ways = cuts(layers)
     if not ways.every:
         most = "more ways to cut the layers than can be tried: only those along one order are"
-        print(f"schedgen: note: {options.profile}: {most}", file=sys.stderr)
+        print(f"schedgen: note: {called(options.profile)}: {most}", file=sys.stderr)
     try:
         numbers = words.as_json(layers, ways, levels, partition(ways, levels, options.memory))
         lines += words.table(numbers)

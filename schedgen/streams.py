@@ -16,6 +16,11 @@ from schedgen.file import WHOLE, read, whole
 from schedgen.program import Program
 
 
+def called(name: str) -> str:
+    """A file to read, in messages."""
+    return "standard input" if name == "-" else name
+
+
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[BinaryIO]:
     """A file to read; -: standard input."""
@@ -28,7 +33,7 @@ def opened(name: str) -> Iterator[BinaryIO]:
 
 def checked(name: str) -> Program:
     """The program in file `name` (-: standard input), proved right."""
-    label = "<stdin>" if name == "-" else name
+    label = called(name)
     with opened(name) as source:
         program, fault = read(source, label)
     check(program, label)
@@ -40,7 +45,7 @@ def checked(name: str) -> Program:
 def read_bytes(name: str, most: int = WHOLE) -> bytes:
     """All of a file that is read at once, RefusedFile if it has more bytes than `most`; -: standard input."""
     with opened(name) as source:
-        return whole(source, name, most)
+        return whole(source, called(name), most)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from schedgen.cost import Amount, Machine, by_stage, read_profile
 from schedgen.errors import RefusedFile, UsageError, clip
-from schedgen.streams import read_bytes
+from schedgen.streams import called, read_bytes
 
 Numbers = NDArray[np.float64]
 Edge = tuple[int, int]
@@ -76,6 +76,7 @@ class Layers(NamedTuple):
 def read_layers(name: str) -> Layers:
     """The layers in the file `name`. Raises RefusedFile, with the line, for what is neither of the two formats."""
     text = read_bytes(name, MOST_BYTES).decode(errors="replace")
+    name = called(name)
     layers = _json(text, name) if text.lstrip()[:1] in ("{", "[") else _pipedream(text, name)
     if not layers.seconds.sum() > 0:
         raise RefusedFile(f"{name}: none of its layers takes any time")

@@ -82,9 +82,11 @@ def table(numbers: dict[str, Any]) -> Iterator[str]:
     what = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
     yield ""
     yield f"{'stage time':18}{numbers['stage_time']:.6g} s a minibatch; the bottleneck is stage {slowest}: {what}"
-    yield f"{'NOAM':18}{numbers['noam']} minibatches that each replica of stage 0 has in flight"
+    noam = numbers["noam"]
+    yield f"{'NOAM':18}{noam} minibatch{'es' * (noam != 1)} that each replica of stage 0 has in flight"
     for key, words in (("one_worker", "one worker"), ("data_parallel", "data parallelism")):
-        yield f"{words:18}{numbers[f'{key}_time']:.6g} s, {numbers[f'speedup_over_{key}']:.3g} times that"
+        times = f"{numbers[f'speedup_over_{key}']:.3g}"
+        yield f"{words:18}{numbers[f'{key}_time']:.6g} s, {'the same' if times == '1' else f'{times} times that'}"
 
 
 def schedules_as_json(found: Found) -> dict[str, Any]:

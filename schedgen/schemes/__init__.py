@@ -6,6 +6,7 @@ own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `mode`, `s
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
 import sys
@@ -73,7 +74,9 @@ def load(name: str, sizes: Sizes) -> Scheme:
         scheme: Scheme = module.scheme(sizes)
         return scheme
     if not name.endswith(".py"):
-        raise UsageError(f"there is no scheme '{name}': it is one of {', '.join(SCHEMES)}, or a file that ends in .py")
+        near = [f"; did you mean {one}?" for one in difflib.get_close_matches(name, SCHEMES, 1)]
+        known = f"it is one of {', '.join(SCHEMES)}, or a file that ends in .py or .csv"
+        raise UsageError(f"there is no scheme '{name}': {known}{''.join(near)}")
     return _from_file(Path(name), sizes)
 
 

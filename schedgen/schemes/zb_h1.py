@@ -21,7 +21,7 @@ def scheme(sizes: Sizes) -> Scheme:
 
 
 def handcrafted(name: str, sizes: Sizes, h: int) -> Scheme:
-    """The paper's hand-made schedules: h = 1 keeps 1F1B's memory, h = 2 has no bubble and twice that."""
+    """The paper's hand-made schedules: h = 1 keeps 1F1B's memory, h = 2 fills the bubbles at twice that."""
     p = sizes.stages
     if sizes.workers not in (None, p):
         raise UsageError(f"{name} has one stage a worker: {p} stages need {p} workers, not {sizes.workers}")

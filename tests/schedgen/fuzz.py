@@ -199,7 +199,7 @@ class Range:
             if self.mutant.read_bytes() != data:
                 raise Failure("a file that is accepted is not what writing makes")
         else:
-            if self.ask(case, reader, (1,)).err != said.err:
+            if self.ask(case, reader, (2 if reader[0] == "diff" else 1,)).err != said.err:
                 raise Failure(f"{reader[0]} refuses in other words than check")
             writes = case.command % 2 == 0 and self.ask(case, ["seal", mutant], (0, 1)).code == 0
             if writes and "canonical" in self.ask(case, ["check", mutant], (0, 1)).err:

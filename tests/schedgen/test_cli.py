@@ -1,4 +1,4 @@
-"""The commands: what they print, where, and the exit code: 0 done, 1 refused or different, 2 wrong usage."""
+"""The commands: what they print, where, and the exit code: 0 done, 1 refused, 2 wrong usage; diff has diff(1)'s."""
 
 from __future__ import annotations
 
@@ -72,6 +72,15 @@ def test_version_says_which(run):
     assert run("--version") == (0, f"schedgen {__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("1f1", "1f1b"), ("zbv", "zb-v"), ("interleaved", "interleaved-1f1b"), ("gpipes", "gpipe"), ("", None)],
+)
+def test_an_unknown_scheme_is_told_what_is_near(name, near, run, refused):
+    said = refused(run(*command_line(scheme=name)), 2)
+    assert ".py or .csv" in said and said.partition("; did you mean ")[2] == (f"{near}?" if near else "")
+
+
 def test_schemes_lists_all_with_their_formula(run):
     result = run("schemes")
     assert (result.code, result.err) == (0, "")
@@ -136,8 +145,15 @@ def test_check_prints_a_line_a_file_and_stops_at_the_first_bad_one(files, run, t
 @pytest.mark.parametrize("command", ["check", "seal", "stats", "diff"])
 def test_what_is_no_file_is_one_sentence(command, run, refused, tmp_path):
     for path, words in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
-        message = refused(run(*([command, path, path] if command == "diff" else [command, path])), 1)
+        arguments, code = ([command, path, path], 2) if command == "diff" else ([command, path], 1)
+        message = refused(run(*arguments), code)
         assert str(path) in message and words in message
+
+
+def test_diff_is_in_trouble_where_a_file_is_refused(files, run, refused):
+    path = files["gpipe"]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert str(path) in refused(run("diff", files["1f1b"], path), 2)
 
 
 @pytest.mark.parametrize("target", ["missing/out.json", "taken/out.json"])
@@ -228,7 +244,7 @@ def test_standard_streams_make_a_pipe(process, run, tmp_path):
     assert (checked.returncode, checked.stderr) == (0, b"") and checked.stdout.count(b"\n") == 1
     refused = process("stats", "-", stdin=sealed.stdout[:100])
     assert (refused.returncode, refused.stdout) == (1, b"")
-    assert refused.stderr.startswith(b"schedgen: <stdin>:")
+    assert refused.stderr.startswith(b"schedgen: standard input:")
     assert list(tmp_path.iterdir()) == []
 
 
