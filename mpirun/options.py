@@ -13,6 +13,15 @@ from schedgen.values import number
 
 T = TypeVar("T", int, float)
 
+LR = 1e-3
+
+
+EXAMPLES = """built-in models: mpirun.models.gpt:tiny, :small and :tied; mpirun.models.mlp:tiny and :small
+
+python -m mpirun profile --help: measure what a model's stages and messages cost
+
+example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20"""
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -23,13 +32,23 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     parser = Parser(
         prog="python -m mpirun",
         description="Train a model by a schedule, one MPI rank a worker.",
-        epilog="example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20; "
-        "python -m mpirun profile --help: measure what a model's stages cost",
+        epilog=EXAMPLES,
         add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
-    _common(parser, steps=20)
+    _common(parser)
+    add("--steps", type=_count, default=20, metavar="N", help="of the optimizer; default: 20")
+    add(
+        "--seed",
+        type=_count,
+        metavar="N",
+        help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's",
+    )
+    add("--lr", type=_positive, default=LR, metavar="X", help=f"learning rate; default: {LR}")
+    add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
+    add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
     add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
     add(
         "--tolerance",
@@ -75,45 +94,39 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
 def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m mpirun profile",
-        description="Measure what a model's stages and messages cost here, on all ranks at once: a profile for "
-        "schedgen simulate --profile.",
+        description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
+        "a profile for schedgen simulate --profile.",
         epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.models.gpt:tiny --stages 4 -o tiny.json",
         add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into, as a chain")
     add("--schedule", metavar="FILE", help="take stages, edges and whether backwards are split from a schedule")
     add("--split", action="store_true", help="time the two halves of a backward, I and W, not B")
     add("-o", "--output", metavar="PROFILE", help="the file to write")
-    _common(parser, steps=10)
+    _common(parser)
+    add("--steps", type=_count, default=10, metavar="N", help="that are timed; default: 10")
+    add("--seed", type=_count, default=0, metavar="N", help="of the weights, and of places in the text; default: 0")
     options = _parsed(comm, parser, arguments, model="--model", output="--output")
     if options.stages is None and options.schedule is None:
         parser.error("--stages or --schedule is missing")
-    options.accumulate, options.canonical, options.seed = 1, False, options.seed or 0
+    options.accumulate, options.canonical = 1, False
+    options.lr, options.lr_schedule, options.warmup = LR, "constant", 0  # a step costs the same with any
     if not options.steps:
         parser.error("--steps: nothing is measured in 0 steps")
     return options
 
 
-def _common(parser: Parser, steps: int) -> None:
+def _common(parser: Parser) -> None:
     """The options of the model and of its training."""
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this and exit")
     add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
-    add("--steps", type=_count, default=steps, metavar="N", help=f"default: {steps}")
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
-    add(
-        "--seed",
-        type=_count,
-        metavar="N",
-        help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's",
-    )
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
-    add("--lr", type=_positive, default=1e-3, metavar="X", help="learning rate; default: 0.001")
     add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
     add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
-    add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
-    add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")

@@ -55,6 +55,8 @@ class Progress:
                 f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {sum(self.seconds):.1f} s",
                 flush=True,
             )
+        else:
+            print(f"{self.begun} of {self.steps} steps are done", flush=True)
 
 
 def _metrics(path: str, begun: int) -> TextIO:

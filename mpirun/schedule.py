@@ -47,7 +47,8 @@ def _checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
         raise RefusedFile(f"{name}: {error.strerror}") from None
     workers = program.header.workers
     if workers != comm.size:
-        hint = " (if mpiexec started more, it belongs to another MPI than mpi4py does)" if comm.size == 1 else ""
+        alone = comm.size == 1
+        hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
         raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
     check(program, name)
     if fault:

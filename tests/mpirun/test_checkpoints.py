@@ -173,6 +173,7 @@ def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_line_that_says_so(dama
 def test_what_a_dead_run_left_unfinished_is_removed(damaged):
     ended = damaged[0]["unfinished"]
     assert ended.code == 0 and f"resumed after step {STEPS}: " in ended.out
+    assert f"\n{STEPS} of {STEPS} steps are done" in ended.out
     assert sorted(one.name for one in (damaged[1] / "unfinished").iterdir()) == [
         f"step-{STEPS // 2:08d}",
         f"step-{STEPS:08d}",
