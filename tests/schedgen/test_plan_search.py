@@ -191,6 +191,16 @@ def test_pipedream_s_partition_is_a_schedule_too():
     assert all(peak <= found.stages[min(rank // 3, 1)].in_flight for rank, peak in enumerate(peaks))
 
 
+def test_the_partition_alone_is_written_as_pipedream_runs_it(run, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--workers", 4, "--bandwidth", 1e9, "--partition-only", "--microbatches", 12, "-o", path)
+    assert run("plan", VGG16, *options).code == 0 and run("check", path).code == 0
+    header = json.loads(path.read_text())
+    sizes = {"workers": 4, "stages": 2, "microbatches": 12}
+    assert header["scheme"] == {"name": "pipedream", **sizes, "replicas": [3, 1], "layers": [18, 23]}
+    assert header["lowering"]["updates"] == "stash"
+
+
 def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--workers", 2, "--bandwidth", 1e9, "--microbatches", 4, "-o", path)
@@ -207,7 +217,9 @@ def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, tmp_path):
 def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
-    assert "--output" in refused(run("plan", *options, "--partition-only", "-o", "x.json"), 2)
+    own = ("--partition-only", "-o", "x.json")
+    assert "--microbatches" in refused(run("plan", *options, *own), 2)
+    assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)
     result = run("plan", *options, "--microbatches", 8, "--memory", "1e9")
     assert (result.code, result.out) == (2, "")
     assert "no schedule fits 4 workers and 1e+09 bytes each" in result.err.splitlines()[-1]
