@@ -56,6 +56,9 @@ launch() { # OPTIONS OF MPIRUN
         -hosts 10.77.0.1,10.77.0.2 -ppn 2 -n 4 $bin/python ${train[*]} $*"
 }
 
+is_up() { ip -n $net-$1 link show eth | grep -q "state UP"; } # the kernel takes up to a second: UCX skips it until then
+for host in 1 2; do await 10 is_up $host || fail "the link does not come up"; done
+
 echo "== 4 ranks on 2 hosts"
 launch --steps 5 --verify
 echo "$(ip netns exec $net-2 cat /sys/class/net/eth/statistics/rx_bytes) bytes went from host 1 to host 2"
