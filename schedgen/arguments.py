@@ -145,8 +145,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("file", metavar="FILE", help=FILE)
     sub.add_argument("other", metavar="FILE2", nargs="?", help="another, drawn below on the same time axis")
     sub.add_argument("-o", "--output", metavar="OUT", help="OUT.svg, OUT.png or OUT.html; default: in the terminal")
-    choices = ("microbatch", "stage")
-    sub.add_argument("--by", choices=choices, default=choices[0], help="what colours say; default: the microbatch")
+    sub.add_argument(
+        "--by", choices=("microbatch", "stage"),
+        help="what colours say; default: the microbatch, or the stage where a worker has several",
+    )  # fmt: skip
     sub.add_argument("--transfers", action="store_true", help="messages as arrows (in OUT.html: at first)")
     _add_costs(sub)
     sub.add_argument("--measured", metavar="TRACE", help="what mpirun --trace wrote, drawn over its simulation")

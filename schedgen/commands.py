@@ -19,7 +19,8 @@ from schedgen.compare import table as side_by_side
 from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
 from schedgen.diff import coloured, diff
-from schedgen.draw import Scene, scene, terminal
+from schedgen.draw import Scene, scene, terminal, usual
+from schedgen.draw.colours import TRANSFER_COLOURS
 from schedgen.draw.page import page
 from schedgen.errors import RefusedFile, SlowScheme, UsageError, one_line
 from schedgen.events import MEASURED, SIMULATED, Timeline, events, simulated, trace
@@ -182,16 +183,17 @@ def run_draw(options: argparse.Namespace) -> int:
     if form not in (None, ".svg", ".png", ".html"):
         raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
+    by = options.by or usual(scenes)
     if form is None:
-        terminal.show(scenes, options.by)
+        terminal.show(scenes, by)
     elif form == ".html":
         with output(options.output) as out:
-            out.write(page(scenes, options.by, options.transfers))
+            out.write(page(scenes, by, options.transfers))
     else:
         from schedgen.draw.figure import figure
 
         with output(options.output) as out:
-            figure(scenes, out, form[1:], options.by, options.transfers)
+            figure(scenes, out, form[1:], by, tuple(TRANSFER_COLOURS) if options.transfers else ())
     return 0
 
 

@@ -143,6 +143,19 @@ def titles(scenes: Sequence[Scene]) -> str:
     return f"{' and '.join(names)}: {sizes(scenes[0])}"
 
 
+def usual(scenes: Sequence[Scene]) -> str:
+    """What colours say unless asked otherwise: the stage where a worker has several; numbers are the microbatch."""
+    several = any(np.bincount(np.unique(_places(one)) // one.program.header.stages).max() > 1 for one in scenes)
+    return "stage" if several else "microbatch"
+
+
+def _places(one: Scene) -> Numbers:
+    """Of all jobs: worker times stages plus stage."""
+    jobs = one.bars.mb >= 0
+    places: Numbers = one.bars.worker[jobs].astype(np.int64) * one.program.header.stages + one.bars.stage[jobs]
+    return places
+
+
 def numbered(scenes: Sequence[Scene], by: str) -> int:
     """How many microbatches or stages are told apart by colour: the most of any scene, so that colours agree."""
     return max(int(one.program.header.scheme["microbatches" if by == "microbatch" else "stages"]) for one in scenes)
@@ -155,8 +168,8 @@ def heading(one: Scene) -> str:
 
 def facts(one: Scene) -> str:
     peak = int(one.peak_activations().max())
-    idle = 1 - one.share()[:, 0].mean()
-    return f"latency {amount(one.latency, one.seconds)}, idle {idle:.1%}, peak {peak} activation{'s' * (peak != 1)}"
+    busy = one.share()[:, 0].mean()
+    return f"latency {amount(one.latency, one.seconds)}, busy {busy:.1%}, peak {peak} activation{'s' * (peak != 1)}"
 
 
 def amount(value: float, seconds: bool) -> str:

@@ -10,9 +10,9 @@ import math
 from typing import NamedTuple
 
 INK, PAPER = "#1c2430", "#ffffff"
-GREY = "#9aa3af"  # steps, and instructions that do not compute
+STEP, OVERHEAD = "#b03c82", "#858d99"  # optimizer steps, and instructions that do not compute
 TRACK = "#f1f3f6"  # where a worker has nothing to do
-HELD = "#a9b4c4"  # what workers hold
+HELD = "#b5c79a"  # what workers hold
 TRANSFER_COLOURS = {"x": "#2f6db3", "g": "#b0483f", "w": "#3c8a5b", "dw": "#8a5bb0"}  # by what is sent
 
 
@@ -29,23 +29,23 @@ class Look(NamedTuple):
 
 LOOKS = (
     Look("F", "forward", 0.88, 0.055, "", INK),
-    Look("B", "backward", 0.61, 0.092, "", PAPER),
+    Look("B", "backward", 0.55, 0.100, "", PAPER),
     Look("I", "backward, inputs", 0.73, 0.088, "/", INK),
-    Look("W", "backward, weights", 0.50, 0.082, "\\", PAPER),
+    Look("W", "backward, weights", 0.44, 0.080, "\\", PAPER),
     Look("R", "recompute", 0.88, 0.055, ".", INK),
-    Look("S", "optimizer step", 0.0, 0.0, "", INK),
+    Look("S", "optimizer step", 0.0, 0.0, "", PAPER),
 )
-# By share of time, see `schedgen.idle.SHARES`: what workers do is dark, what they wait for is not.
+# By share of time, see `schedgen.idle.SHARES`: 3:1 at least beside TRACK [WCAG 2.1, 1.4.11].
 SHARE_COLOURS = (
     "#44546a",  # busy
-    "#c5d3ea",  # warm-up
-    "#e3b9b0",  # dependency
-    "#d7cbe6",  # cool-down
-    "#e8c46f",  # transfer
-    "#b98a3c",  # send
-    "#7fb7a6",  # sum
-    "#8b95a3",  # step
-    "#bcc3cc",  # overhead
+    "#5b86cf",  # warm-up
+    "#cf6a54",  # dependency
+    "#9a78c4",  # cool-down
+    "#b07d00",  # transfer
+    "#7a5a1e",  # send
+    "#2c9478",  # sum
+    STEP,
+    OVERHEAD,
 )
 
 
@@ -57,7 +57,7 @@ def hue(index: int, count: int) -> float:
 def colours(look: Look, count: int) -> list[str]:
     """One colour for each of `count` microbatches or stages, as #rrggbb."""
     if not look.chroma:
-        return [GREY] * count
+        return [STEP] * count
     return [oklch(look.lightness, look.chroma, hue(index, count)) for index in range(count)]
 
 

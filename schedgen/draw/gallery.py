@@ -9,21 +9,26 @@ import base64
 import html
 import inspect
 import io
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import BinaryIO
 
 from schedgen.cost import Machine
-from schedgen.draw import Scene, facts, scene, sizes
-from schedgen.draw.figure import figure
+from schedgen.draw import Scene, facts, scene, sizes, usual
+from schedgen.draw.figure import figure, legend
 from schedgen.draw.page import page
 from schedgen.errors import RefusedFile, UsageError, one_line
 from schedgen.events import simulated
 from schedgen.places import measured
 from schedgen.schemes import SCHEMES
 from schedgen.simulate import simulate
+from schedgen.stats import stats
 from schedgen.streams import checked, output
+
+WEIGHTS = ("w", "dw")  # the messages that are drawn
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,10 +38,15 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(arguments[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        entries = [_entry(Path(name), folder) for name in arguments[1:]]
+        scenes = [_scene(Path(name)) for name in arguments[1:]]
+        parts = {
+            "table": "\n".join(map(_row, scenes)),
+            "legend": _image("legend", lambda out: legend(scenes, out, "microbatch", WEIGHTS)),
+            "entries": "\n".join(_entry(one, folder) for one in scenes),
+        }
         text = (resources.files("schedgen.draw") / "web" / "gallery.html").read_text(encoding="utf-8")
         with output(str(folder / "index.html")) as out:
-            out.write(text.replace("{{entries}}", "\n".join(entries), 1).encode())
+            out.write(re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text).encode())
     except (UsageError, RefusedFile) as error:
         print(f"schedgen: {one_line(error)}", file=sys.stderr)
         return error.code
@@ -46,20 +56,40 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _entry(path: Path, folder: Path) -> str:
-    """A schedule's part of the page; its own page is written to `folder`."""
+def _scene(path: Path) -> Scene:
     program = checked(str(path))
     walk = simulated(program, simulate(program, program.header.cost))
-    one = scene(path.stem, path.name, program, walk, measured(Machine(), program.header.stages), seconds=False)
-    with output(str(folder / f"{path.stem}.html")) as out:
-        out.write(page([one], "microbatch", transfers=False))
-    picture = io.BytesIO()
-    figure([one], picture, "svg", "microbatch", transfers=False)
-    source = base64.b64encode(picture.getvalue()).decode()
-    name, said = html.escape(path.stem), html.escape(f"{sizes(one)}; {facts(one)}")
+    return scene(path.stem, path.name, program, walk, measured(Machine(), program.header.stages), seconds=False)
+
+
+def _row(one: Scene) -> str:
+    """A schedule's line of the table."""
+    workers = stats(one.program)["workers"]
+    weights = max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in workers)
+    name = html.escape(one.name)
+    numbers = (f"{one.latency:.4g}", f"{one.share()[:, 0].mean():.1%}", one.peak_activations().max(), weights)
+    cells = "".join(f"<td>{number}</td>" for number in numbers)
+    return f'<tr><td><a href="#{name}">{name}</a></td>{cells}</tr>'
+
+
+def _entry(one: Scene, folder: Path) -> str:
+    """A schedule's part of the page; its own page is written to `folder`."""
+    with output(str(folder / f"{one.name}.html")) as out:
+        out.write(page([one], usual([one]), transfers=False))
+    tied = "".join(f"; tied stages {' and '.join(map(str, stages))}" for stages in one.program.header.tied)
+    colour = "; colour is the stage" if usual([one]) == "stage" else ""
+    name, said = html.escape(one.name), html.escape(f"{sizes(one)}{tied}; {facts(one)}{colour}")
     lines = "".join(f"<p>{html.escape(line)}</p>" for line in _about(one))
-    image = f'<img alt="{name}: {said}" src="data:image/svg+xml;base64,{source}">'
-    return f'<section><h2><a href="{name}.html">{name}</a></h2><p class="facts">{said}</p>{lines}{image}</section>'
+    image = _image(f"{name}: {said}", lambda out: figure([one], out, "svg", usual([one]), WEIGHTS, bare=True))
+    link = f'<h2 id="{name}"><a href="{name}.html">{name}</a></h2>'
+    return f'<section>{link}<p class="facts">{said}</p>{lines}{image}</section>'
+
+
+def _image(alternative: str, draw: Callable[[BinaryIO], None]) -> str:
+    picture = io.BytesIO()
+    draw(picture)
+    source = base64.b64encode(picture.getvalue()).decode()
+    return f'<img alt="{alternative}" src="data:image/svg+xml;base64,{source}">'
 
 
 def _about(one: Scene) -> list[str]:

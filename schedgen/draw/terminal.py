@@ -50,14 +50,17 @@ def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[lis
         scale = float(int(scale))
     style = Style(by, [colours(look, numbered(scenes, by)) for look in LOOKS], colour)
     lines: list[list[Cell]] = []
+    shown: set[str] = set()  # characters in the rows
     for scene in scenes:
         if lines:
             lines.append([])
         lines += [[Cell(text)] for text in _wrap(_heading(scene), max(width, LEAST))]
-        lines += _rows(scene, scale, left, style)
+        rows = _rows(scene, scale, span, left, style)
+        shown.update(*(cell.text for row in rows for cell in row[1:-1]))
+        lines += rows
     lines.append([])
     dense = any(_dense(scene, scale) for scene in scenes)
-    lines += [[Cell(text)] for text in _wrap(_legend(scenes, by, colour, dense), max(width, LEAST))]
+    lines += [[Cell(text)] for text in _wrap(_legend(scenes, by if colour else "", shown, dense), max(width, LEAST))]
     return lines
 
 
@@ -97,18 +100,20 @@ def _width() -> int:
 
 
 def _heading(scene: Scene) -> list[str]:
-    idle = 1 - scene.share()[:, 0].mean()
-    return [f"{heading(scene)}.", f"Latency {amount(scene.latency, scene.seconds)}, idle {idle:.1%}."]
+    busy = scene.share()[:, 0].mean()
+    return [f"{heading(scene)}.", f"Latency {amount(scene.latency, scene.seconds)}, busy {busy:.1%}."]
 
 
-def _rows(scene: Scene, scale: float, left: int, style: Style) -> list[list[Cell]]:
+def _rows(scene: Scene, scale: float, span: float, left: int, style: Style) -> list[list[Cell]]:
     busy, peak = scene.share()[:, 0], scene.peak_activations()
-    columns = max(1, int(np.ceil(scene.makespan * scale - 1e-9)))
-    lines = [[Cell(" " * (left + columns + 1) + " busy peak")]]
+    columns, most = (max(1, int(np.ceil(time * scale - 1e-9))) for time in (scene.makespan, span))
+    lines = [[Cell(" " * (left + most + 1) + " busy peak")]]
     for rank in range(scene.program.header.workers):
         mine = np.flatnonzero(scene.bars.worker == rank)
         inner = (_mixed if _dense(scene, scale) else _jobs)(scene, mine, scale, columns, style)
-        lines.append([Cell(f"{rank:{left - 2}} |"), *inner, Cell(f"|{busy[rank]:5.0%}{peak[rank]:5}")])
+        lines.append(
+            [Cell(f"{rank:{left - 2}} |"), *inner, Cell(f"|{' ' * (most - columns)}{busy[rank]:5.0%}{peak[rank]:5}")]
+        )
     return lines
 
 
@@ -127,9 +132,9 @@ def _jobs(scene: Scene, mine: Numbers, scale: float, columns: int, style: Style)
             continue  # it is too short for a column, or another has it
         cells.append(Cell("." * (first - at)))
         look, stage, mb = LOOKS[bars.look[k]], int(bars.stage[k]), int(bars.mb[k])
-        index, number = (mb, stage) if style.by == "microbatch" else (stage, mb)
+        index = mb if style.by == "microbatch" else stage
         if style.colour:
-            text = _label(look.letter, number if mb >= 0 else -1, stop - first, " ")
+            text = _label(look.letter, mb, stop - first, " ")
             cells.append(Cell(text, look.ink, style.paints[bars.look[k]][max(index, 0)]))
         else:
             cells.append(Cell(_label(look.letter, mb, stop - first, "-")))
@@ -170,14 +175,18 @@ def _label(letter: str, number: int, width: int, filling: str) -> str:
     return text.ljust(width, filling)
 
 
-def _legend(scenes: Sequence[Scene], by: str, colour: bool, dense: bool) -> list[str]:
+def _legend(scenes: Sequence[Scene], by: str, shown: set[str], dense: bool) -> list[str]:
+    """Sentences that explain the rows; `by`: what colours say, if there are any; `shown`: what the rows consist of."""
     looks = sorted({look for scene in scenes for look in scene.looks})
-    words = [f"{LOOKS[look].letter} {LOOKS[look].words}" for look in looks]
-    other = "stage" if by == "microbatch" else "microbatch"
-    how = f"Colour: {by}; number: {other}." if colour else "Number: microbatch."
-    parts = [f"{'; '.join(words)}.", how, "Peak: activations held."]
+    parts = [f"{'; '.join(f'{LOOKS[look].letter} {LOOKS[look].words}' for look in looks)}."]
     if dense:
-        parts[1] = "A column shows the kind of job that takes most of it."
+        parts.append("A column shows the kind of job that takes most of it.")
+    signs = ["number: microbatch"] if shown & set("0123456789") else []
+    signs += [f"colour: {by}"] if by else []
+    signs += ["dots: idle"] if "." in shown else []
+    signs += ["dashes: the job goes on"] if "-" in shown else []
+    parts += [f"{'; '.join(signs).capitalize()}."] if signs else []
+    parts.append("Peak: activations held.")
     for scene in scenes:
         mean = scene.share().mean(axis=0)
         found = [f"{name} {share:.1%}" for name, share in zip(SHARES, mean, strict=True) if share > 0]
@@ -187,4 +196,4 @@ def _legend(scenes: Sequence[Scene], by: str, colour: bool, dense: bool) -> list
 
 
 def _wrap(parts: Sequence[str], width: int) -> list[str]:
-    return textwrap.wrap(" ".join(parts), width, break_long_words=False)
+    return textwrap.wrap(" ".join(parts), width, break_long_words=False, break_on_hyphens=False)

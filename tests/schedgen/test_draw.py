@@ -14,8 +14,8 @@ import pytest
 
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
-from schedgen.draw import scene
-from schedgen.draw.colours import LOOKS, colours, oklch
+from schedgen.draw import scene, usual
+from schedgen.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch
 from schedgen.events import simulated
 from schedgen.places import measured
 from schedgen.scheme import Sizes
@@ -118,12 +118,25 @@ def test_oklch_of_known_colours():
 def test_kinds_of_jobs_differ_without_colour_and_labels_can_be_read():
     jobs = [look for look in LOOKS if look.chroma]
     for look in jobs:
-        assert min(contrast(colour, look.ink) for colour in colours(look, 16)) > 3  # WCAG's least for large text
+        assert min(contrast(colour, look.ink) for colour in colours(look, 16)) > 4.5  # WCAG's least for text
     for a in jobs:
         for b in jobs:
             differ = min(contrast(*pair) for pair in zip(colours(a, 16), colours(b, 16), strict=True)) > 1.2
             assert a is b or differ or a.hatch != b.hatch
     assert len({look.letter for look in LOOKS}) == len(LOOKS)
+
+
+def test_why_a_worker_waits_can_be_seen():
+    assert min(contrast(colour, TRACK) for colour in SHARE_COLOURS) > 3  # WCAG's least for graphics
+    assert len({*SHARE_COLOURS, HELD, TRACK}) == len(SHARE_COLOURS) + 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "by"), [(("1f1b", Sizes(4, 8)), "microbatch"), (("zb-v", Sizes(8, 8)), "stage"),
+                      (("ddp", Sizes(4, 8, 8)), "stage"), (("chimera", Sizes(4, 8)), "stage")],
+)  # fmt: skip
+def test_colour_is_the_stage_where_a_worker_has_several(sizes, by):
+    assert usual([drawn(*sizes)]) == by and usual([drawn("gpipe", Sizes(4, 8)), drawn(*sizes)]) == by
 
 
 def test_microbatches_have_different_colours():
@@ -201,7 +214,7 @@ def test_a_terminal_gets_colour(schedules):
     red, green, blue = (int(first[at : at + 2], 16) for at in (1, 3, 5))
     assert f"48;2;{red};{green};{blue}mF0" in text
     bare = re.sub("\x1b\\[[0-9;]*m", "", text)
-    assert "0 |F0F0F0F0............B0  F0B0  " in bare  # the number is the stage: colour is the microbatch
+    assert "0 |F0F1F2F3............B0  F4B1  " in bare
     assert max(map(len, bare.splitlines())) <= 80
 
 
@@ -219,6 +232,16 @@ def test_two_schedules_have_one_time_axis(run, schedules, monkeypatch):
     first, second = (re.findall(r"^\d \|(.*)\|", part, flags=re.M) for part in both.split("\n\n")[:2])
     assert {len(row) for row in first} == {2 * 33} and {len(row) for row in second} == {2 * 27}
     assert "gpipe: 4 workers" in both and "zb-h1: 4 workers" in both
+    ends = {line.rindex("%") for line in both.splitlines() if re.match(r"\d \|", line)}
+    assert len(ends) == 1  # what stands on the right is one column
+
+
+def test_the_legend_explains_what_is_there(run, schedules, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    legend = " ".join(run("draw", schedules / "1f1b.json").out.split("\n\n")[1].split())
+    assert "Number: microbatch; dots: idle; dashes: the job goes on." in legend
+    legend = " ".join(run("draw", schedules / "zb-h1.json", "--cost", "F=1,I=1,W=1").out.split("\n\n")[1].split())
+    assert "dots" in legend and "dashes" not in legend
 
 
 def test_a_column_of_many_jobs_shows_the_kind_that_takes_most_of_it(run, tmp_path, monkeypatch):

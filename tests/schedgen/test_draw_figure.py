@@ -34,11 +34,33 @@ def test_an_svg_has_every_job_s_label_and_the_share_of_time(run, schedules):
     assert run("draw", schedules / "gpipe.json", "-o", file).code == 0
     said = texts(file)
     labels = Counter(text for text in said if re.fullmatch(r"[FB]\d", text))
-    assert labels == {f"{kind}{s}": 8 for kind in "FB" for s in range(4)}
-    assert said.count("73%") == 4 and "latency 33, idle 27.3%, peak 8 activations" in said
-    assert run("draw", schedules / "gpipe.json", "--by", "stage", "-o", file).code == 0
-    labels = Counter(text for text in texts(file) if re.fullmatch(r"[FB]\d", text))
     assert labels == {f"{kind}{b}": 4 for kind in "FB" for b in range(8)}
+    assert said.count("73%") == 4 and "latency 33, busy 72.7%, peak 8 activations" in said
+    assert "microbatch 0 to 7" in said
+    assert run("draw", schedules / "gpipe.json", "--by", "stage", "-o", file).code == 0
+    assert Counter(text for text in texts(file) if re.fullmatch(r"[FB]\d", text)) == labels
+    assert "stage 0 to 3; number: microbatch" in texts(file)
+
+
+def test_a_picture_of_many_jobs_is_wider_and_its_labels_fit(run, schedules):
+    """18 workers' worth of 36 forwards and backwards: letters go before numbers do."""
+    plan, file = schedules / "many.json", schedules / "a.svg"
+    assert run("compile", "1f1b", "--stages", 8, "--microbatches", 32, "-o", plan).code == 0
+    assert run("draw", plan, "-o", file).code == 0
+    width = float(re.search(r'width="([\d.]+)pt"', file.read_text())[1])
+    assert 9 * 72 < width <= 14 * 72
+    said = texts(file)
+    assert "B31" in said and "9" in said and "F9" not in said
+    unit = (width - 72 * (0.42 + 1.7)) / 117  # (32 + 8 - 1) (1 + 2)
+    for text in {text for text in said if re.fullmatch(r"[FB]?\d+", text) and text in ("B31", "9")}:
+        assert points(text) < unit * (2 if text[0] == "B" else 1)
+
+
+def points(text):
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    return TextPath((0, 0), text, size=6.5, prop=FontProperties(family="DejaVu Sans")).get_extents().width
 
 
 def test_kinds_of_jobs_are_told_apart_by_hatching(run, schedules):
