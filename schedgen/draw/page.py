@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedgen.check.lives import SAVED
 from schedgen.draw import LOOK, Scene, numbered, titles
-from schedgen.draw.colours import LOOKS, SHARE_COLOURS, TRANSFER_COLOURS, colours
+from schedgen.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.file import line_of
 from schedgen.held import Held
 from schedgen.idle import MEANING, SHARES
@@ -58,6 +58,8 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "shares": SHARES,
         "shareWords": MEANING,
         "shareColours": SHARE_COLOURS,
+        "held": HELD,
+        "grey": OVERHEAD,
         "transferColours": TRANSFER_COLOURS,
         "causes": [cause.replace("_", " ") for cause in CAUSES],
         "kinds": [KIND_NAME.get(kind, "") for kind in Kind],

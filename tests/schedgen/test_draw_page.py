@@ -20,6 +20,7 @@ from schedgen.streams import checked
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRIVER = shutil.which("chromedriver")
+CONTROL = 2  # of CDP's modifiers
 
 
 def unpacked(text):
@@ -101,10 +102,11 @@ def test_the_gallery_has_every_schedule_and_stands_alone(schedules, tmp_path):
     folder = tmp_path / "gallery"
     assert gallery.main([str(folder), str(schedules / "1f1b.json"), str(schedules / "gpipe.json")]) == 0
     text = (folder / "index.html").read_text()
-    assert re.findall(r'<a href="(.*?)"', text) == ["1f1b.html", "gpipe.html"]
+    assert re.findall(r'<a href="(.*?)"', text) == ["#1f1b", "#gpipe", "1f1b.html", "gpipe.html"]
     assert sorted(file.name for file in folder.iterdir()) == ["1f1b.html", "gpipe.html", "index.html"]
-    assert text.count('src="data:image/svg+xml;base64,') == 2
-    assert "4 workers, 4 stages, 8 microbatches; latency 33, idle 27.3%, peak 8 activations" in text
+    assert text.count('src="data:image/svg+xml;base64,') == 3  # and the legend
+    assert "4 workers, 4 stages, 8 microbatches; latency 33, busy 72.7%, peak 8 activations" in text
+    assert '<a href="#gpipe">gpipe</a></td><td>33</td><td>72.7%</td><td>8</td><td>1</td>' in text
     assert gallery.main([str(folder), str(tmp_path / "missing.json")]) == 1
 
 
@@ -188,7 +190,7 @@ def test_a_browser_shows_hovers_zooms_and_pans(page, schedules, show, tmp_path):
     whole = shown.view()
     assert whole == [0, 33]
     place = shown.ask(f"schedgen.where(0, {jobs[20]})")
-    shown.mouse("mouseWheel", place["x"], place["y"], deltaX=0, deltaY=-600)
+    shown.mouse("mouseWheel", place["x"], place["y"], deltaX=0, deltaY=-600, modifiers=CONTROL)
     near = shown.moved(whole)
     assert near[0] > 0 and near[1] < 33
     assert shown.ask(f"schedgen.where(0, {jobs[20]})")["x"] == pytest.approx(place["x"], abs=2)  # stays under it
@@ -260,8 +262,39 @@ def test_a_large_schedule_is_shown_and_found_under_the_pointer(run, page, schedu
     shown.switch("transfers", "true")
     for _ in range(12):
         place, before = shown.ask(f"schedgen.where(0, {row})"), shown.view()
-        shown.mouse("mouseWheel", place["x"], place["y"], deltaX=0, deltaY=-400)
+        shown.mouse("mouseWheel", place["x"], place["y"], deltaX=0, deltaY=-400, modifiers=CONTROL)
         shown.moved(before)
     shown.switch("transfers", "false")
     assert str(program.instruction(row)) in shown.hover(0, row)
+    assert not shown.complaints()
+
+
+def test_the_wheel_scrolls_the_page_until_a_part_is_seen(run, page, schedules, show):
+    file = schedules / "tall.json"
+    assert run("compile", "1f1b", "--stages", 128, "--microbatches", 4, "-o", file).code == 0
+    page(file)
+    shown = show(schedules / "page.html")
+    assert shown.ask("document.getElementById('stage').clientHeight") > 128 * 0.5 * 12.5  # no row is hidden
+    place, whole = {"x": 500, "y": 400}, shown.view()
+    shown.mouse("mouseWheel", **place, deltaX=0, deltaY=300)
+    shown.until("scrollY > 200")
+    assert shown.view() == whole
+    shown.mouse("mouseWheel", **place, deltaX=0, deltaY=-300, modifiers=CONTROL)
+    near, scrolled = shown.moved(whole), shown.ask("scrollY")
+    shown.mouse("mouseWheel", **place, deltaX=0, deltaY=-100)
+    shown.moved(near)
+    assert shown.ask("scrollY") == scrolled
+    assert not shown.complaints()
+
+
+def test_buttons_and_keys_change_the_height_of_rows(page, schedules, show):
+    page(schedules / "1f1b.json")
+    shown = show(schedules / "page.html")
+    height = "document.getElementById('stage').clientHeight"
+    before = shown.ask(height)
+    shown.browser.execute_script("document.getElementById('taller').click()")
+    shown.until(f"{height} > {before}")
+    taller = shown.ask(height)
+    shown.browser.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": "keyDown", "key": "[", "text": "["})
+    shown.until(f"{height} < {taller}")
     assert not shown.complaints()

@@ -6,7 +6,11 @@ function messages(scene, wanted) {
   return found;
 }
 
-const middleOf = (scene, rank) => barTop(scene.y[rank]) + barHeight(scene.y[rank]) / 2;
+/** Where an arrow touches a worker's bars: at the edge that is nearer to the other worker's. */
+function edgeOf(scene, rank, other) {
+  const lane = scene.y[rank];
+  return barTop(lane) + (lane.y < scene.y[other].y ? barHeight(lane) : 0);
+}
 
 /** Arrows from where SENDs start to where their messages are; one stroke a kind. */
 function arrows(c, scene, list, width) {
@@ -14,7 +18,8 @@ function arrows(c, scene, list, width) {
   for (const k of list) {
     const row = scene.send[k], x0 = X(scene.start[row]), x1 = X(scene.arrival[k]);
     if (x1 < box.left || x0 > box.right) continue;
-    (byKind[scene.kind[row]] ||= []).push([x0, middleOf(scene, scene.rank[row]), x1, middleOf(scene, scene.peer[row])]);
+    const from = scene.rank[row], to = scene.peer[row];
+    (byKind[scene.kind[row]] ||= []).push([x0, edgeOf(scene, from, to), x1, edgeOf(scene, to, from)]);
   }
   for (const kind in byKind) {
     const lines = byKind[kind];
@@ -44,17 +49,5 @@ function drawTransfers(scene) {
   const seen = messages(scene, (row, _, k) => scene.arrival[k] >= view.from && scene.start[row] <= view.to);
   const every = Math.ceil(seen.length / MOST_ARROWS);
   arrows(pen, scene, every > 1 ? seen.filter(k => scene.mb[scene.send[k]] % every <= 0) : seen, 1);
-  if (every > 1) note(`messages of every ${every}th microbatch; zoom in to see all`);
-}
-
-function note(words) {
-  const { em, right, height } = box;
-  pen.font = `${0.9 * em}px ${family()}`;
-  pen.textAlign = "right";
-  pen.textBaseline = "alphabetic";
-  const wide = pen.measureText(words).width;
-  pen.fillStyle = "#ffffffe6";
-  pen.fillRect(right - wide - 1.4 * em, height - 2 * em, wide + 1.2 * em, 1.6 * em);
-  pen.fillStyle = INK;
-  pen.fillText(words, right - 0.8 * em, height - 0.85 * em);
+  if (every > 1) notes.push(`messages of 1 microbatch in ${every}: zoom in to see all`);
 }

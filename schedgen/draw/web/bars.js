@@ -25,7 +25,10 @@ function paint(scene, row, kind) {
   return paints[show.by][kind][Math.max(index, 0)];
 }
 
+let notes = [];  // what the picture leaves out
+
 function draw() {
+  notes = [];
   const began = performance.now();
   layout();
   const { em, left, right, width, height, axis } = box;
@@ -46,7 +49,9 @@ function draw() {
   pen.restore();
   for (const lane of lanes) if (visible(lane)) drawMargins(lane);
   pen.restore();
+  if (box.content > box.height - box.axis) notes.push("some workers are hidden: drag to see them");
   drawAxis();
+  overlay.style.touchAction = whole() ? "pan-y" : "none";
   drawSeen();
   window.schedgen.frame = performance.now() - began;
   window.schedgen.frames++;
@@ -82,10 +87,14 @@ function drawAxis() {
     pen.fillRect(Math.round(x), axis - 0.45 * em, 1, 0.35 * em);
   }
   pen.textAlign = "left";
+  pen.fillText(seconds ? "time" : "time, in units of the costs", left - 0.4 * em, 1.05 * em);
   pen.fillText("worker", 0, axis - 0.75 * em);
   pen.fillText("share of time", right + 0.9 * em, axis - 0.75 * em);
   pen.textAlign = "right";
+  pen.fillText("busy", right + 9.5 * em, axis - 0.75 * em);
   if (show.memory !== "off") pen.fillText("peak", box.width, axis - 0.75 * em);
+  pen.fillStyle = INK;
+  pen.fillText(notes.join("; "), right, 1.05 * em);
 }
 
 function drawLane(lane) {
@@ -153,7 +162,7 @@ function drawWaits({ waits }, y, h) {
 
 function drawBars({ scene, bars }, y, h) {
   const { em } = box, size = Math.min(0.86 * em, h * 0.62), labels = h > 0.85 * em;
-  const ratio = devicePixelRatio || 1, other = show.by === "microbatch" ? scene.stage : scene.mb;
+  const ratio = devicePixelRatio || 1;
   if (labels) {
     pen.font = `${size}px ${family()}`;
     pen.textAlign = "center";
@@ -178,9 +187,9 @@ function drawBars({ scene, bars }, y, h) {
       pen.fillRect(a, y, b - a, h);
     }
     if (!labels || wide < 1.6 * digit) continue;
-    const text = looks[kind].letter + (scene.mb[row] < 0 ? "" : other[row]);
+    const { letter } = looks[kind], number = scene.mb[row] < 0 ? "" : String(scene.mb[row]);
     const s0 = Math.max(a, box.left), s1 = Math.min(b, box.right);
-    const fits = (text.length + 0.6) * digit < s1 - s0 ? text : 1.5 * digit < s1 - s0 ? looks[kind].letter : "";
+    const fits = [letter + number, number].find(text => (text.length + 0.6) * digit < s1 - s0);
     pen.fillStyle = looks[kind].ink;
     if (fits) pen.fillText(fits, (s0 + s1) / 2, y + h / 2 + size * 0.06);
   }

@@ -1,4 +1,4 @@
-// Moving about: the wheel zooms, with Shift it pans, with Alt rows grow; dragging pans; keys do the same.
+// Moving about: Ctrl and the wheel zoom, as does the wheel alone once only a part is seen; until then it scrolls the page.
 
 function zoom(factor, x) {
   const time = T(Math.min(Math.max(x, box.left), box.right)), part = (time - view.from) / (view.to - view.from);
@@ -17,6 +17,8 @@ function pan(x, y) {
   limit();
   redraw();
 }
+
+const GROWTH = 1.25;
 
 function grow(factor) {
   view.row = Math.min(Math.max((view.row || box.fit) * factor, 0.45 * box.em), 14 * box.em);
@@ -49,24 +51,32 @@ for (const end of ["pointerup", "pointercancel"])
   overlay.addEventListener(end, event => { pointers.delete(event.pointerId); overlay.classList.remove("dragging"); });
 overlay.addEventListener("pointerleave", quiet);
 overlay.addEventListener("dblclick", fit);
+let zoomed = 0;  // when the wheel did last: what is left of a gesture that ends at all of the time must not scroll
 overlay.addEventListener("wheel", event => {
+  const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  const asked = event.ctrlKey || event.metaKey || event.altKey || event.shiftKey || sideways;
+  if (whole() && !asked && event.timeStamp - zoomed > 300) return;
   event.preventDefault();
+  zoomed = event.timeStamp;
   const unit = event.deltaMode ? 16 : 1, x = event.deltaX * unit, y = event.deltaY * unit;
   if (event.altKey) grow(Math.exp(-y * 0.002));
   else if (event.shiftKey) pan(x || y, 0);
-  else if (Math.abs(x) > Math.abs(y)) pan(x, 0);
-  else zoom(Math.exp(y * (event.ctrlKey ? 0.008 : 0.0016)), point(event).x);
+  else if (sideways) pan(x, 0);
+  else zoom(Math.exp(Math.min(Math.max(y * (event.ctrlKey ? 0.008 : 0.0016), -0.6), 0.6)), point(event).x);
   tell(event);
 }, { passive: false });
-overlay.addEventListener("keydown", event => {
+document.addEventListener("keydown", event => {
   const middle = (box.left + box.right) / 2, step = 0.15 * (box.right - box.left), em = box.em;
+  const arrows = {
+    ...!whole() && { ArrowLeft: () => pan(-step, 0), ArrowRight: () => pan(step, 0) },
+    ...box.content > box.height - box.axis && { ArrowUp: () => pan(0, -3 * em), ArrowDown: () => pan(0, 3 * em) },
+  };
   const does = {
-    ArrowLeft: () => pan(-step, 0), ArrowRight: () => pan(step, 0),
-    ArrowUp: () => pan(0, -3 * em), ArrowDown: () => pan(0, 3 * em),
+    ...!event.target.matches("input") && arrows,
     "+": () => zoom(0.7, middle), "=": () => zoom(0.7, middle), "-": () => zoom(1 / 0.7, middle),
-    "[": () => grow(0.8), "]": () => grow(1.25), 0: fit,
+    "[": () => grow(1 / GROWTH), "]": () => grow(GROWTH), 0: fit,
   }[event.key];
-  if (!does || event.ctrlKey || event.metaKey) return;
+  if (!does || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   does();
 });

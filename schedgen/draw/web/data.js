@@ -5,7 +5,7 @@ const $ = id => document.getElementById(id);
 const read = JSON.parse($("scenes").textContent);
 const { looks, paints, shares, shareWords, shareColours, transferColours, kinds, operands, causes } = read;
 const show = { by: read.by, memory: read.memory, transfers: read.transfers, causes: true, order: read.order };
-const INK = "#1c2430", SOFT = "#5b6675", TRACK = "#f3f5f8", HELD = "#a9b4c4", GREY = "#9aa3af";
+const INK = "#1c2430", SOFT = "#5b6675", TRACK = "#f3f5f8", HELD = read.held, GREY = read.grey;
 
 async function columns() {
   const bytes = Uint8Array.from(atob($("columns").textContent), letter => letter.charCodeAt(0));

@@ -2,7 +2,7 @@
 
 function facts({ latency, seconds, mean, most }) {
   const peak = count(most.activations, "activation");
-  return `latency ${amount(latency, seconds)}, idle ${percent(1 - mean[0])}, peak ${peak}`;
+  return `latency ${amount(latency, seconds)}, busy ${percent(mean[0])}, peak ${peak}`;
 }
 
 function choice(name, label, options) {
@@ -18,6 +18,13 @@ function choice(name, label, options) {
     redraw();
   });
   $("controls").append(set);
+}
+
+function button(id, words, title, click) {
+  const one = document.createElement("button");
+  Object.assign(one, { type: "button", id, textContent: words, title });
+  one.addEventListener("click", click);
+  $("controls").append(one);
 }
 
 /** A small canvas with a colour, or several side by side, and a hatching. */
@@ -48,7 +55,7 @@ function heading() {
 
 function legend() {
   heading();
-  const area = $("legend"), number = paints[show.by][0].length, other = show.by === "microbatch" ? "stage" : "microbatch";
+  const area = $("legend"), number = paints[show.by][0].length;
   const entry = (canvas, html, title = "") => {
     const span = document.createElement("span");
     span.innerHTML = html;
@@ -61,7 +68,7 @@ function legend() {
     if (read.scenes.some(scene => scene.looks.includes(kind)))
       entry(swatch(paints[show.by][kind][0], look.hatch), `<b>${look.letter}</b> ${look.words}`);
   });
-  entry(swatch(paints[show.by][0], "", 6), `${show.by} 0 to ${number - 1}; numbers: ${other}`);
+  entry(swatch(paints[show.by][0], "", 6), `${show.by} 0 to ${number - 1}${show.by === "stage" ? "; numbers: microbatch" : ""}`);
   if (show.memory !== "off") entry(swatch(HELD), `${show.memory === "activations" ? "activations" : units()} held`);
   if (show.transfers) {
     const sent = new Set(read.scenes.flatMap(scene => Array.from(scene.send, row => scene.kind[row])));
@@ -70,8 +77,13 @@ function legend() {
   const row = document.createElement("span");
   row.className = "break";
   area.append(row);
+  if (read.scenes.length > 1) {
+    const whose = document.createElement("span");
+    whose.textContent = `Time, ${read.scenes.map(scene => scene.name).join(" / ")}:`;
+    area.append(whose);
+  }
   shares.forEach((name, i) => {
-    const each = [...new Set(read.scenes.map(scene => percent(scene.mean[i])))];
+    const each = read.scenes.map(scene => percent(scene.mean[i]));
     if (used(i)) entry(swatch(shareColours[i], "", 0.85), `${name} <b>${each.join(" / ")}</b>`, shareWords[i]);
   });
 }
@@ -86,15 +98,13 @@ function table(scene) {
     row("td", [who, ...only(parts).map(percent), peak.activations, held(peak.bytes, "bytes")]);
   const head = row("th", ["worker", ...only(shares), "peak<br>activations", `peak<br>${units()}`]);
   const rows = scene.lanes.map(({ rank, peak }) => body(rank, scene.shares[rank], peak)).join("");
-  return `<h2>Time of every worker: ${escape(scene.name)}</h2><table><thead>${head}</thead><tbody>${rows}</tbody>
-    <tfoot>${body("all", scene.mean, scene.most)}</tfoot></table>`;
+  return `<h2>Time of every worker: ${escape(scene.name)}</h2><div class="wide"><table><thead>${head}</thead><tbody>${rows}</tbody>
+    <tfoot>${body("all", scene.mean, scene.most)}</tfoot></table></div>`;
 }
 
 function below() {
   const meanings = shares.map((name, i) => used(i) ? `<dt>${name}</dt><dd>${shareWords[i]}</dd>` : "").join("");
-  $("below").innerHTML = read.scenes.map(table).join("") + `<h2>Where time goes</h2><dl>${meanings}</dl>
-    <p>The wheel zooms, with Shift it pans, with Alt rows grow; dragging pans, a double click shows all.
-    Keys: arrows, + and &minus;, [ and ], 0.</p>`;
+  $("below").innerHTML = read.scenes.map(table).join("") + `<h2>Where time goes</h2><dl>${meanings}</dl>`;
 }
 
 async function main() {
@@ -109,12 +119,9 @@ async function main() {
   choice("transfers", "Transfers", [["false", "Off"], ["true", "On"]]);
   choice("causes", "Idle", [["false", "Plain"], ["true", "By cause"]]);
   if (many) choice("order", "Rows", [["schedule", "By schedule"], ["worker", "By worker"]]);
-  const button = document.createElement("button");
-  button.type = "button";
-  button.id = "fit";
-  button.textContent = "Fit";
-  button.addEventListener("click", fit);
-  $("controls").append(button);
+  button("lower", "Rows \u2212", "lower rows", () => grow(1 / GROWTH));
+  button("taller", "Rows +", "taller rows", () => grow(GROWTH));
+  button("fit", "Fit", "all of the time", fit);
   view.to = span;
   layout();
   legend();

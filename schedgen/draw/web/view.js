@@ -2,6 +2,7 @@
 
 const base = $("base"), overlay = $("overlay"), pen = base.getContext("2d"), marker = overlay.getContext("2d");
 const view = { from: 0, to: 1, row: 0, top: 0 };
+const TALLEST = 4096;  // pixels of the picture; rows that do not fit into it are scrolled inside it
 let box = {}, lanes = [], seen = null;
 let span = 1;
 
@@ -27,13 +28,13 @@ function layout() {
   const names = groups ? Math.max(...read.scenes.map(scene => pen.measureText(scene.name).width)) + 0.8 * em : 0;
   const width = $("stage").clientWidth;
   const margin = show.memory === "bytes" && read.sized ? 15 : 12.5;
-  box = { em, width, axis: 2.1 * em, family: typeface };
+  box = { em, width, axis: 3.3 * em, family: typeface };
   box.left = Math.round(4 * em + names);
   box.right = Math.round(width - margin * em);
   const rows = lanes.filter(lane => lane.scene).length;
   const fixed = lanes.reduce((sum, lane) => sum + (lane.space || 0) * em, 0);
   const room = Math.max(innerHeight - $("stage").offsetTop - 1.2 * em - box.axis, 12 * em);
-  box.fit = Math.min(Math.max((room - fixed - 0.6 * em) / rows, 0.55 * em), 6.2 * em);
+  box.fit = Math.min(Math.max((room - fixed - 0.6 * em) / rows, 0.55 * em), 9 * em);
   const row = view.row || box.fit;
   let y = 0.3 * em;
   for (const lane of lanes) {
@@ -42,7 +43,7 @@ function layout() {
     y += lane.height;
   }
   box.content = y + 0.3 * em;
-  box.height = box.axis + Math.min(box.content, room);
+  box.height = Math.min(box.axis + box.content, Math.max(box.axis + room, TALLEST));
   $("stage").style.height = `${box.height}px`;
   const ratio = devicePixelRatio || 1;
   for (const canvas of [base, overlay])
@@ -58,6 +59,7 @@ function layout() {
 }
 
 const family = () => box.family;
+const whole = () => view.to - view.from >= span * (1 - 1e-9);  // whether all of the time is seen
 
 function limit() {
   const least = span * 1e-6, wide = Math.min(Math.max(view.to - view.from, least), span);
