@@ -119,13 +119,13 @@ def _save(drawing: Figure, out: BinaryIO, form: str) -> None:
 def _width(scenes: Sequence[Scene], span: float) -> float:
     """Inches of the picture: so many that most jobs have room for letter and number, within bounds."""
     shortest = min(float(np.median(scene.bars.length)) for scene in scenes)
-    longest = max(_points(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
+    longest = max(text_width(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
     return min(max(LEFT + RIGHT + span / shortest * (longest + 2) / 72, NARROWEST), WIDEST)
 
 
 @cache
-def _points(text: str, size: float) -> float:
-    """The width of a text."""
+def text_width(text: str, size: float) -> float:
+    """In points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
@@ -141,7 +141,7 @@ def _labels(scene: Scene, row: float, wide: float) -> list[tuple[int, str]]:
     for k in np.flatnonzero(bars.length * wide > 0.85 * LABEL).tolist():
         letter, number = LOOKS[bars.look[k]].letter, str(bars.mb[k])
         texts = (letter + number, number) if bars.mb[k] >= 0 else (letter,)
-        fits = [text for text in texts if _points(text, LABEL) + 1 < bars.length[k] * wide]
+        fits = [text for text in texts if text_width(text, LABEL) + 1 < bars.length[k] * wide]
         found += [(k, text) for text in fits[:1]]
     return found
 
@@ -284,7 +284,7 @@ class Entry(NamedTuple):
     @property
     def width(self) -> float:
         """Inches, with what is left free behind it."""
-        return self.swatch + 0.05 + _points(self.words, SMALL) / 72 + 0.18
+        return self.swatch + 0.05 + text_width(self.words, SMALL) / 72 + 0.18
 
 
 def _legends(

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from schedgen.plot import Box, spread
 from schedgen.schemes import SCHEMES
 
 SIZES = ("--stages", "8", "--microbatches", "8", "--workers", "4")
@@ -111,6 +112,17 @@ def test_the_table_and_the_plot_say_the_same(small, run, tmp_path):
         assert words.count(label(row)) >= 2, row  # once in each panel
     assert "lower bound" in words and "latency" in words
     assert run("compare", *SMALL, "-o", "-").out.encode() == path.read_bytes()  # the same every time
+
+
+def test_labels_of_points_that_are_near_do_not_meet():
+    pytest.importorskip("matplotlib")
+    points = [(100.0, 100.0 + 4 * k) for k in range(8)] + [(103.0, 100.0), (390.0, 20.0)]
+    sizes, area = [(40.0, 8.6), (60.0, 17.2)] * 5, Box(0, 0, 400, 300)
+    boxes = spread(points, sizes, area)
+    assert [(box.width, box.height) for box in boxes] == sizes and all(box.within(area) for box in boxes)
+    for k, box in enumerate(boxes):
+        assert not any(box.meets(other) for other in boxes[:k])
+    assert boxes[-1].left + boxes[-1].width < 390  # there is no room on the right
 
 
 def test_what_cannot_be_compared_is_one_sentence(run, refused, monkeypatch, tmp_path):
