@@ -51,7 +51,7 @@ for (const end of ["pointerup", "pointercancel"])
   overlay.addEventListener(end, event => { pointers.delete(event.pointerId); overlay.classList.remove("dragging"); });
 overlay.addEventListener("pointerleave", quiet);
 overlay.addEventListener("dblclick", fit);
-let zoomed = 0;  // when the wheel did last: what is left of a gesture that ends at all of the time must not scroll
+let zoomed = -Infinity;  // when the wheel did last: what is left of a gesture that ends at all of the time must not scroll
 overlay.addEventListener("wheel", event => {
   const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
   const asked = event.ctrlKey || event.metaKey || event.altKey || event.shiftKey || sideways;
