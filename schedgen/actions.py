@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.errors import RefusedFile, clip
+from schedgen.errors import RefusedFile, UsageError, clip
 from schedgen.program import DIRECTIONS, B, F, Op, Program, W
 from schedgen.scheme import Scheme, Sizes
 
@@ -27,7 +27,12 @@ _SEVERAL = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def write_actions(program: Program) -> str:
-    """The jobs of every rank, in the order of its list; a RECOMPUTE is no action of torch's and is left out."""
+    """The jobs of every rank, in the order of its list; a RECOMPUTE is no action of torch's and is left out.
+
+    Raises UsageError where weights have versions, which torch's schedules have not.
+    """
+    if program.header.versions:
+        raise UsageError(f"torch's CSV has no versions of weights, which --updates {program.header.updates} makes")
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
     for rank in range(program.header.workers):

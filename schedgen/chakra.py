@@ -25,7 +25,7 @@ from schedgen.cost import Amount, Machine
 from schedgen.errors import UsageError
 from schedgen.events import name
 from schedgen.places import measured
-from schedgen.program import COMPUTE, Header, Instruction, Kind, Op, Program
+from schedgen.program import COMPUTE, VERSIONED, Header, Instruction, Kind, Op, Program
 from schedgen.simulate import simulate
 
 VERSION = "1.0.0"
@@ -131,7 +131,8 @@ def dependencies(header: Header, listed: Sequence[Instruction]) -> Iterator[tupl
 def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
     """What an instruction reads, and what it defines or changes."""
     s, b = i.stage, i.mb
-    weights, gradient, saved, half = (Kind.W, s), (Kind.DW, s), ("saved", s, b), ("half", s, b)
+    version = i.peer if i.op in (*VERSIONED, Op.FREE) else -1
+    weights, gradient, saved, half = (Kind.W, s, version), (Kind.DW, s), ("saved", s, b), ("half", s, b)
     inputs: list[Name] = []
     back: list[Name] = []
     given: list[Name] = []
@@ -139,7 +140,11 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
         inputs = [weights, *((Kind.X, p, b) for p in header.producers[s])]
         back = [*inputs, saved, *((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])]
         given = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
-    named: Name = (i.kind, s, b, i.via) if i.kind == Kind.G else (i.kind, s, b) if i.kind == Kind.X else (i.kind, s)
+    named: Name = (i.kind, s)
+    if i.kind in (Kind.X, Kind.G):
+        named = (i.kind, s, b, i.via) if i.kind == Kind.G else (i.kind, s, b)
+    elif i.kind == Kind.W:
+        named = weights
     partial: Name = ("partial", s, i.peer)
     match i.op:
         case Op.FWD:
@@ -164,7 +169,7 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
         case Op.ALLREDUCE:
             return [gradient], [gradient]
         case Op.STEP:
-            return [weights, gradient], [weights]
+            return [(Kind.W, s, max(version - 1, -1)), gradient], [weights]
     return [], []  # NORM
 
 

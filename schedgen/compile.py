@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 import schedgen
+from schedgen.check import check
 from schedgen.cost import durations
-from schedgen.errors import UsageError
+from schedgen.errors import RefusedFile, UsageError
 from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
 from schedgen.passes import lower
@@ -108,7 +109,24 @@ def compile_scheme(
     several = {owners for owners in header.owners if len(owners) > 1}
     several |= {header.sharers(tie) for tie in range(len(header.tied))}
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
-    return lower(replace(header, groups=groups), start, Options(whole, paired, redo, weight_slots, fan_out, prefetch))
+    options = Options(whole, paired, redo, weight_slots, fan_out, prefetch)
+    program = lower(replace(header, groups=groups), start, options)
+    if header.versions and several:
+        _goes(program)
+    return program
+
+
+def _goes(program: Program) -> None:
+    """Sums in the middle of a list hold up jobs that the order in time does not wait for."""
+    try:
+        check(program)
+    except RefusedFile as error:
+        if "(rule 4: " not in str(error) and "(rule 6: " not in str(error):
+            raise
+        raise UsageError(
+            f"--updates {program.header.updates}: in this order sums of different stages wait for one another: "
+            "a worker that shares a stage with others should have no other stage, or the same order as they"
+        ) from None
 
 
 def _ties(tied: Collection[Sequence[int]], stages: int) -> tuple[tuple[int, ...], ...]:

@@ -107,6 +107,7 @@ def _rounds(subject: Subject, steps: Steps) -> None:
     for missing in np.flatnonzero(np.bincount(pair, minlength=len(wanted)) < wanted)[:1]:
         rank, stage = np.argwhere(steps.pair == missing)[0].tolist()
         subject.refuse_rank(5, rank, f"an ALLREDUCE of dw.{stage} is missing")
+    _freed(subject, steps, np.concatenate([backwards, sums]))
     # Behind the backwards of its update: no backward of it stands between the sum and its step.
     mine = steps.pair[subject.rank[backwards], subject.stage[backwards]]
     last = np.full(len(steps.rows), -1, np.int64)
@@ -116,6 +117,30 @@ def _rounds(subject: Subject, steps: Steps) -> None:
     ends = np.full((subject.header.workers, subject.header.stages), -1, np.int32)
     np.maximum.at(ends, (subject.rank[steps.rows], subject.stage[steps.rows]), steps.rows)
     norms(subject, ends, np.full_like(ends, -1))
+
+
+def _freed(subject: Subject, steps: Steps, adds: Numbers) -> None:
+    """Each sum is freed behind its step, before anything adds to the next; the newest weights never.
+
+    The last sum, and what was freed before it is there, are left to rule 7.
+    """
+    frees = subject.having(Op.FREE)
+    weights, frees = (frees[subject.kind[frees] == kind] for kind in (Kind.W, Kind.DW))
+    pair = steps.pair[subject.rank[weights], subject.stage[weights]]
+    for row in weights[(pair >= 0) & (subject.peer[weights] == steps.counts[pair])][:1]:
+        subject.refuse(7, int(row), "no step follows: these weights stay")
+    pair = steps.pair[subject.rank[frees], subject.stage[frees]]
+    frees, pair = frees[pair >= 0], pair[pair >= 0]
+    order = np.argsort(pair, kind="stable")
+    frees, pair = frees[order], pair[order]
+    place = np.arange(len(frees)) - np.searchsorted(pair, pair)
+    for row in frees[steps.before(pair, frees) <= place][:1]:
+        subject.refuse(5, int(row), "this sum has not been stepped with")
+    keys = pair * (steps.length + 1) + frees
+    pair = steps.pair[subject.rank[adds], subject.stage[adds]]
+    freed = np.searchsorted(keys, pair * (steps.length + 1) + adds) - np.searchsorted(keys, pair * (steps.length + 1))
+    for row in np.sort(adds[freed < steps.before(pair, adds)])[:1]:
+        subject.refuse(5, int(row), f"dw.{subject.stage[row]} still holds the gradient of the step before")
 
 
 def _versions(subject: Subject, steps: Steps) -> None:

@@ -53,8 +53,14 @@ def update(program: Program, options: Options) -> Program:
     peer = table.peer.copy()
     peer[jobs] = version[table.stage[jobs], table.mb[jobs]]
     program = Program(header, table._replace(peer=peer), program.time)
-    last = np.full((header.stages, header.workers, header.versions), -1, np.int64)
-    np.maximum.at(last, (table.stage[jobs], table.rank[jobs], peer[jobs]), jobs)
+    # By owner and version, one owner's behind another's: the last job that uses it.
+    begin = np.full((header.stages, header.workers), -1, np.int64)
+    count = 0
+    for (rank, stage), updates in found.items():
+        begin[stage, rank] = count
+        count += len(updates.steps) + 1
+    last = np.full(count, -1, np.int64)
+    np.maximum.at(last, begin[table.stage[jobs], table.rank[jobs]] + peer[jobs], jobs)
     groups = {group: index for index, group in enumerate(header.groups)}
     fields: list[Field] = []
     for (rank, stage), (sums, steps) in found.items():
@@ -64,8 +70,8 @@ def update(program: Program, options: Options) -> Program:
                 fields.append((Op.ALLREDUCE, rank, Kind.DW, stage, groups[owners], summed))
             fields.append((Op.STEP, rank, Kind.NONE, stage, k + 1, stepped))
             fields.append((Op.FREE, rank, Kind.DW, stage, -1, stepped))
-            if last[stage, rank, k] > stepped:
-                fields.append((Op.FREE, rank, Kind.W, stage, k, int(last[stage, rank, k])))
+            if last[begin[stage, rank] + k] > stepped:
+                fields.append((Op.FREE, rank, Kind.W, stage, k, int(last[begin[stage, rank] + k])))
     everyone = groups[tuple(range(header.workers))]
     fields += [(Op.NORM, rank, Kind.NONE, -1, everyone, len(program) - 1) for rank in range(header.workers)]
     op, rank_, kind, stage_, peer_, after = np.array(fields, np.int64).T
@@ -95,15 +101,15 @@ def _of_owner(header: Header, rank: int, stage: int, done: Places, ended: Places
     np.minimum.at(first, b[mine] // size, done[mine])
     before = np.minimum.accumulate(np.append(first[1:], first.dtype.type(2**62))[::-1])[::-1]  # the next round's first
     sums = np.where(own < 0, whole, own)
-    steps = np.minimum(np.maximum(whole, sums), before - 1)
-    sums = np.minimum(sums, steps)
+    steps = np.maximum.accumulate(np.minimum(np.maximum(whole, sums), before - 1))
+    sums = np.clip(sums, np.append(-1, steps[:-1]), steps)  # behind the step before
     if (own > steps).any():
         k = int(np.argmax(own > steps))
         raise UsageError(
             f"--updates {header.updates}: worker {rank} does a backward of stage {stage} that belongs to update "
             f"{k + 1} behind one of a later update: backwards of a stage go in the order of the microbatches"
         )
-    return Updates(np.maximum.accumulate(sums), np.maximum.accumulate(steps))
+    return Updates(sums, steps)
 
 
 def _entered(header: Header, newest: Places) -> Places:
@@ -116,4 +122,9 @@ def _entered(header: Header, newest: Places) -> Places:
     first = [stage for stage, producers in enumerate(header.producers) if not producers]
     known = (newest[first] * sizes[first, None]).min(axis=0)
     entered: Places = np.minimum(known // sizes[:, None], -(-header.microbatches // sizes)[:, None])
+    for s, b in np.argwhere(entered > newest)[:1].tolist():
+        raise UsageError(
+            f"--updates {header.updates}: microbatch {b} enters with version {entered[s, b]} and comes to stage {s} "
+            "before that is made there: stages must update from the last to the first"
+        )
     return entered

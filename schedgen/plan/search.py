@@ -20,20 +20,20 @@ from schedgen.cost import by_stage
 from schedgen.errors import UsageError
 from schedgen.kernels import called_often
 from schedgen.plan.cuts import in_order
-from schedgen.plan.partition import Level, Partition, partition
+from schedgen.plan.partition import Level, partition
 from schedgen.plan.profile import Layers, Numbers
 from schedgen.plan.stages import Staged, balanced, staged
 from schedgen.program import B, F, Ints, Program, W
 from schedgen.progress import over
 from schedgen.scheme import Scheme, Sizes, place, priorities
 from schedgen.schemes import load
-from schedgen.schemes.orders import depth_first
 from schedgen.simulate import simulate
 
 CHUNKS = (2, 4, 8)  # stages a worker of the schemes that go round; of the others, all that fit
 STAGES = (1, 2, 4, 8, 16, 32, 64)  # of schemes that put any number of stages on a worker
 
-# Stages a worker; depth-first is lpp with one group, pipedream-flush is 1f1b, ddp and fsdp have a group a worker.
+# Stages a worker; depth-first is lpp with one group, pipedream-flush is 1f1b, ddp and fsdp have a group a worker;
+# pipedream, without a flush, does not train the same.
 PIPELINES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
@@ -137,10 +137,10 @@ def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> It
     found = partition(order, levels)
     of_stages = tuple(stage.replicas for stage in found.stages)
     if len(of_stages) > 1 and microbatches >= max(of_stages):
-        sizes = Sizes(len(of_stages), microbatches, workers)
+        sizes = Sizes(len(of_stages), microbatches, workers, replicas=of_stages)
         cut = staged(layers, order, [stage.end for stage in found.stages], bandwidth)
         for recompute in (False, True):
-            yield Candidate("1f1b-rr", of_stages, recompute, round_robin(found, sizes), sizes, [cut])
+            yield Candidate("1f1b-rr", of_stages, recompute, load("1f1b-rr", sizes), sizes, [cut])
 
 
 def _sizes(workers: int, microbatches: int, most: int) -> Iterator[tuple[str, Sizes, int]]:
@@ -178,27 +178,6 @@ def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:
         whole=marks(scheme.whole),
         paired=marks(scheme.paired),
         parameters={**scheme.parameters, "replicas": D},
-    )
-
-
-def round_robin(found: Partition, sizes: Sizes) -> Scheme:
-    """PipeDream's 1F1B-RR [section 3.2] with a flush: microbatch b runs on replica b mod r of each stage."""
-    replicas = np.array([stage.replicas for stage in found.stages])
-    first = np.cumsum(replicas) - replicas
-
-    def w(s: Any, b: Any, d: Any) -> Any:
-        worker = first[s] + b % replicas[s] + 0 * d
-        return worker, worker
-
-    return Scheme(
-        "1f1b-rr",
-        sizes.workers,
-        w,
-        depth_first(sizes),
-        "depth-first",
-        "greedy",
-        parameters={"replicas": replicas.tolist()},
-        cap=lambda s: found.stages[s].in_flight,
     )
 
 

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from schedgen.errors import UsageError
 from schedgen.graph import check_edges
+from schedgen.program import UPDATES
 from schedgen.scheme import Scheme, Sizes, fill
 from schedgen.schemes import (
     breadth_first,
@@ -110,6 +111,9 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
     mode = getattr(module, "mode", "greedy")
     if not isinstance(mode, str) or mode not in ("greedy", "strict"):
         raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
+    updates = getattr(module, "updates", "flush")
+    if not isinstance(updates, str) or updates not in UPDATES:
+        raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
     cap = getattr(module, "cap", None)
     return Scheme(
         name=path.stem,
@@ -126,7 +130,7 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         },
         cap=None if cap is None else fill(cap, options),
         edges=None if edges is None else check_edges(edges, sizes.stages),
-        updates=getattr(module, "updates", "flush"),
+        updates=updates,
     )
 
 

@@ -30,7 +30,10 @@ settings.register_profile(
 settings.load_profile("schedgen")
 
 # The six schemes at W=4, S=4, B=8, the sizes of the seed's pictures.
-FOUR_STAGES = ("ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush")
+FOUR_STAGES = (
+    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
+    "pipedream",
+)  # fmt: skip
 GOLDEN = {
     "ddp": ("--workers", "4"),
     "fsdp": ("--workers", "4", "--fan-out", "3"),  # gradients go straight to the owner
@@ -168,11 +171,15 @@ def cases():
     return _cases()
 
 
+STEPPED = object()  # a weight gradient that its STEP has used
+
+
 class Executor:
     """Runs a program as the instruction set says, every SEND a rendezvous, and asserts what must hold.
 
-    Buffers are tuples (kind, stage, microbatch, via); None stands for a message
-    not here yet, a Counter of microbatches for a weight gradient.
+    Buffers are tuples (kind, stage, microbatch, via), of weights (kind, stage, -1,
+    version); None stands for a message not here yet, a Counter of microbatches for
+    a weight gradient.
     """
 
     FIELDS = ("activation", "gradient", "weight", "weight_gradient", "partial", "saved", "half")
@@ -183,7 +190,11 @@ class Executor:
         self.lists = [program.instructions(rank) for rank in ranks]
         self.at = [0 for _ in ranks]
         self.own = [{s for s, owners in enumerate(header.owners) if rank in owners} for rank in ranks]
-        self.held = [{(Kind.W, s, -1, -1): True for s in own} for own in self.own]
+        self.first = 0 if header.versions else -1
+        self.held = [{(Kind.W, s, -1, self.first): True for s in own} for own in self.own]
+        self.freed = [{(i.stage, i.peer) for i in part if i.op == Op.FREE and i.kind == Kind.W} for part in self.lists]
+        self.newest = [dict.fromkeys(own, self.first) for own in self.own]
+        self.used, self.there = {}, {}  # by job: the version of its forward, and the newest where that ran
         self.stepped = [set() for _ in ranks]
         self.tied = [[] for _ in ranks]
         self.posted = defaultdict(deque)  # (from, to, kind) -> buffers whose RECV has no SEND yet
@@ -202,36 +213,52 @@ class Executor:
                     moved = True
         assert self.at == [len(part) for part in self.lists], f"stuck at {self.at}"
         assert self.stepped == self.own, "an owner did not step"
-        assert [set(held) for held in self.held] == [{(Kind.W, s, -1, -1) for s in own} for own in self.own], "left"
+        last = [{(Kind.W, s, -1, newest[s]) for s in own} for own, newest in zip(self.own, self.newest, strict=True)]
+        assert [set(held) for held in self.held] == last, "left"
+        if self.header.versions:
+            self.versions()
         jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
         assert self.forwards == Counter(jobs), "not every forward once"
         kinds = (Kind.X, Kind.G, Kind.W, Kind.DW, "partial", "saved", "half")
         return [{field: peak[kind] for field, kind in zip(self.FIELDS, kinds, strict=True)} for peak in self.peaks]
 
+    def versions(self) -> None:
+        """Every forward has used the version that the schedule's updates say."""
+        header, m = self.header, [len(owners) for owners in self.header.owners]
+        entries = [s for s in range(header.stages) if not header.producers[s]]
+        for (s, b), version in self.used.items():
+            entered = min(self.there[e, b] * m[e] for e in entries) // m[s]
+            right = entered if header.updates == "vertical" else self.there[s, b]
+            assert version == right, f"stage {s} uses version {version} for microbatch {b}, not {right}"
+
     def operands(self, i):
         s, b, header = i.stage, i.mb, self.header
         if i.op in (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_I, Op.BWD_W):
-            yield (Kind.W, s, -1, -1)
+            yield (Kind.W, s, -1, i.peer)
             yield from ((Kind.X, p, b, -1) for p in header.producers[s])
         if i.op in (Op.BWD, Op.BWD_I, Op.BWD_W):
             yield ("saved", s, b, -1)
             yield from ((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])
         if i.op in (Op.SEND, Op.FREE):
-            yield (i.kind, s, b, i.via)
+            yield self.named(i)
         if i.op == Op.STEP:
-            yield from ((Kind.W, s, -1, -1), (Kind.DW, s, -1, -1))
+            yield from ((Kind.W, s, -1, max(i.peer - 1, self.first)), (Kind.DW, s, -1, -1))
         if i.op == Op.ADD:
             yield ("partial", s, i.peer, -1)
+
+    def named(self, i):
+        return (i.kind, i.stage, i.mb, i.peer if i.op == Op.FREE and i.kind == Kind.W else i.via)
 
     def define(self, rank, name, value) -> None:
         held = self.held[rank]
         assert name not in held, f"rank {rank}: {name} is defined twice"
         held[name] = value
-        alive = sum(other[0] == name[0] and (name[0] != Kind.W or other[1] not in self.own[rank]) for other in held)
+        alive = sum(other[0] == name[0] for other in held) - len(self.own[rank]) * (name[0] == Kind.W)
         self.peaks[rank][name[0]] = max(self.peaks[rank][name[0]], alive)
 
     def add(self, rank, stage, more: Counter) -> None:
         name = (Kind.DW, stage, -1, -1)
+        assert self.held[rank].get(name) is not STEPPED, f"rank {rank}: dw.{stage} is that of the step before"
         if name not in self.held[rank]:
             self.define(rank, name, Counter())
         self.held[rank][name] = self.held[rank][name] + more
@@ -241,7 +268,8 @@ class Executor:
         s, b, held, header = i.stage, i.mb, self.held[rank], self.header
         for name in self.operands(i):
             assert name in held, f"rank {rank}: {name} is not there for {i}"
-            assert name[0] != Kind.W or s not in self.stepped[rank], f"rank {rank}: {i} after STEP"
+            late = name[0] == Kind.W and not header.versions and s in self.stepped[rank]
+            assert not late, f"rank {rank}: {i} after STEP"
             if held[name] is None:
                 return False
         if i.op in (Op.RECV, Op.FETCH_W):
@@ -268,8 +296,11 @@ class Executor:
             for m in members:
                 self.at[m] += m != rank
         elif i.op == Op.FREE:
-            assert i.kind != Kind.W or s not in self.own[rank]
-            del held[i.kind, s, b, i.via]
+            assert i.kind != Kind.W or s not in self.own[rank] or i.peer < self.newest[rank][s]
+            assert i.kind != Kind.DW or not header.versions or held[self.named(i)] is STEPPED, f"rank {rank}: {i}"
+            del held[self.named(i)]
+        elif i.op == Op.STEP and header.versions:
+            self.make(rank, i)
         elif i.op == Op.STEP:
             assert held[Kind.DW, s, -1, -1] == Counter(range(header.microbatches)), f"rank {rank}: {i} on a wrong sum"
             ties = [k for k, stages in enumerate(header.tied) if self.own[rank] & set(stages)]
@@ -282,6 +313,20 @@ class Executor:
             self.compute(rank, i)
         return True
 
+    def make(self, rank, i) -> None:
+        """The next version of a stage, from the gradients of its microbatches."""
+        s, m, held = i.stage, len(self.header.owners[i.stage]), self.held[rank]
+        assert s in self.own[rank] and i.peer == self.newest[rank][s] + 1, f"rank {rank}: {i} is not the next version"
+        right = Counter(range(m * (i.peer - 1), min(m * i.peer, self.header.microbatches)))
+        assert held[Kind.DW, s, -1, -1] == right, f"rank {rank}: {i} on a wrong sum"
+        held[Kind.DW, s, -1, -1] = STEPPED
+        if (s, i.peer - 1) not in self.freed[rank]:
+            del held[Kind.W, s, -1, i.peer - 1]
+        self.define(rank, (Kind.W, s, -1, i.peer), True)
+        self.newest[rank][s] = i.peer
+        if m * i.peer >= self.header.microbatches:
+            self.stepped[rank].add(s)
+
     def tie(self, rank, i) -> None:
         self.tied[rank].append(i.stage)
         stages = self.own[rank] & set(self.header.tied[i.stage])
@@ -292,8 +337,10 @@ class Executor:
 
     def compute(self, rank, i) -> None:
         s, b = i.stage, i.mb
+        assert self.used.setdefault((s, b), i.peer) == i.peer, f"rank {rank}: {i} has not its other jobs' weights"
         if i.op == Op.FWD:
             self.forwards[s, b] += 1
+            self.there[s, b] = self.newest[rank].get(s, self.first)
             self.define(rank, (Kind.X, s, b, -1), True)
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in self.redone):
             self.define(rank, ("saved", s, b, -1), True)

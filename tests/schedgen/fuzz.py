@@ -95,6 +95,8 @@ def schedules() -> list[bytes]:
         "zb-h1 --stages 2 --microbatches 3",
         "1f1b --stages 2 --microbatches 2 --recompute all",
         "gpipe --stages 1 --microbatches 1",
+        "pipedream --stages 2 --microbatches 4 --replicas 2,1",
+        "pipedream --stages 2 --microbatches 3 --updates vertical",
     )
     texts = [answer(["compile", *command.split(), "-o", "-"]).out.encode() for command in commands]
     edges = ((0, 1), (0, 2), (1, 3), (2, 3))
@@ -194,7 +196,8 @@ class Range:
             if not case.sealed and data not in self.bases:
                 raise Failure("a file with the wrong hash is accepted")
             for one in readers if case.compiled else [reader]:
-                self.ask(case, one, (0, 1) if one[0] == "diff" else (0,))
+                late = "csv" in one and b'"updates": ' in data  # torch's CSV has no versions
+                self.ask(case, one, (0, 1) if one[0] == "diff" else (2,) if late else (0,))
             self.ask(case, ["seal", mutant], (0,))
             if self.mutant.read_bytes() != data:
                 raise Failure("a file that is accepted is not what writing makes")

@@ -79,7 +79,11 @@ def test_one_instruction_more_is_one_line_more(cases, data):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_same_bytes_whatever_the_hash_seed(scheme, golden, tmp_path):
     header = json.loads(golden[scheme])
-    options = [f"--{key}={value}" for key, value in header["scheme"].items() if key != "name"]
+    options = [
+        f"--{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in header["scheme"].items()
+        if key != "name"
+    ]
     options += [f"--{key.replace('_', '-')}={header['lowering'][key]}" for key in ("fan_out", "prefetch")]
     for seed in ("1", "2") if scheme in ("lpp", "fsdp") else ("3",):
         command = [sys.executable, "-m", "schedgen", "compile", scheme, *options, "-o", "-"]

@@ -16,7 +16,7 @@ from schedgen.kernels import called_often
 from schedgen.plan.cuts import in_order
 from schedgen.plan.partition import Level, partition
 from schedgen.plan.profile import Layers, read_layers
-from schedgen.plan.search import _bound, _rows, candidates, replicated, round_robin, search
+from schedgen.plan.search import _bound, _rows, candidates, replicated, search
 from schedgen.plan.stages import balanced, staged
 from schedgen.program import Op
 from schedgen.scheme import Sizes
@@ -46,7 +46,7 @@ def every():
 
 def test_every_scheme_is_tried_but_those_that_another_one_is(every):
     names = {one.name for one in every}
-    assert names == {*SCHEMES, "1f1b-rr"} - {"depth-first", "pipedream-flush"}
+    assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream"}
     alike = [("depth-first", "lpp", Sizes(8, 8, 4)), ("pipedream-flush", "1f1b", Sizes(4, 8, 4))]
     for one, other, sizes in alike:
         grouped = sizes._replace(groups=1 if other == "lpp" else None)
@@ -176,8 +176,8 @@ def test_replicas_of_a_pipeline_run_side_by_side(name):
 def test_pipedream_s_partition_is_a_schedule_too():
     layers = read_layers(str(VGG16))
     found = partition(in_order(layers), [Level(4, 1e9)])
-    sizes = Sizes(2, 12, 4)
-    program = compile_scheme(round_robin(found, sizes), sizes)
+    sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in found.stages))
+    program = compile_scheme(load("1f1b-rr", sizes), sizes)
     check(program)
     assert program.header.scheme["replicas"] == [3, 1]
     assert program.header.owners == ((0, 1, 2), (3,))
