@@ -101,7 +101,7 @@ def _rounds(subject: Subject, steps: Steps) -> None:
     order = np.argsort(pair, kind="stable")
     sums, pair = sums[order], pair[order]
     found, place = steps.before(pair, sums), np.arange(len(sums)) - np.searchsorted(pair, pair)
-    for row in sums[found != place][:1]:
+    for row in sums[(found != place) | (place >= steps.counts[pair])][:1]:
         subject.refuse(5, int(row), "one ALLREDUCE belongs to each step of this stage")
     wanted = np.where(steps.sizes[steps.stages] > 1, steps.counts, 0)
     for missing in np.flatnonzero(np.bincount(pair, minlength=len(wanted)) < wanted)[:1]:

@@ -293,21 +293,22 @@ class Hang(Failure):
 def limited(seconds: float) -> Iterator[None]:
     """An exception after so many seconds of processor time; the process ends where Python does not come to it.
 
-    A process may be stopped for any time, or find no core, and nothing happens.
+    A process may be stopped for any time, or find no core, and nothing happens. Both timers count from here on: a
+    limit on all of the process's time is compared with another clock, which by then is seconds apart.
     """
 
     def stop(*_: object) -> None:
         raise Hang(f"no answer within {seconds} s")
 
-    faulthandler.register(signal.SIGXCPU, file=sys.__stderr__, chain=True)
-    before, limits = signal.signal(signal.SIGPROF, stop), resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + 2 * seconds) + 2, limits[1]))
+    faulthandler.register(signal.SIGVTALRM, file=sys.__stderr__, chain=True)
+    before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_CPU, limits)
         signal.signal(signal.SIGPROF, before)
 
 

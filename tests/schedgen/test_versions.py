@@ -299,6 +299,13 @@ DAMAGES = [
     # Rule 5: sums
     ("no ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM, last=True)), 5, "of dw.0 is missing"),
     ("no first ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
+    (
+        "ALLREDUCE behind the last STEP",
+        "replicas",
+        replicas(lambda r: put(r, SUM, before=I(op="NORM"))),
+        5,
+        "one ALLREDUCE belongs to each",
+    ),
     ("no ALLREDUCE of one", "replicas", drop(0, **SUM), 5, "one ALLREDUCE belongs to each"),
     ("ALLREDUCE twice", "replicas", replicas(lambda r: twice(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
     (
