@@ -9,6 +9,7 @@ from typing import NoReturn
 import schedgen
 from schedgen import commands
 from schedgen.errors import one_line
+from schedgen.plan.search import SEARCHED
 from schedgen.program import UPDATES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
@@ -22,6 +23,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def _searched(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SEARCHED:
+            raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(SEARCHED)}")
+    return names
 
 
 def _add_costs(sub: argparse.ArgumentParser) -> None:
@@ -218,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
         help="only where to cut, and replicas; no search: with -o PipeDream's own schedule",
     )
     sub.add_argument("--microbatches", type=count, metavar="B", help="of a step; a microbatch is what was profiled")
+    sub.add_argument("--schemes", type=_searched, metavar="NAME,...", help="only these; default: all that are searched")
     sub.add_argument("--json", action="store_true", help=AS_JSON)
     sub.add_argument("-o", "--output", metavar="FILE", help="the fastest schedule; - is standard output")
 

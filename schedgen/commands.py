@@ -284,7 +284,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.partition_only and options.output:
         program = pipedream(layers, levels, options.microbatches, options.memory)
     if not options.partition_only:
-        found = search(layers, levels, options.microbatches, options.memory)
+        found = search(layers, levels, options.microbatches, options.memory, schemes=options.schemes)
         numbers |= words.schedules_as_json(found)
         lines += ["", *words.schedules(found)]
         program = found.program

@@ -9,7 +9,7 @@ memory says before that another is no worse in both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ PIPELINES = {
     **dict.fromkeys(("interleaved-1f1b", "looped-bfs", "breadth-first"), CHUNKS),
 }
 GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # and their names where each worker is a group
+SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")
 
 
 class Row(NamedTuple):
@@ -80,15 +81,25 @@ class Bound(NamedTuple):
 
 
 def search(
-    layers: Layers, levels: Sequence[Level], microbatches: int, memory: float = math.inf, prune: bool = True
+    layers: Layers,
+    levels: Sequence[Level],
+    microbatches: int,
+    memory: float = math.inf,
+    prune: bool = True,
+    schemes: Collection[str] | None = None,
 ) -> Found:
     """All candidates on all workers, with the slowest of the levels' links everywhere.
 
-    `memory`: the most bytes a worker may hold. Raises UsageError if no schedule fits.
+    `memory`: the most bytes a worker may hold. `schemes`: only these. Raises UsageError if no schedule fits.
     """
     workers = math.prod(level.components for level in levels)
     every = sorted(
-        ((_bound(one), one) for one in candidates(layers, levels, microbatches)), key=lambda pair: pair[0].seconds
+        (
+            (_bound(one), one)
+            for one in candidates(layers, levels, microbatches)
+            if schemes is None or one.name in schemes
+        ),
+        key=lambda pair: pair[0].seconds,
     )
     front: list[tuple[Row, Candidate, Staged]] = []
     simulated = 0
@@ -104,8 +115,9 @@ def search(
                     )
                     front = [*kept, (row, one, cut)]
     if not front:
+        what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
-        raise UsageError(f"no schedule fits {workers} workers{limit} with {microbatches} microbatches")
+        raise UsageError(f"{what} fits {workers} workers{limit} with {microbatches} microbatches")
     front.sort(key=lambda found: found[0].step_time)
     _, best, cut = front[0]
     return Found([row for row, _, _ in front], _compiled(best, cut), len(every), simulated)

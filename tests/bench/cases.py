@@ -1,6 +1,6 @@
 """The models of `make bench-run`: a GPT of four blocks, cut so that stages are as equal as they get.
 
-`--model cases:compute` or `cases:overhead`, for 1, 2 or 4 stages; `cases:uneven`, for up to 10.
+`--model cases:compute` or `cases:overhead`, for 1, 2 or 4 stages; `cases:uneven`, for up to 8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpirun.models.cut import cut
 from schedgen.errors import UsageError
 
 BLOCKS = 4
-LAYERS = 10  # of the uneven one: embedding, six blocks, two that are four times as heavy, head
+LAYERS = 8  # of the uneven one: six of a block, the first with the embedding; two of four, the last with the head
 
 
 class Case(NamedTuple):
@@ -66,8 +66,8 @@ def uneven(stages: int) -> Model:
     """Its layers, as many for every stage as goes."""
     width, heads, length = 128, 4, 128
     light = partial(gpt.Block, width, heads)
-    layers: dict[str, Callable[[], nn.Module]] = {"embedding": partial(gpt.Embedding, length, width)}
-    layers |= {f"light{k}": light for k in range(LAYERS - 4)}
-    layers |= {f"heavy{k}": partial(_stage, (light,) * 4) for k in range(2)}
-    layers["head"] = partial(gpt.Head, width)
+    parts: list[tuple[Callable[[], nn.Module], ...]] = [(light,)] * (LAYERS - 2) + [(light,) * 4] * 2
+    parts[0] = (partial(gpt.Embedding, length, width), *parts[0])
+    parts[-1] = (*parts[-1], partial(gpt.Head, width))
+    layers = {f"layer{k}": partial(_stage, part) for k, part in enumerate(parts)}
     return gpt.gpt(1, 1, width, heads, length, 1)._replace(stages=cut(layers, stages))

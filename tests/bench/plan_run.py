@@ -1,8 +1,10 @@
 """make bench-run: what `schedgen plan` writes for a model that is uneven, beside an even cut of it, in one run.
 
-The last two of its eight blocks are four times as heavy. Every round profiles
-it layer by layer, plans, and trains by the plan's schedule and by 1F1B with as
-many layers on every rank; seconds of a step, one thread a rank.
+The last two of its eight layers are four times as heavy as the others, so that
+of four stages with two layers each one is. Every round profiles it layer by
+layer, plans among all schemes and among pipelines of 1F1B, and trains by both
+and by 1F1B with as many layers on every rank; seconds of a step, one thread a
+rank.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ MODEL = ["--model", "cases:uneven", "--threads", "1"]
 ROUNDS, STEPS, MICROBATCHES = 3, 10, 16
 
 
-class Round(NamedTuple):
-    """Seconds of a step."""
+class Plan(NamedTuple):
+    """A schedule that plan wrote, and seconds of a step."""
 
-    scheme: str
+    words: str
     predicted: float
-    planned: float
+    measured: float
+
+
+class Round(NamedTuple):
+    best: Plan
+    pipeline: Plan
     even: float
 
 
@@ -39,7 +46,6 @@ def one_round(ranks: int, folder: Path) -> Round:
     profile, plan, even, metrics = (str(folder / name) for name in ("profile", "plan", "even", "metrics"))
     sizes = ["--microbatches", str(MICROBATCHES)]
     call([*mpi(ranks), "-m", "mpirun", "profile", *MODEL, "--stages", str(LAYERS), "-o", profile])
-    found = call([*schedgen, "plan", profile, "--workers", str(ranks), *sizes, "--json", "-o", plan])
     call([*schedgen, "compile", "1f1b", "--stages", str(ranks), *sizes, "-o", even])
 
     def measured(schedule: str) -> float:
@@ -47,9 +53,13 @@ def one_round(ranks: int, folder: Path) -> Round:
         rows = [json.loads(line)["seconds"] for line in Path(metrics).read_text().splitlines()]
         return statistics.median(rows[2:])
 
-    best = json.loads(found.stdout)["schedules"][0]
-    words = f"{best['scheme']} x {best['replicas']}, {'-'.join(map(str, best['layers']))} layers"
-    return Round(words, best["step_time"], measured(plan), measured(even))
+    def planned(*only: str) -> Plan:
+        found = call([*schedgen, "plan", profile, "--workers", str(ranks), *sizes, *only, "--json", "-o", plan])
+        best = json.loads(found.stdout)["schedules"][0]
+        words = f"{best['scheme']} x {best['replicas']}, {'-'.join(map(str, best['layers']))} layers"
+        return Plan(words, best["step_time"], measured(plan))
+
+    return Round(planned(), planned("--schemes", "1f1b"), measured(even))
 
 
 def spread(ratios: list[float]) -> str:
@@ -61,14 +71,15 @@ def main() -> None:
     for ranks in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             rounds = [one_round(ranks, Path(folder)) for _ in range(ROUNDS)]
-        predicted, planned, even = (
-            1e3 * statistics.median(getattr(one, what) for one in rounds) for what in ("predicted", "planned", "even")
-        )
-        print(f"  {ranks} ranks: {', '.join(sorted({one.scheme for one in rounds}))}")
-        print(f"    predicted {predicted:.1f}, measured {planned:.1f}, measured / predicted "
-              f"{spread([one.planned / one.predicted for one in rounds])}")  # fmt: skip
-        print(f"    even 1f1b {even:.1f}, even / planned {spread([one.even / one.planned for one in rounds])}",
-              flush=True)  # fmt: skip
+        print(f"  {ranks} ranks, even 1f1b {1e3 * statistics.median(one.even for one in rounds):.1f}")
+        for name in ("best", "pipeline"):
+            plans = [getattr(one, name) for one in rounds]
+            predicted, measured = (1e3 * statistics.median(plan[k] for plan in plans) for k in (1, 2))
+            print(f"    {name}: {'; '.join(sorted({plan.words for plan in plans}))}")
+            print(f"      predicted {predicted:.1f}, measured {measured:.1f}: measured / predicted "
+                  f"{spread([plan.measured / plan.predicted for plan in plans])}, even / measured "
+                  f"{spread([one.even / plan.measured for one, plan in zip(rounds, plans, strict=True)])}",
+                  flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

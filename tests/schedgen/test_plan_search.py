@@ -191,6 +191,13 @@ def test_pipedream_s_partition_is_a_schedule_too():
     assert all(peak <= found.stages[min(rank // 3, 1)].in_flight for rank, peak in enumerate(peaks))
 
 
+def test_only_the_schemes_that_are_asked_for_are_searched(run):
+    options = ("--workers", 4, "--bandwidth", 1e9, "--microbatches", 8, "--json")
+    found = json.loads(run("plan", VGG16, *options, "--schemes", "1f1b,gpipe").out)
+    assert found["schedules"] and {one["scheme"] for one in found["schedules"]} <= {"1f1b", "gpipe"}
+    assert 0 < found["searched"] < json.loads(run("plan", VGG16, *options).out)["searched"]
+
+
 def test_the_partition_alone_is_written_as_pipedream_runs_it(run, tmp_path):
     path = tmp_path / "plan.json"
     options = ("--workers", 4, "--bandwidth", 1e9, "--partition-only", "--microbatches", 12, "-o", path)
@@ -217,6 +224,7 @@ def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, tmp_path):
 def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
+    assert "'nowhere' is none of gpipe, 1f1b" in refused(run("plan", *options, "--schemes", "1f1b,nowhere"), 2)
     own = ("--partition-only", "-o", "x.json")
     assert "--microbatches" in refused(run("plan", *options, *own), 2)
     assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)
