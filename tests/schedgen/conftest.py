@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
@@ -79,6 +80,19 @@ def refused():
         return result.err[:-1]
 
     return refused
+
+
+@pytest.fixture
+def judge(run, tmp_path):
+    """Write edited JSON, seal it and check it, as a user would; the result and the sealed file."""
+
+    def judge(file):
+        path = tmp_path / "edited.json"
+        path.write_text(json.dumps(file))
+        assert run("seal", path) == (0, "", "")
+        return run("check", path), path
+
+    return judge
 
 
 @pytest.fixture(scope="session")

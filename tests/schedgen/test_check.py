@@ -279,19 +279,6 @@ DAMAGES = [
 ]
 
 
-@pytest.fixture
-def judge(run, tmp_path):
-    """Write edited JSON, seal it and check it, as a user would; the result and the sealed file."""
-
-    def judge(file):
-        path = tmp_path / "edited.json"
-        path.write_text(json.dumps(file))
-        assert run("seal", path) == (0, "", "")
-        return run("check", path), path
-
-    return judge
-
-
 @pytest.mark.parametrize("scheme", ["ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp"])
 def test_what_the_compiler_makes_is_right(scheme, golden, judge):
     result, _ = judge(json.loads(golden[scheme]))

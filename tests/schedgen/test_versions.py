@@ -13,21 +13,18 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis.extra.numpy import arrays
 from test_check import I, at, both, drop, edit, free, job, move, put, recv, send, swap, twice
+from test_held import peaks_of_held
 from test_tied import sizes_of
 
 from schedgen.chakra import dependencies
 from schedgen.check import RULES, check
 from schedgen.compile import compile_scheme
-from schedgen.cost import Machine
 from schedgen.decode import Bounds, instruction
 from schedgen.errors import RefusedFile, UsageError
 from schedgen.file import parse, read, write
-from schedgen.held import held
-from schedgen.places import measured
 from schedgen.program import Kind, Op, Program
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES, load
-from schedgen.simulate import simulate
 from schedgen.stats import stats
 from schedgen.text import State
 from schedgen.text import parse as parse_lines
@@ -151,16 +148,7 @@ def test_whatever_compiles_is_right(program, execute):
 @given(program=versioned(), data=st.data())
 @settings(max_examples=60)
 def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
-    stages = program.header.stages
-    sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
-    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")})
-    found = held(program, measured(machine, stages))
-    peak = np.zeros((program.header.workers, found.taken.shape[1]), np.int64)
-    np.maximum.at(peak, program.rows.rank, found.during)
-    assert peak.T.tolist() == [kind.tolist() for kind in simulate(program, program.header.cost, machine).memory]
-    for kind in range(found.taken.shape[1]):
-        net = np.bincount(program.rows.rank, (found.taken - found.given)[:, kind], minlength=program.header.workers)
-        assert not net.any()
+    peaks_of_held(program, data)
 
 
 @given(program=versioned())
@@ -354,17 +342,6 @@ DAMAGES = [
 def base(run):
     texts = {name: run("compile", "pipedream", *options, "-o", "-").out for name, options in BASES.items()}
     return {name: json.loads(text) for name, text in texts.items()}
-
-
-@pytest.fixture
-def judge(run, tmp_path):
-    def judge(file):
-        path = tmp_path / "edited.json"
-        path.write_text(json.dumps(file))
-        assert run("seal", path) == (0, "", "")
-        return run("check", path), path
-
-    return judge
 
 
 def copy(file):
