@@ -111,6 +111,10 @@ def parser() -> argparse.ArgumentParser:
         help="stages that share parameters; once a tie; default: none",
     )  # fmt: skip
     sub.add_argument(
+        "--graph", metavar="FILE",
+        help="stages, edges and ties of a model that is no chain, from mpirun graph; default: a chain",
+    )  # fmt: skip
+    sub.add_argument(
         "--updates", choices=tuple(UPDATES),
         help="when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync; "
         "default: the scheme's own",

@@ -137,18 +137,18 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
     back: list[Name] = []
     given: list[Name] = []
     if i.op in COMPUTE:
-        inputs = [weights, *((Kind.X, p, b) for p in header.producers[s])]
+        inputs = [weights, *((Kind.X, p, b, header.part(p, s)) for p in header.producers[s])]
         back = [*inputs, saved, *((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])]
         given = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
     named: Name = (i.kind, s)
     if i.kind in (Kind.X, Kind.G):
-        named = (i.kind, s, b, i.via) if i.kind == Kind.G else (i.kind, s, b)
+        named = (i.kind, s, b, i.via)
     elif i.kind == Kind.W:
         named = weights
     partial: Name = ("partial", s, i.peer)
     match i.op:
         case Op.FWD:
-            return inputs, [(Kind.X, s, b), saved]
+            return inputs, [*((Kind.X, s, b, via) for via in header.vias(s)), saved]
         case Op.RECOMPUTE:
             return inputs, [saved]
         case Op.BWD:

@@ -18,6 +18,7 @@ from schedgen.compare import as_json, compare
 from schedgen.compare import table as side_by_side
 from schedgen.compile import compile_scheme
 from schedgen.cost import Amount, Machine, read_profile
+from schedgen.dag import read_dag
 from schedgen.diff import coloured, diff
 from schedgen.draw import Scene, scene, terminal, usual
 from schedgen.draw.colours import TRANSFER_COLOURS
@@ -60,7 +61,16 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
 
 
 def run_compile(options: argparse.Namespace) -> int:
+    dag = None
+    if options.graph is not None:
+        dag = read_dag(read_bytes(options.graph).decode(errors="replace"), called(options.graph))
+        if options.stages not in (None, dag.stages):
+            raise UsageError(f"--stages {options.stages}: {called(options.graph)} has {dag.stages}")
+        options.stages = dag.stages
     scheme, sizes = _scheme(options)
+    if dag is not None:
+        scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
+        options.tied = [*options.tied, *dag.tied]
     if options.layers is not None:
         if len(options.layers) != sizes.stages:
             raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {sizes.stages} stages")
@@ -204,7 +214,7 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
     for name, file in zip(names, files, strict=True):
         label = Path(file).stem if len(set(files)) == len(files) else one_line(called(name))
         plan = _plan(options, name)
-        sizes = bytes_of(plan.machine, plan.program.header.stages)
+        sizes = bytes_of(plan.machine, plan.program.header.stages, len(plan.program.header.edges))
         if plan.walks:
             scenes.append(scene("measured", file, plan.program, plan.walks[-1], sizes, seconds=True))
             label = "simulated"
@@ -214,7 +224,7 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
     text = read_bytes(options.profile).decode(errors="replace")
-    return read_profile(text, called(options.profile), program.header.stages)
+    return read_profile(text, called(options.profile), program.header.stages, len(program.header.edges))
 
 
 def run_export(options: argparse.Namespace) -> int:

@@ -105,6 +105,7 @@ def compile_scheme(
         compute=compute,
         weights=weights,
         generator=f"schedgen {schedgen.__version__}",
+        apart=scheme.apart,
     )
     several = {owners for owners in header.owners if len(owners) > 1}
     several |= {header.sharers(tie) for tie in range(len(header.tied))}

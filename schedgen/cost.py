@@ -53,6 +53,7 @@ class Machine(NamedTuple):
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
     step: Amount = 0  # time a STEP takes
+    parts: Amount | None = None  # bytes of x.s.b.c where outputs are apart, by edge; None: all of x.s.b
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
@@ -60,10 +61,11 @@ def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
     return np.broadcast_to(np.asarray(amount, np.float64), (stages,))
 
 
-def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], Machine]:
+def read_profile(text: str, name: str, stages: int, edges: int = 0) -> tuple[dict[str, Amount], Machine]:
     """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
 
-    Times and bytes are numbers, or lists by stage; workspace may be an object with these for some of F, B, I, W.
+    Times and bytes are numbers, or lists by stage (parts: by edge); workspace may be an object with these for some of
+    F, B, I, W.
     Raises UsageError for anything else.
     """
     try:
@@ -82,6 +84,9 @@ def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], 
                     raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{clip(direction)}'")
                 _check(amount, f"{name}: workspace of {direction}", stages)
             continue
+        if key == "parts":
+            _check(value, f"{name}: parts", edges, what_for="edges")
+            continue
         numbers = _check(value, f"{name}: {key}", stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < one < 1e12 for one in numbers):
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
@@ -90,11 +95,11 @@ def read_profile(text: str, name: str, stages: int) -> tuple[dict[str, Amount], 
     return times, machine
 
 
-def _check(value: Any, what: str, stages: int, single: bool = False) -> list[float]:
-    """The numbers in a value of a profile: it itself or, unless `single`, a list of one for each stage."""
+def _check(value: Any, what: str, count: int, single: bool = False, what_for: str = "stages") -> list[float]:
+    """The numbers in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
     numbers: list[float] = value if isinstance(value, list) else [value]
     if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
         raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
-    if numbers is value and len(numbers) != stages:
-        raise UsageError(f"{what} has {len(numbers)} numbers, but the schedule has {stages} stages")
+    if numbers is value and len(numbers) != count:
+        raise UsageError(f"{what} has {len(numbers)} numbers, but the schedule has {count} {what_for}")
     return numbers

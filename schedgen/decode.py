@@ -8,6 +8,7 @@ the number of instructions that were really there before memory is taken.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "
 
 _KIND = {name: kind for kind, name in KIND_NAME.items()}
 # How many numbers follow the kind in a buffer's name.
-_PARTS = {Kind.X: (2,), Kind.G: (2, 3), Kind.W: (1,), Kind.DW: (1,), Kind.T: (1,)}
+_PARTS = {Kind.X: (2, 3), Kind.G: (2, 3), Kind.W: (1,), Kind.DW: (1,), Kind.T: (1,)}
 
 
 class Wrong(Exception):
@@ -178,6 +179,7 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         lowering=_lowering(raw.get("lowering"), bounds),
         edges=edges,
         tied=_tied(raw.get("tied"), bounds),
+        apart=_apart(raw, edges, bounds),
         groups=_rank_lists("groups", raw.get("groups"), bounds),
         compute=_placement(raw, "compute", shape, bounds),
         weights=_placement(raw, "weights", shape, bounds),
@@ -185,7 +187,7 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     )
     if _rank_lists("owners", raw.get("owners"), bounds) != found.owners:
         raise Wrong("owners", "owners do not agree with weights")
-    if set(raw) - {"schedgen", "programs", "sha256"} != set(KEYS):
+    if set(raw) - {"schedgen", "programs", "sha256", "apart"} != set(KEYS):
         raise Wrong("schedgen", f"the header must have exactly {', '.join(KEYS)}")
     return found
 
@@ -215,6 +217,16 @@ def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:
         return check_edges(value, bounds.stages)
     except UsageError as error:
         raise Wrong("edges", str(error)) from None
+
+
+def _apart(raw: Mapping[str, Any], edges: tuple[tuple[int, int], ...], bounds: Bounds) -> tuple[int, ...]:
+    if "apart" not in raw:
+        return ()
+    (stages,) = _lists("apart", [raw["apart"]], "stages", bounds.stages)
+    several = {stage for stage, count in Counter(producer for producer, _ in edges).items() if count > 1}
+    if not several.issuperset(stages):
+        raise Wrong("apart", "apart must name stages that several stages read")
+    return stages
 
 
 def _tied(value: object, bounds: Bounds) -> tuple[tuple[int, ...], ...]:

@@ -78,7 +78,10 @@ def header_lines(header: Header) -> list[str]:
         header.groups,
     ]
     lines = [f'{{"schedgen": {VERSION},']
-    lines += [f' "{key}": {json.dumps(value)},' for key, value in zip(KEYS, values, strict=False)]
+    for key, value in zip(KEYS, values, strict=False):
+        lines.append(f' "{key}": {json.dumps(value)},')
+        if key == "edges" and header.apart:
+            lines.append(f' "apart": {json.dumps(header.apart)},')
     for key, placement in (("weights", header.weights), ("compute", header.compute)):
         lines += _placement_lines(key, placement)
     return [*lines, _PROGRAMS]

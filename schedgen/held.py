@@ -6,7 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.check.lives import ADD_TO, DEFINE, DW, EVENTS, INPUTS, NAMED, PARTIAL, SAVED, USE, WEIGHT, G, kept
+from schedgen.check.lives import (
+    ADD_TO,
+    DEFINE,
+    DW,
+    EVENTS,
+    INPUTS,
+    NAMED,
+    PARTIAL,
+    PARTS,
+    SAVED,
+    USE,
+    WEIGHT,
+    G,
+    X,
+    kept,
+)
 from schedgen.check.subject import Numbers, Subject
 from schedgen.check.ties import spelled_out
 from schedgen.places import Bytes
@@ -35,9 +50,12 @@ def held(program: Program, bytes: Bytes) -> Held:
     if program.header.tied:
         subject, origin = spelled_out(subject)
     header, table = program.header, subject.program.rows
-    x, w, partial, saved, half = bytes[:5]
-    sizes = np.stack([x, x, w, w, partial, saved, half])
-    inputs = np.array([sum(int(x[producer]) for producer in ones) for ones in header.producers], np.int64)
+    sizes = bytes.by_kind(header)
+    outputs, ends = sizes[0], np.array(header.edges, np.int64).reshape(-1, 2)
+    inputs, parts = np.zeros((2, header.stages), np.int64)
+    np.add.at(inputs, ends[:, 1], outputs[header.stages :])
+    np.add.at(parts, ends[:, 0], outputs[header.stages :])
+    parts = np.where(header.is_apart, parts, outputs[: header.stages])
     redone = header.compute[F] != header.compute[B]  # such a forward saves nothing, its RECOMPUTE does
     again = subject.having(Op.RECOMPUTE)
     redone[table.stage[again], table.mb[again]] = True
@@ -53,7 +71,12 @@ def held(program: Program, bytes: Bytes) -> Held:
             if which == NAMED:
                 things = table.kind[rows].astype(np.int64) - 1
                 things[(things == Kind.DW - 1) & (op == Op.RECV)] = PARTIAL
-            amount = inputs[stage] if (thing, which) == (G, INPUTS) else sizes[things, stage]
+            column = stage.astype(np.int64)
+            if which == NAMED:
+                travels = things <= G
+                column[travels] = header.columns(table.stage[rows][travels], table.via[rows][travels])
+            whole = {(G, INPUTS): inputs, (X, PARTS): parts}.get((thing, which))
+            amount = sizes[things, column] if whole is None else whole[stage]
             np.add.at(taken if what == DEFINE else given, (origin[rows], things), amount)
     # The first part of a sum, and the first behind a FREE of it, defines it.
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
@@ -63,7 +86,7 @@ def held(program: Program, bytes: Bytes) -> Held:
     rows = rows[np.argsort(table.rank[rows].astype(np.int64) * header.stages + table.stage[rows], kind="stable")]
     rank, stage, free = table.rank[rows], table.stage[rows], table.op[rows] == Op.FREE
     begins = np.append(True, (rank[1:] != rank[:-1]) | (stage[1:] != stage[:-1]) | free[:-1]) & ~free
-    np.add.at(taken[:, DW], origin[rows[begins]], w[stage[begins]])
+    np.add.at(taken[:, DW], origin[rows[begins]], bytes.weight[stage[begins]])
     stashed = np.flatnonzero(kept(subject))
-    np.add.at(taken[:, WEIGHT], origin[stashed], w[table.stage[stashed]])
+    np.add.at(taken[:, WEIGHT], origin[stashed], bytes.weight[table.stage[stashed]])
     return Held(taken, given)

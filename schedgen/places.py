@@ -41,6 +41,21 @@ class Bytes(NamedTuple):
     half: Numbers  # what BWD_I keeps in addition until BWD_W
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
+    parts: Numbers | None = None  # by edge: x.s.b.c, where it is apart, and g.s.b.c; None: all of x.s.b
+
+    def outputs(self, header: Header) -> Numbers:
+        """Of x and g: by stage, and behind that by edge."""
+        producers = np.array(header.edges, np.int64).reshape(-1, 2)[:, 0]
+        whole = self.activation[producers]
+        parts = whole if self.parts is None else np.where(header.is_apart[producers], self.parts, whole)
+        return np.concatenate([self.activation, parts])
+
+    def by_kind(self, header: Header) -> Numbers:
+        """As `lives` takes them: by kind of `check.Memory`, and by stage and then by edge."""
+        x = self.outputs(header)
+        rest = np.zeros((5, len(x)), np.int64)
+        rest[:, : header.stages] = self.weight, self.weight, self.partial, self.saved, self.half
+        return np.concatenate([[x, x], rest])
 
 
 class Places(NamedTuple):
@@ -64,7 +79,7 @@ class Footprint(NamedTuple):
         return self.owned + self.places + self.computed
 
 
-def measured(machine: Machine, stages: int) -> Bytes:
+def measured(machine: Machine, stages: int, edges: int = 0) -> Bytes:
     """The bytes that a machine's amounts come to.
 
     A workspace by direction that has I or W but no B has the larger of them for B; one that has
@@ -90,17 +105,17 @@ def measured(machine: Machine, stages: int) -> Bytes:
         half=count(machine.half),
         workspace=workspace,
         owned=weight if machine.owned is None else count(machine.owned),
+        parts=None if machine.parts is None else by_stage(machine.parts, edges).astype(np.int64),
     )
 
 
 def follow(subject: Subject, bytes: Bytes) -> Lives:
     """`lives`, in bytes."""
-    x, w, partial, saved, half, by_direction, _ = bytes
-    workspace = np.zeros((len(Op), len(x)), np.int64)
+    workspace = np.zeros((len(Op), subject.header.stages), np.int64)
     for op, direction in DIRECTION.items():
-        workspace[op] = by_direction.get(direction, 0)
-    workspace[Op.RECOMPUTE] += x  # its output, thrown away
-    return lives(subject, np.stack([x, x, w, w, partial, saved, half]), workspace)
+        workspace[op] = bytes.workspace.get(direction, 0)
+    workspace[Op.RECOMPUTE] += bytes.activation  # its output, thrown away
+    return lives(subject, bytes.by_kind(subject.header), workspace)
 
 
 def places(program: Program, bytes: Bytes) -> Places:
@@ -132,9 +147,8 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
     """The places, from the lives of all buffers; `found` in any measure."""
     table, bounds = program.rows, program.bounds
     receives = np.flatnonzero((table.op == Op.RECV) | (table.op == Op.FETCH_W))
-    of_kind = np.stack([0 * bytes.weight, bytes.activation, bytes.activation, bytes.weight, bytes.partial])
     size = np.zeros(len(program), np.int64)
-    size[receives] = of_kind[table.kind[receives], table.stage[receives]]
+    size[receives] = message_sizes(program, bytes, receives)
     pools = np.full(len(program), -1, np.int32)  # by RECV row: the number of its size
     pooled = receives[table.op[receives] == Op.RECV]
     found_sizes, pools[pooled] = np.unique(size[pooled], return_inverse=True)
@@ -145,6 +159,14 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
     more = _versions if program.header.versions else _gradients
     others = [more(program, rank, len(parts[rank]), bytes.weight, row) for rank in range(len(parts))]
     return Places(row, tuple(np.concatenate(both) for both in zip(parts, others, strict=True)))
+
+
+def message_sizes(program: Program, bytes: Bytes, rows: Numbers) -> Numbers:
+    """Bytes of what SEND, RECV and FETCH_W rows name."""
+    header, table = program.header, program.rows.take(rows)
+    column = np.where(table.kind <= Kind.G, header.columns(table.stage, table.via), table.stage)
+    x, g, w, _, partial = bytes.by_kind(header)[:5]
+    return np.stack([0 * x, x, g, w, partial])[table.kind, column]
 
 
 def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:

@@ -51,7 +51,7 @@ class Kind(IntEnum):
     """What a buffer holds. Also the message kind: FIFO order holds per kind."""
 
     NONE = 0
-    X = 1  # x.s.b    output activation of stage s
+    X = 1  # x.s.b    output activation of stage s; x.s.b.c the part of it that consumer c reads
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
     W = 3  # w.s      weights; w.s@v where a schedule has versions of them
     DW = 4  # dw.s     weight gradient gathered on this rank
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
     """Instructions as columns of equal length; -1 where a field does not apply.
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
-    g.s.b.c; of t.k `stage` is no stage, but k); for compute and STEP `stage` and
+    x.s.b.c and g.s.b.c; of t.k `stage` is no stage, but k); for compute and STEP `stage` and
     `mb` are the job. `peer` is the operand `from`, `to`, `group` or `version`,
     and of w.s@v it is v.
     """
@@ -155,7 +155,7 @@ class Instruction(NamedTuple):
 
 
 def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1, version: int = -1) -> str:
-    """The name of a buffer: x.s.b, g.s.b, g.s.b.c, w.s, w.s@v, dw.s or t.k."""
+    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s@v, dw.s or t.k."""
     parts = [KIND_NAME[Kind(kind)], str(stage)]
     parts += [str(part) for part in (mb, via) if part >= 0]
     return ".".join(parts) + (f"@{version}" if version >= 0 else "")
@@ -200,6 +200,7 @@ class Header:
     compute: Ints
     weights: Ints
     generator: str
+    apart: tuple[int, ...] = ()  # stages of whose output each of several consumers reads a part of its own
 
     @property
     def workers(self) -> int:
@@ -259,6 +260,25 @@ class Header:
     def share(self, producer: int, consumer: int) -> int:
         """`via` of the gradient that `consumer` sends to `producer`: -1 where it is the only one."""
         return consumer if len(self.consumers[producer]) > 1 else -1
+
+    def part(self, producer: int, consumer: int) -> int:
+        """`via` of the x that `consumer` reads of `producer`: -1 where all read the same."""
+        return consumer if producer in self.apart else -1
+
+    def vias(self, stage: int) -> tuple[int, ...]:
+        """`via` of every x that a stage gives."""
+        return self.consumers[stage] if stage in self.apart else (-1,)
+
+    @cached_property
+    def is_apart(self) -> NDArray[np.bool_]:
+        """By stage: whether it is in `apart`."""
+        return np.isin(np.arange(self.stages), self.apart)
+
+    def columns(self, stage: AnyInts, via: AnyInts) -> NDArray[np.int64]:
+        """Where the size of an x or g stands in an array by stage and then by edge."""
+        edges = np.array(self.edges, np.int64).reshape(-1, 2) @ [self.stages, 1]  # ascending
+        found = self.stages + np.searchsorted(edges, stage.astype(np.int64) * self.stages + via)
+        return np.where(via < 0, stage, found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,6 +60,7 @@ class Scheme(NamedTuple):
     parameters: Mapping[str, int | Sequence[int]] = {}  # the scheme's own, for the file's header
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
+    apart: tuple[int, ...] = ()  # stages of whose output each of several consumers reads a part of its own
     updates: str = "flush"  # when weights change: one of UPDATES
 
 

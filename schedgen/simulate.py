@@ -27,7 +27,7 @@ from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
 from schedgen.errors import UsageError
 from schedgen.heap import settle
 from schedgen.kernels import kernel
-from schedgen.places import Footprint, follow, measured, needed, plan
+from schedgen.places import Footprint, follow, measured, message_sizes, needed, plan
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
 from schedgen.progress import steps
 
@@ -63,14 +63,13 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
         rows = np.flatnonzero(table.op == op)
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
-    bytes = measured(machine, header.stages)
-    largest = max(int(np.max(amount)) for amount in (*bytes[:5], *bytes.workspace.values(), bytes.owned))
+    bytes = measured(machine, header.stages, len(header.edges))
+    amounts = (bytes.by_kind(header), *bytes.workspace.values(), bytes.owned)
+    largest = max(int(np.max(amount)) for amount in amounts)
     if largest * (len(program) + header.workers) >= 2**59:  # no sum of them is 16 times as much
         raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
-    x, w = bytes.activation, bytes.weight
-    of_kind = np.stack([0 * x, x, x, w, w])
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
-    sizes[sends] = of_kind[table.kind[sends], table.stage[sends]]
+    sizes[sends] = message_sizes(program, bytes, sends)
     subject = Subject(program, "")
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
@@ -81,8 +80,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         start, end, arrival, idle, cause = step(
             _execute.sized(len(program)),
             table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
-            needs.collective, needs.members, _rings(program, needs, w, machine), _sums(program, needs), table.peer,
-            duration, message, free, len(CAUSES),
+            needs.collective, needs.members, _rings(program, needs, bytes.weight, machine), _sums(program, needs),
+            table.peer, duration, message, free, len(CAUSES),
         )  # fmt: skip
     return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint)
 

@@ -252,8 +252,8 @@ def _read(
                 peer[row] = number
             elif named == 3 and versions > 0:
                 good = False
-            # x.s.b, g.s.b or g.s.b.c, w.s, dw.s, t.k
-            most = 1 if named >= 3 else 3 if named == 2 else 2
+            # x.s.b or x.s.b.c, g.s.b or g.s.b.c, w.s, dw.s, t.k
+            most = 1 if named >= 3 else 3
             least = 1 if named >= 3 else 2
             if not good or parts < least or parts > most or at >= stop or data[at] != 34:
                 good = False

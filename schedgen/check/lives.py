@@ -26,15 +26,15 @@ X, G, WEIGHT, DW, PARTIAL, SAVED, HALF = range(7)
 DEFINE, ADD_TO, USE, END = range(4)
 # Which buffers of a kind: of this job; of the inputs of this stage; the shares of this stage's
 # gradient, one a consumer; of this stage; of this stage from rank `peer`; the one that is named; of this stage, the
-# version before.
-JOB, INPUTS, SHARES, STAGE, PEER, NAMED, BEFORE = range(7)
+# version before; all parts of this stage's output.
+JOB, INPUTS, SHARES, STAGE, PEER, NAMED, BEFORE, PARTS = range(8)
 
 # By opcode, in the order in which memory is taken and given back.
 EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
     Op.FETCH_W: ((DEFINE, WEIGHT, STAGE),),
     Op.RECV: ((DEFINE, NAMED, NAMED),),
     Op.SEND: ((USE, NAMED, NAMED),),
-    Op.FWD: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB), (DEFINE, X, JOB)),
+    Op.FWD: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB), (DEFINE, X, PARTS)),
     Op.RECOMPUTE: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB)),
     Op.BWD: (
         (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (DEFINE, G, INPUTS),
@@ -64,7 +64,7 @@ FAULTS = {
     TWICE: "is defined twice",
     OWNED: "belongs to this rank: it is neither fetched nor freed",
     LEFT: "is never freed after this, its last use",
-    NOTHING: "is asked for, but there is no such gradient",
+    NOTHING: "is asked for, but there is no such buffer",
 }
 
 
@@ -95,7 +95,8 @@ class Lives(NamedTuple):
 def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | None = None) -> Lives:
     """Follow every buffer of every rank through the program, up to the first fault.
 
-    sizes      what a buffer of each kind of `Memory` (rows) and stage (columns) counts; default: one
+    sizes      what a buffer of each kind of `Memory` (rows) and stage (columns) counts, an x or g of an edge in the
+               columns behind these; default: one
     workspace  what an instruction of each opcode (rows) and stage (columns) takes while it runs; default: nothing
     """
     if subject.header.tied:
@@ -119,12 +120,13 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
     first_in = np.searchsorted(ends[by_consumer, 1], np.arange(header.stages + 1))
     first_out = np.searchsorted(ends[:, 0], np.arange(header.stages + 1))
     if sizes is None:
-        sizes = np.ones((len(Memory._fields), header.stages), np.int64)
+        sizes = np.ones((len(Memory._fields), header.stages + len(ends)), np.int64)
     if workspace is None:
         workspace = np.zeros((len(Op), header.stages), np.int64)
     code, row, slot_of_fault, count, (peaks, used, received, chain, ended, computed) = _follow.sized(4 * len(op))(
         rank, op, kind, stage, mb, via, peer, partial, kept(subject), np.array(events, np.int64), first_event, ends,
-        by_consumer, first_in, first_out, redone, subject.owner, sizes, workspace, header.stages, header.microbatches,
+        by_consumer, first_in, first_out, header.is_apart, redone, subject.owner, sizes, workspace,
+        header.stages, header.microbatches,
         max(header.versions, 1), len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
         bool((op == Op.BWD_I).any()),
     )  # fmt: skip
@@ -184,13 +186,11 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
         return buffer_name(Kind.W, stage, version=version if subject.header.versions else -1)
     if thing == DW:
         return buffer_name(Kind.DW, number)
-    if thing == X:
-        return buffer_name(Kind.X, first, mb)
-    stages = subject.header.stages
+    stages, kind = subject.header.stages, Kind.X if thing == X else Kind.G
     if number < 0:
-        return buffer_name(Kind.G, *(int(column[row]) for column in (subject.stage, subject.mb, subject.via)))
+        return buffer_name(kind, *(int(column[row]) for column in (subject.stage, subject.mb, subject.via)))
     producer, consumer = (first, -1) if first < stages else ends[first - stages].tolist()
-    return buffer_name(Kind.G, producer, mb, consumer)
+    return buffer_name(kind, producer, mb, consumer)
 
 
 @kernel
@@ -198,18 +198,26 @@ def _follow(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, partial: Ints,
     kept: NDArray[np.bool_], events: Numbers,
     first_event: Numbers, ends: Numbers, by_consumer: Numbers, first_in: Numbers, first_out: Numbers,
-    redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, workspace: Numbers,
+    apart: NDArray[np.bool_], redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, workspace: Numbers,
     stages: int, batches: int, versions: int, partials: int, receives: int, split: bool,
 ) -> tuple[int, int, tuple[int, int], int, tuple[Numbers, Numbers, Numbers, Ints, Ints, Numbers]]:  # fmt: skip
     """(fault, row, (thing, number), how many used, what `Lives` holds); fault 0: none.
 
-    Buffers are numbered within their kind: x, saved and half by job, g by job of
+    Buffers are numbered within their kind: saved and half by job, x and g by job of
     the producer, or of the edge where there are several, dw by stage, w by stage and version.
     """
     edges, jobs = len(ends), stages * batches
     base = np.zeros(8, np.int64)  # where each kind begins among all buffers
     for thing, size in enumerate(
-        (jobs, jobs + edges * batches, stages * versions, stages, partials, jobs, jobs * split)
+        (
+            jobs + edges * batches * apart.any(),
+            jobs + edges * batches,
+            stages * versions,
+            stages,
+            partials,
+            jobs,
+            jobs * split,
+        )
     ):
         base[thing + 1] = base[thing] + size
     seen = np.full(base[7], -1, np.int32)  # the rank whose life a buffer's entry speaks of
@@ -230,7 +238,8 @@ def _follow(
             what, thing, which = events[e, 1], events[e, 2], events[e, 3]
             if thing == SAVED and what == DEFINE and o == Op.FWD and redone[s, b]:
                 continue  # a forward that is redone saves nothing the first time
-            if which == NAMED:
+            named = which == NAMED
+            if named:
                 thing = kind[row] - 1  # X, G, WEIGHT, DW
                 which = JOB if thing in (X, G) else STAGE
                 if thing == DW and o == Op.RECV:
@@ -240,7 +249,7 @@ def _follow(
             many = 1
             if which == INPUTS:
                 many = first_in[s + 1] - first_in[s]
-            elif which == SHARES:
+            elif which == SHARES or (which == PARTS and apart[s]):
                 many = first_out[s + 1] - first_out[s]
             for j in range(many):
                 number = s * batches + b
@@ -248,9 +257,9 @@ def _follow(
                     edge = by_consumer[first_in[s] + j]
                     producer = ends[edge, 0]
                     number = producer * batches + b
-                    if thing == G and first_out[producer + 1] - first_out[producer] > 1:
+                    if apart[producer] or (thing == G and first_out[producer + 1] - first_out[producer] > 1):
                         number = (stages + edge) * batches + b
-                elif which == SHARES:
+                elif which in (SHARES, PARTS):
                     if many > 1:
                         number = (stages + first_out[s] + j) * batches + b
                 elif which in (STAGE, BEFORE) and thing == WEIGHT and versions > 1:
@@ -261,12 +270,13 @@ def _follow(
                     number = s
                 elif which == PEER:
                     number = partial[row]
-                elif thing == G:
-                    # A gradient by name: the only share, or that of consumer `via`.
+                elif named:
+                    # An x or g by name: the only one, or that of consumer `via`.
                     shares = first_out[s + 1] - first_out[s]
-                    if shares == 0 or (shares == 1) != (via[row] < 0):
+                    several = apart[s] or (thing == G and shares > 1)
+                    if (thing == G and shares == 0) or several == (via[row] < 0):
                         number = -1
-                    elif shares > 1:
+                    elif several:
                         edge, behind = first_out[s], first_out[s + 1]
                         while behind - edge > 1:  # consumers ascend
                             middle = (edge + behind) // 2
@@ -297,7 +307,7 @@ def _follow(
                     arrived[slot] = -1
                     sent[slot] = -1
                 if now != 1:
-                    size = sizes[thing, s if which != INPUTS else ends[edge, 0]]
+                    size = sizes[thing, number // batches if thing <= G else s]
                     alive[thing] += size
                     peaks[r, thing] = max(peaks[r, thing], alive[thing])
                     arrived[slot] = row if o == Op.RECV or o == Op.FETCH_W else -1
@@ -316,9 +326,10 @@ def _follow(
                 if what == END:
                     state[slot] = 2
                     sent[slot] = -1
-                    alive[thing] -= sizes[thing, s]
+                    size = sizes[thing, number // batches if thing <= G else s]
+                    alive[thing] -= size
                     if arrived[slot] == -1:
-                        given_back += sizes[thing, s] * (thing != DW and thing != WEIGHT)
+                        given_back += size * (thing != DW and thing != WEIGHT)
                     else:
                         ended[row] = -2 - arrived[slot]
         computed[r] = max(computed[r], total + workspace[o, s])

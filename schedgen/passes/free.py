@@ -8,6 +8,7 @@ not matter to one another here, so this pass works on the projected program.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.kernels import kernel
 from schedgen.passes.options import Options
@@ -26,22 +27,25 @@ def free(program: Program, _: Options) -> Program:
     # At most so many buffers: outputs, received ones, gradients, sums.
     backward = np.isin(table.op, (Op.BWD, Op.BWD_I))
     sums = (table.op == Op.STEP) | ((table.op == Op.SEND) & (table.kind == Kind.DW))
-    most = int(np.isin(table.op, (Op.FWD, Op.RECV)).sum() + np.diff(first_in)[table.stage[backward]].sum() + sums.sum())
+    outputs = np.where(header.is_apart, np.diff(first_out), 1)[table.stage[table.op == Op.FWD]].sum()
+    inputs = np.diff(first_in)[table.stage[backward]].sum()
+    most = int(outputs + (table.op == Op.RECV).sum() + inputs + sums.sum())
     last, buffer, count = _last_uses.sized(4 * len(program))(
         table.rank, table.op, table.kind, table.stage, table.mb, table.via, ends, order, first_in, first_out,
-        stages, batches, most,
+        header.is_apart, stages, batches, most,
     )  # fmt: skip
     last, buffer = last[:count], buffer[:count]
     number, mb = np.divmod(buffer, batches)
     kind, stage, via = np.full(count, Kind.X, np.int8), number.astype(np.int32), np.full(count, -1, np.int32)
     gradient = number >= stages
     kind[gradient], stage[gradient] = Kind.G, number[gradient] - stages
+    kind[number >= 2 * stages + len(ends)] = Kind.X
     share = number >= 2 * stages
-    edge = np.minimum(number[share] - 2 * stages, len(ends) - 1)
     if len(ends):
-        stage[share], via[share] = ends[edge].T
-    whole = buffer >= (2 * stages + len(ends)) * batches
-    kind[whole], stage[whole], via[whole] = Kind.DW, buffer[whole] - (2 * stages + len(ends)) * batches, -1
+        stage[share], via[share] = ends[(number[share] - 2 * stages) % len(ends)].T
+    first_sum = 2 * (stages + len(ends)) * batches
+    whole = buffer >= first_sum
+    kind[whole], stage[whole], via[whole] = Kind.DW, buffer[whole] - first_sum, -1
     mb[whole] = -1
     new = rows(Op.FREE, table.rank[last], kind=kind, stage=stage, mb=mb, via=via)
     after = last.astype(np.int64)
@@ -54,15 +58,16 @@ def free(program: Program, _: Options) -> Program:
 @kernel
 def _last_uses(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, ends: Numbers, order: Numbers,
-    first_in: Numbers, first_out: Numbers, stages: int, batches: int, most: int,
+    first_in: Numbers, first_out: Numbers, apart: NDArray[np.bool_], stages: int, batches: int, most: int,
 ) -> tuple[Ints, Numbers, int]:  # fmt: skip
     """(row behind which to free, number of the buffer, how many), by row.
 
     Buffers are numbered: x by job, then g by job or, where several stages read
-    an output, by edge and microbatch, then dw by stage.
+    an output, by edge and microbatch, then x where it is apart by these, then dw by stage.
     """
     g, shares = stages * batches, 2 * stages * batches
-    dw = shares + len(ends) * batches
+    parts = shares + len(ends) * batches
+    dw = parts + len(ends) * batches
     seen = np.full(dw + stages, -1, np.int32)  # the rank that last touched a buffer ...
     last = np.zeros(dw + stages, np.int32)  # ... and its row
     following = np.full(dw + stages, -1, np.int32)  # buffers that are freed behind the same row, as lists
@@ -84,32 +89,31 @@ def _last_uses(
         o, s, b = op[row], stage[row], mb[row]
         few = 0
         if o == Op.RECV or o == Op.SEND:  # x, g or dw; a received partial of a dw is freed by its ADD
-            if kind[row] == Kind.X:
-                found[0], few = s * batches + b, 1
-            elif kind[row] == Kind.G:
-                found[0], few = g + s * batches + b, 1
+            if kind[row] == Kind.X or kind[row] == Kind.G:
+                found[0], few = (0 if kind[row] == Kind.X else g) + s * batches + b, 1
                 for edge in range(first_out[s], first_out[s + 1]):
                     if ends[edge, 1] == via[row]:
-                        found[0] = shares + edge * batches + b
+                        found[0] = (parts if kind[row] == Kind.X else shares) + edge * batches + b
             elif kind[row] == Kind.DW and o == Op.SEND:
                 found[0], few = dw + s, 1
         elif o == Op.ADD or (o == Op.ALLREDUCE and kind[row] == Kind.DW) or o == Op.STEP:  # t.k: STEP comes later
             found[0], few = dw + s, 1
         elif Op.FWD <= o <= Op.RECOMPUTE:
             ins, outs = first_in[s + 1] - first_in[s], first_out[s + 1] - first_out[s]
-            if len(found) < 2 * ins + outs + 1:
+            if len(found) < 2 * (ins + outs) + 1:
                 found = np.empty(4 * (ins + outs), np.int64)
             for k in range(first_in[s], first_in[s + 1]):
                 producer = ends[order[k], 0]
-                found[few] = producer * batches + b
+                found[few] = parts + order[k] * batches + b if apart[producer] else producer * batches + b
                 few += 1
                 if o == Op.BWD or o == Op.BWD_I:
                     several = first_out[producer + 1] - first_out[producer] > 1
                     found[few] = shares + order[k] * batches + b if several else g + producer * batches + b
                     few += 1
             if o == Op.FWD:
-                found[few] = s * batches + b
-                few += 1
+                for k in range(outs if apart[s] else 1):
+                    found[few] = parts + (first_out[s] + k) * batches + b if apart[s] else s * batches + b
+                    few += 1
             if o == Op.BWD or o == Op.BWD_I or o == Op.BWD_W:
                 for edge in range(first_out[s], first_out[s + 1]):
                     found[few] = shares + edge * batches + b if outs > 1 else g + s * batches + b

@@ -1,8 +1,9 @@
 """Transfers: activations travel forwards and gradients backwards along the edges.
 
 x.p.b goes once to every other worker that computes a consumer of stage p,
-behind its FWD; g.p.b goes from the worker of the consumer's backward to the
-worker of p's, behind that backward. SEND and RECV are inserted side by side.
+behind its FWD, or where it is apart x.p.b.c to that of consumer c; g.p.b goes
+from the worker of the consumer's backward to the worker of p's, behind that
+backward. SEND and RECV are inserted side by side.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ def transfers(program: Program, options: Options) -> Program:
 def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Places]:
     header = program.header
     b = np.arange(header.microbatches)
-    keys = [np.empty(0, np.int64)]  # (producer, microbatch, worker) as one number
+    keys = [np.empty(0, np.int64)]  # (producer, via, microbatch, worker) as one number; via + 1 where outputs are apart
+    ways_out = header.stages + 1 if header.apart else 1
     for producer, consumer in header.edges:
-        job = (producer * header.microbatches + b) * header.workers
+        whole = producer * ways_out + header.part(producer, consumer) + 1 if header.apart else producer
+        job = (whole * header.microbatches + b) * header.workers
         ways = (F, B) if (header.compute[F, consumer] != header.compute[B, consumer]).any() else (F,)
         keys += [job + header.compute[d, consumer] for d in ways]
     wanted = np.concatenate(keys)
     if (wanted[1:] <= wanted[:-1]).any():
         wanted = np.unique(wanted)
     job, to = np.divmod(wanted, header.workers)
-    stage, mb = np.divmod(job, header.microbatches)
+    output, mb = np.divmod(job, header.microbatches)
+    stage, via = np.divmod(output, ways_out)
     source = header.compute[F, stage, mb]
     far = source != to
-    stage, mb, to, source = stage[far], mb[far], to[far], source[far]
+    stage, mb, via, to, source = stage[far], mb[far], via[far] - 1, to[far], source[far]
     after = rows_of(program, Op.FWD)[stage, mb]
     late = paired[stage, mb]
     after[late] = next_compute(program, after[late])
-    return _pairs(Kind.X, stage, mb, np.full_like(stage, -1), source, to, after)
+    return _pairs(Kind.X, stage, mb, via, source, to, after)
 
 
 def _gradients(program: Program) -> tuple[Rows, Places]:

@@ -1,7 +1,7 @@
 """Every built-in scheme: a module with a docstring and `scheme(sizes) -> Scheme`.
 
 Each w and n stands there as its paper writes it. `load` also reads a user's
-own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `mode`, `split`, `updates`.
+own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `apart`, `mode`, `split`, `updates`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from schedgen.dag import check_apart
 from schedgen.errors import UsageError
 from schedgen.graph import check_edges
 from schedgen.program import UPDATES
@@ -108,6 +109,10 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
             raise
         except (Exception, SystemExit) as error:
             raise UsageError(f"{path}: edges() raised {type(error).__name__}: {error}") from None
+    edges = None if edges is None else check_edges(edges, sizes.stages)
+    apart = getattr(module, "apart", ())
+    if apart and (edges is None or not isinstance(apart, (list, tuple))):
+        raise UsageError(f"{path}: apart is a list of stages, for a module with edges")
     mode = getattr(module, "mode", "greedy")
     if not isinstance(mode, str) or mode not in ("greedy", "strict"):
         raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
@@ -129,7 +134,8 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
             if (v := options[k]) is not None
         },
         cap=None if cap is None else fill(cap, options),
-        edges=None if edges is None else check_edges(edges, sizes.stages),
+        edges=edges,
+        apart=check_apart(apart, edges) if edges else (),
         updates=updates,
     )
 

@@ -114,6 +114,7 @@ class Case(NamedTuple):
     compute: np.ndarray
     n: np.ndarray
     edges: tuple[tuple[int, int], ...]
+    apart: tuple[int, ...]
     cost: dict[str, int]
     weight_slots: int
     fan_out: int
@@ -134,6 +135,7 @@ class Case(NamedTuple):
             "greedy",
             split=len(self.cost) == 3,
             edges=self.edges,
+            apart=self.apart,
         )
         return compile_scheme(
             scheme,
@@ -165,12 +167,14 @@ def _cases(draw) -> Case:
         )
     )
     edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
+    forks = [p for p in range(S - 1) if sum(producer == p for producer, _ in edges) > 1]
     return Case(
         Sizes(S, batches, workers),
         np.broadcast_to(weights, shape),
         compute,
         draw(arrays(np.int32, shape, elements=st.integers(0, 9))),
         tuple(edges),
+        tuple(p for p in forks if draw(st.booleans())),
         {name: draw(st.integers(1, 3)) for name in DIRECTIONS[directions]},
         weight_slots=draw(st.integers(1, 3)),
         fan_out=draw(st.integers(1, 3)),
@@ -249,7 +253,7 @@ class Executor:
         s, b, header = i.stage, i.mb, self.header
         if i.op in (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_I, Op.BWD_W):
             yield (Kind.W, s, -1, i.peer)
-            yield from ((Kind.X, p, b, -1) for p in header.producers[s])
+            yield from ((Kind.X, p, b, header.part(p, s)) for p in header.producers[s])
         if i.op in (Op.BWD, Op.BWD_I, Op.BWD_W):
             yield ("saved", s, b, -1)
             yield from ((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])
@@ -355,7 +359,8 @@ class Executor:
         if i.op == Op.FWD:
             self.forwards[s, b] += 1
             self.there[s, b] = self.newest[rank].get(s, self.first)
-            self.define(rank, (Kind.X, s, b, -1), True)
+            for via in self.header.vias(s):
+                self.define(rank, (Kind.X, s, b, via), True)
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in self.redone):
             self.define(rank, ("saved", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_I):

@@ -14,8 +14,10 @@ def peaks_of_held(program, data):
     """The most of each kind is the peak of that kind, and all that is taken is given back."""
     stages = program.header.stages
     sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
-    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")})
-    found = held(program, measured(machine, stages))
+    edges = len(program.header.edges)
+    parts = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
+    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}, parts=parts)
+    found = held(program, measured(machine, stages, edges))
     peak = np.zeros((program.header.workers, found.taken.shape[1]), np.int64)
     np.maximum.at(peak, program.rows.rank, found.during)
     assert peak.T.tolist() == [kind.tolist() for kind in simulate(program, program.header.cost, machine).memory]

@@ -53,8 +53,9 @@ def test_only_what_w_separates_travels_and_only_once(cases, data):
         for b in batches:
             if w[B, c, b] != w[B, p, b]:
                 expected[Kind.G, int(w[B, c, b]), int(w[B, p, b])] += 1
-    # An activation goes once to a worker, however many consumers run there.
-    for p, b, to in {(p, b, int(w[d, c, b])) for p, c in case.edges for b in batches for d in (F, B)}:
+    # An activation goes once to a worker, however many consumers run there; where it is apart, each part of it.
+    parts = {(p, c * (p in case.apart), b, int(w[d, c, b])) for p, c in case.edges for b in batches for d in (F, B)}
+    for p, _, b, to in parts:
         if to != w[F, p, b]:
             expected[Kind.X, int(w[F, p, b]), to] += 1
     program = case.compile()

@@ -31,14 +31,14 @@ def compiled(name, *sizes, **options):
     return compile_scheme(load(name, Sizes(*sizes)), Sizes(*sizes), **options)
 
 
-def random_bytes(rng, stages):
+def random_bytes(rng, stages, edges=0):
     """Sizes that often agree between stages and between kinds."""
 
-    def some():
-        return rng.integers(1, 4, stages)
+    def some(count=stages):
+        return rng.integers(1, 4, count)
 
     workspace = {direction: some() for direction in "FBIW" if rng.integers(4)}
-    return Bytes(some(), 2 * some(), some(), some(), some(), workspace, some())
+    return Bytes(some(), 2 * some(), some(), some(), some(), workspace, some(), some(edges) if edges else None)
 
 
 class Life(NamedTuple):
@@ -46,6 +46,7 @@ class Life(NamedTuple):
 
     kind: Kind | str
     stage: int
+    column: int  # of its size, for x and g
     begin: int
     end: int
     placed: bool  # received, or the gradient of weights that another rank owns
@@ -62,7 +63,7 @@ def lives(program, rank):
         if i.op in (Op.RECV, Op.FETCH_W):
             starts = [("partial", s, i.peer) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
         if i.op == Op.FWD:
-            starts = [(Kind.X, s, b, -1)]
+            starts = [(Kind.X, s, b, via) for via in header.vias(s)]
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
             starts.append(("saved", s, b))
         if i.op in (Op.BWD, Op.BWD_I):
@@ -85,14 +86,17 @@ def lives(program, rank):
         for name in ends:
             begin = begun.pop(name)
             foreign = name[0] == Kind.DW and rank not in header.owners[name[1]]
-            found.append(Life(name[0], name[1], begin, at, foreign or part[begin].op in (Op.RECV, Op.FETCH_W)))
+            column = header.columns(np.array([name[1]]), np.array([name[3]]))[0] if name[0] in (Kind.X, Kind.G) else -1
+            found.append(Life(name[0], name[1], column, begin, at, foreign or part[begin].op in (Op.RECV, Op.FETCH_W)))
     assert not begun
     return found
 
 
-def size(life, bytes):
+def size(life, bytes, header):
+    if life.kind in (Kind.X, Kind.G):
+        return int(bytes.outputs(header)[life.column])
     by_kind = {
-        Kind.X: bytes.activation, Kind.G: bytes.activation, Kind.W: bytes.weight, Kind.DW: bytes.weight,
+        Kind.W: bytes.weight, Kind.DW: bytes.weight,
         "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,
     }  # fmt: skip
     return int(by_kind[life.kind][life.stage])
@@ -111,7 +115,7 @@ def peak(program, rank, found, planned, bytes):
     for at, i in enumerate(program.instructions(rank)):
         workspace = bytes.workspace.get(DIRECTION.get(i.op, ""), np.zeros(header.stages, int))[i.stage]
         workspace += bytes.activation[i.stage] if i.op == Op.RECOMPUTE else 0
-        alive = sum(size(life, bytes) for life in computed if life.begin <= at <= life.end)
+        alive = sum(size(life, bytes, header) for life in computed if life.begin <= at <= life.end)
         running.append(alive + workspace)
     losses = [s for s in range(header.stages) if not header.consumers[s]]
     owned = sum(bytes.activation[i.stage] for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses)
@@ -133,7 +137,7 @@ def hold(program, bytes):
         received = [life for life in found if life.placed]
         assert np.flatnonzero(row >= 0).tolist() == sorted({life.begin for life in received})
         for life in received:
-            assert size(life, bytes) <= sizes[row[life.begin]]
+            assert size(life, bytes, program.header) <= sizes[row[life.begin]]
         for one, other in combinations(received, 2):
             apart = one.end < other.begin or other.end < one.begin
             assert apart or row[one.begin] != row[other.begin], (one, other)
@@ -141,7 +145,7 @@ def hold(program, bytes):
         pools = defaultdict(list)
         for life in received:
             if life.kind != Kind.W:
-                pools[life.kind == Kind.DW, size(life, bytes)].append(life)
+                pools[life.kind == Kind.DW, size(life, bytes, program.header)].append(life)
         count = 0
         for (_, each), pool in pools.items():
             used = {int(row[life.begin]) for life in pool}
@@ -208,7 +212,10 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
     program, fault = read(io.BytesIO(path.read_bytes()), path.name)
     assert fault is None
     rng = np.random.default_rng(1)
-    for bytes in (measured(Machine(), program.header.stages), random_bytes(rng, program.header.stages)):
+    for bytes in (
+        measured(Machine(), program.header.stages),
+        random_bytes(rng, program.header.stages, len(program.header.edges)),
+    ):
         hold(program, bytes)
 
 
@@ -216,7 +223,12 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
 @settings(max_examples=100)
 def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_peak(cases, data):
     program = data.draw(cases).compile()
-    hold(program, random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages))
+    hold(
+        program,
+        random_bytes(
+            np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages, len(program.header.edges)
+        ),
+    )
 
 
 # 1F1B on two workers, two microbatches. x.0 and g.0 have 10 bytes, the loss 1; weights 100 and 200 (owned: three

@@ -1,0 +1,60 @@
+"""What a schedule must know of a model that is no chain: `compile --graph` reads what `mpirun graph` writes.
+
+A JSON object with `stages`, a number; `edges`, pairs [producer, consumer];
+and, where there are any, `apart`, the stages of whose output each of several
+consumers reads a part of its own, and `tied`, lists of stages that share
+parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from schedgen.errors import UsageError, clip
+from schedgen.graph import check_edges
+
+MOST_STAGES = 2**20
+
+
+class Dag(NamedTuple):
+    stages: int
+    edges: tuple[tuple[int, int], ...]
+    apart: tuple[int, ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()
+
+
+def read_dag(text: str, name: str) -> Dag:
+    """Raises UsageError for anything else."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name}: not JSON: {error}") from None
+    if not isinstance(values, dict) or not {"stages", "edges"} <= values.keys() <= set(Dag._fields):
+        raise UsageError(f"{name}: should be an object with stages and edges, and perhaps apart and tied")
+    stages = values["stages"]
+    if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
+        raise UsageError(f"{name}: stages should be a whole number of at least 1, not {clip(repr(stages))}")
+    lists = [*_lists(values["edges"]), *_lists([values.get("apart", [])]), *_lists(values.get("tied", []))]
+    if not all(isinstance(one, list) and all(type(stage) is int for stage in one) for one in lists):
+        raise UsageError(f"{name}: edges and tied should be lists of lists of stages, and apart a list of stages")
+    if not all(0 <= stage < stages for one in lists for stage in one):
+        raise UsageError(f"{name}: it names a stage that is not in 0..{stages - 1}")
+    try:
+        edges = check_edges(values["edges"], stages)
+        apart = check_apart(values.get("apart", []), edges)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    return Dag(stages, edges, apart, tuple(map(tuple, values.get("tied", []))))
+
+
+def check_apart(stages: Any, edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """The stages, ascending; UsageError where one has no two consumers."""
+    for stage in stages:
+        if sum(producer == stage for producer, _ in edges) < 2:
+            raise UsageError(f"apart: the output of stage {clip(repr(stage))} is not read by several stages")
+    return tuple(sorted(set(stages)))
+
+
+def _lists(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
