@@ -1,4 +1,4 @@
-"""`mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION`, and `... mpirun profile`: options, and how a run ends.
+"""`mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION`, and `... mpirun profile` or `graph`.
 
 Exit codes: 0 done; 1 a refused file, a failed verification, or a rank that
 failed; 2 wrong usage; 143 left when asked to by SIGTERM. A mistake of the user's ends all ranks with one
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpirun.errors import Stop
-from mpirun.options import profile_options, train_options
+from mpirun.errors import Stop, on_rank_0
+from mpirun.options import graph_options, profile_options, train_options
 from schedgen.errors import one_line
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.path.insert(0, str(Path.cwd()))
             run = profile = Profile(comm, options)
             return profile.write()
+        if arguments[:1] == ["graph"]:
+            options = graph_options(comm, arguments[1:])
+            from mpirun import graph
+
+            sys.path.insert(0, str(Path.cwd()))
+            return on_rank_0(comm, lambda: graph.write(options)) or 0
         options = train_options(comm, arguments)
         from mpirun.train import Run
 

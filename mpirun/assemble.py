@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mpirun.model
 from mpirun.errors import together
 from mpirun.interpreter import Interpreter
+from mpirun.loss import check_order
 from mpirun.memory import Memory
 from mpirun.optimizer import Optimizer
 from mpirun.stage import Stage
@@ -26,6 +27,8 @@ def interpreter(
 ) -> Interpreter:
     """`program`: this rank's rows; `instructions`: the same one by one; `state`: for the guard. Collective."""
     header = program.header
+    if of.model.loss_of == "minibatch":
+        together(comm, lambda: check_order(header, instructions))
     memory = Memory(comm, program, instructions, of)
     stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
     owned = {stage: one for stage, one in stages.items() if comm.rank in header.owners[stage]}

@@ -27,31 +27,34 @@ class Part(NamedTuple):
 
 
 class WeightHalf(NamedTuple):
-    """What the second half needs. `whole`: the graph's root and its gradient, where it cannot be cut."""
+    """What the second half needs. `whole`: the graph's roots and their gradients, where it cannot be cut."""
 
     parts: list[Part]
-    whole: tuple[GradientEdge, Tensor] | None
+    whole: tuple[Sequence[GradientEdge], Sequence[Tensor]] | None
 
 
 def input_half(
-    root: GradientEdge, gradient: Tensor, inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[nn.Parameter],
 ) -> tuple[list[Tensor | None], WeightHalf]:
     """Gradients of `inputs` (leaves), and what `weight_half` goes on with."""
-    parts = _parts(root.node, inputs, parameters)
     if not inputs:
-        return [], WeightHalf([], (root, gradient))
+        return [], WeightHalf([], (roots, gradients))
+    parts = _parts([root.node for root in roots], inputs, parameters)
     hooks = [part.node.register_prehook(_keep(part)) for part in parts or ()]
-    grads = torch.autograd.grad([root], inputs, [gradient], retain_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
     for hook in hooks:
         hook.remove()
-    return list(grads), WeightHalf(parts or [], (root, gradient) if parts is None else None)
+    return list(grads), WeightHalf(parts or [], (roots, gradients) if parts is None else None)
 
 
 def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Gradients of `parameters`; None for those that are not used."""
     if half.whole is not None:
-        root, gradient = half.whole
-        return list(torch.autograd.grad([root], parameters, [gradient], allow_unused=True)) if parameters else []
+        roots, gradients = half.whole
+        return list(torch.autograd.grad(roots, parameters, gradients, allow_unused=True)) if parameters else []
     found: dict[nn.Parameter, Tensor] = {}
     for node, arrived, some in half.parts:
         edges = [GradientEdge(node, i) for i, one in enumerate(arrived) if one is not None]
@@ -69,11 +72,11 @@ def _keep(part: Part) -> Callable[[tuple[Any, ...]], None]:
     return hook
 
 
-def _parts(root: Node, inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> list[Part] | None:
-    """The nodes of the path that parameters hang on; None where a parameter hangs on several."""
+def _parts(roots: Sequence[Node], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> list[Part] | None:
+    """The nodes of the path that parameters hang on; None where a parameter hangs on several, or beside the path."""
     ends = {_leaf(x): True for x in inputs}
     owner = {_leaf(parameter): parameter for parameter in parameters}
-    order = _children_first(root)
+    order = _children_first(roots)
     on_path: dict[Node, bool] = {}
     below: dict[Node, list[nn.Parameter]] = {}  # of nodes beside the path: the parameters that hang on them
     parts: list[Part] = []
@@ -87,6 +90,8 @@ def _parts(root: Node, inputs: Sequence[Tensor], parameters: Sequence[nn.Paramet
         if on_path[node] and mine:
             parts.append(Part(node, [], mine))
         below[node] = mine
+    if any(below[root] and not on_path[root] for root in roots):
+        return None
     hanging = [parameter for part in parts for parameter in part.parameters]
     return parts if len(set(hanging)) == len(hanging) else None
 
@@ -96,18 +101,22 @@ def _leaf(tensor: Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-def _children_first(root: Node) -> list[Node]:
+def _children_first(roots: Sequence[Node]) -> list[Node]:
     """All nodes of the graph, each behind those it leads to."""
     order: list[Node] = []
-    seen = {root}
-    stack = [(root, iter(root.next_functions))]
-    while stack:
-        node, children = stack[-1]
-        child = next((c for c, _ in children if c is not None and c not in seen), None)
-        if child is None:
-            order.append(node)
-            stack.pop()
-        else:
-            seen.add(child)
-            stack.append((child, iter(child.next_functions)))
+    seen: set[Node] = set()
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack = [(root, iter(root.next_functions))]
+        while stack:
+            node, children = stack[-1]
+            child = next((c for c, _ in children if c is not None and c not in seen), None)
+            if child is None:
+                order.append(node)
+                stack.pop()
+            else:
+                seen.add(child)
+                stack.append((child, iter(child.next_functions)))
     return order

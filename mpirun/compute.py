@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mpirun.backward import WeightHalf
+from mpirun.batches import Microbatch, moved
 from mpirun.buffers import Buffers
 from mpirun.gradient import Gradient
+from mpirun.loss import WholeLoss
 from mpirun.memory import Memory
-from mpirun.model import microbatch
-from mpirun.stage import Saved, Stage
+from mpirun.model import whole
+from mpirun.stage import Finish, Saved, Stage
 from mpirun.training import Training
 from mpirun.versions import Versions
+from mpirun.wiring import Bundle, Like
 from schedgen.program import Header, Instruction, Kind, Op
 
 Act = Callable[[], None]
@@ -41,23 +45,43 @@ class Compute:
         training: Training,
     ) -> None:
         self.header, self.stages, self.buffers, self.gradient, self.memory = header, stages, buffers, gradient, memory
-        self.of, self.versions = training, versions
+        self.of, self.wires, self.versions = training, training.wires, versions  # wires by microbatch
         self.now, self.walk = 0, 0  # the step being executed, and how often it has been through the list
         self.jobs: dict[tuple[int, int], Job] = {}
-        self.batches: dict[int, tuple[Tensor, Tensor]] = {}
+        self.batches: dict[int, Microbatch] = {}
         self.readers: dict[int, object] = {}  # of each microbatch: the last to read it
         self.one: Tensor | None = None
+        self.whole_loss = WholeLoss(training.model, header.microbatches, training.device.kind, training.mixed)
         self.losses: dict[int, Tensor] = {}  # by microbatch
         self.saves = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.saves -= {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
 
     def fwd(self, i: Instruction) -> Act:
-        output, forward = self.buffers(Kind.X, i.stage, i.mb), self._forward(i, (i.stage, i.mb) in self.saves)
+        forward = self._forward(i, (i.stage, i.mb) in self.saves)
+        if self._ends_in_whole_loss(i):
+            return self._whole_loss(i, forward)
+        vias = self.header.vias(i.stage)
+        given = [self.buffers(Kind.X, i.stage, i.mb, via) for via in vias]
+        if not self.header.consumers[i.stage]:  # the loss
+            bundles = [Bundle([0], [Like((), torch.float32)])]
+        else:
+            bundles = [self.wires[i.mb].bundle(Kind.X, i.stage, via) for via in vias]
+        if len(bundles) == 1 and bundles[0].indices == (0,):
+            (one,) = given
 
-        def act() -> None:
-            output.value = forward()
+            def act() -> None:
+                one.value = forward()[0]
 
-        return act
+            return act
+
+        device = self.of.device.torch
+
+        def act_parts() -> None:
+            outputs = forward()
+            for buffer, bundle in zip(given, bundles, strict=True):
+                buffer.value = bundle.pack([outputs[index] for index in bundle.indices], device)
+
+        return act_parts
 
     def recompute(self, i: Instruction) -> Act:
         forward = self._forward(i, save=True)
@@ -67,50 +91,73 @@ class Compute:
 
         return act
 
-    def _forward(self, i: Instruction, save: bool) -> Callable[[], Tensor]:
+    def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         stage, weights, job, mb = self._stage(i), self.buffers(Kind.W, i.stage), self._job(i), i.mb
-        inputs = [self.buffers(Kind.X, producer, mb) for producer in self.header.producers[i.stage]]
-        read = None if inputs else self._reader(mb, save)
-        finish = None if self.header.consumers[i.stage] else self._scaled_loss(i, save)
+        producers = self.header.producers[i.stage]
+        inputs = [self.buffers(Kind.X, p, mb, self.header.part(p, i.stage)) for p in producers]
+        wires = self.wires[mb]
+        bundles = [wires.x(p, i.stage) for p in producers]
+        plain = all(len(bundle.indices) == 1 for bundle in bundles)
+        arguments, like = wires.arguments(i.stage), wires.outputs[i.stage]
+        read = self._reader(mb, save) if arguments.reads_input else None
+        inner = self.header.consumers[i.stage] or self._ends_in_whole_loss(i)
+        finish = None if inner else self._scaled_loss(i, save)
         ready = self.buffers.ready
 
-        def forward() -> Tensor:
+        def forward() -> list[Tensor]:
             ready(weights)
-            given = [ready(x) for x in inputs] if read is None else [read()[0]]
+            given = [ready(x) for x in inputs]
+            if not plain:
+                given = [x for message, bundle in zip(given, bundles, strict=True) for x in bundle.unpack(message)]
+            leaves = () if read is None else read().leaves
             stage.draws.at = (self.of.seed, self.now, self.walk * self.header.microbatches + mb)
-            output, saved = stage.forward(given, finish, save)
+            outputs, saved = stage.forward(given, finish, save, lambda values: arguments(values, leaves), like)
             if saved is not None:
                 job.saved = saved
-            return output
+            return outputs
 
         return forward
 
-    def _scaled_loss(self, i: Instruction, save: bool) -> Callable[[Tensor], Tensor]:
-        """The microbatch's share of the loss: its gradients then add up to the mean's, but to updates of their own."""
-        read, mb = self._reader(i.mb, save), i.mb
-        parts = 1 if self.header.versions else self.header.microbatches * self.of.walks
+    def _ends_in_whole_loss(self, i: Instruction) -> bool:
+        return self.of.model.loss_of == "minibatch" and not self.header.consumers[i.stage]
 
-        def finish(output: Tensor) -> Tensor:
-            loss = self.of.model.loss(output, read()[1]).reshape(())
+    def _whole_loss(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
+        """The last stage's forward, whose outputs wait for those of all microbatches."""
+        x, loss, read, mb = self.buffers(Kind.X, i.stage, i.mb), self.whole_loss, self._reader(i.mb, save=False), i.mb
+
+        def act() -> None:
+            x.value = forward()
+            loss.take(mb, x.value, read().target)
+            self.losses |= loss.losses
+            loss.losses = {}
+
+        return act
+
+    def _scaled_loss(self, i: Instruction, save: bool) -> Finish:
+        """The microbatch's share of the loss: its gradients then add up to the mean's, but to updates of their own."""
+        read, mb, versions = self._reader(i.mb, save), i.mb, self.header.versions
+
+        def finish(outputs: list[Tensor]) -> Tensor:
+            batch = read()
+            loss = self.of.model.loss(whole(outputs), batch.target).reshape(())
             if i.op == Op.FWD:
                 self.losses[mb] = loss.detach()
-            return loss / parts
+            return loss / (1 if versions else batch.parts)
 
         return finish
 
-    def _reader(self, mb: int, save: bool) -> Callable[[], tuple[Tensor, Tensor]]:
-        """What reads (input, target) of a microbatch: made for the first reader, forgotten after the last.
+    def _reader(self, mb: int, save: bool) -> Callable[[], Microbatch]:
+        """What reads a microbatch: made for the first reader, forgotten after the last.
 
         A forward that saves nothing for its backward does not save them either.
         """
         me = self.readers[mb] = object()
 
-        def read() -> tuple[Tensor, Tensor]:
+        def read() -> Microbatch:
             if mb not in self.batches:
                 number = self.walk * self.header.microbatches + mb
                 device = self.of.device.torch
-                x, y = microbatch(self.of.model, self.of.text, self.of.seed, self.now, number)
-                self.batches[mb] = (x.to(device, non_blocking=True), y.to(device, non_blocking=True))
+                self.batches[mb] = moved(self.of.batches(self.now, number), device)
             last = not save or self.readers[mb] is me
             return self.batches.pop(mb) if last else self.batches[mb]
 
@@ -162,25 +209,46 @@ class Compute:
 
         return act
 
-    def _incoming(self, i: Instruction) -> Callable[[], Tensor]:
-        """The gradient of the stage's output: its consumers' shares added in their order."""
+    def _incoming(self, i: Instruction) -> Callable[[], list[Tensor | None]]:
+        """The gradients of the stage's outputs: its consumers' shares added in their order."""
         consumers = self.header.consumers[i.stage]
+        if self._ends_in_whole_loss(i):
+            return lambda: self.whole_loss.gradients(i.mb)
         if not consumers:  # of the loss with respect to itself
             one = self.one = torch.ones((), device=self.of.device.torch) if self.one is None else self.one
-            return lambda: one
+            return lambda: [one]
         shares = [self.buffers(Kind.G, i.stage, i.mb, self.header.share(i.stage, c)) for c in consumers]
-        ready = self.buffers.ready
-        if len(shares) == 1:
-            return lambda: ready(shares[0])
-        return lambda: sum((ready(share) for share in shares[1:]), ready(shares[0]))
+        bundles = [self.wires[i.mb].g(i.stage, c) for c in consumers]
+        ready, count = self.buffers.ready, len(self.of.shapes[i.stage].outputs)
+        if len(shares) == count == len(bundles[0].indices) == 1:
+            return lambda: [ready(shares[0])]
+
+        def added() -> list[Tensor | None]:
+            found: list[Tensor | None] = [None] * count
+            for share, bundle in zip(shares, bundles, strict=True):
+                for index, part in zip(bundle.indices, bundle.unpack(ready(share)), strict=True):
+                    before = found[index]
+                    found[index] = part if before is None else before + part
+            return found
+
+        return added
 
     def _outgoing(self, i: Instruction) -> Callable[[Saved], None]:
         """What hands on the gradients of a job's inputs."""
         producers = self.header.producers[i.stage]
         shares = [self.buffers(Kind.G, p, i.mb, self.header.share(p, i.stage)) for p in producers]
+        wires = self.wires[i.mb]
+        bundles = [wires.g(p, i.stage) for p in producers]
+        # Of the values that the stage was given, those that are numbers.
+        numbers = [
+            wires.outputs[p][index].dtype.is_floating_point for p in producers for index in wires.x(p, i.stage).indices
+        ]
+
+        device = self.of.device.torch
 
         def hand_on(saved: Saved) -> None:
-            for share, value in zip(shares, saved.gradients() if shares else (), strict=True):
-                share.value = value
+            values = iter(saved.gradients(numbers) if shares else ())
+            for share, bundle in zip(shares, bundles, strict=True):
+                share.value = bundle.pack(list(itertools.islice(values, len(bundle.indices))), device)
 
         return hand_on

@@ -58,7 +58,7 @@ class Interpreter:
         self.partials: dict[tuple[int, int], Buffer] = {}  # received dw by (stage, sender)
         self.gradients: dict[int, Gradient] = {}
         self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
-        self.model = training.model
+        self.model, self.wires = training.model, training.wires
         self.versions = Versions(instructions, stages, memory, training)
         compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradient, memory, training)
         self.compute = compute
@@ -143,8 +143,8 @@ class Interpreter:
             stage = self.stages[i.stage]
             value = self.memory.place(i, (len(self.memory.keys(i.peer, i.stage)), stage.size), stage.dtype)
         else:
-            shape = self.memory.shapes[i.stage]
-            buffer, value = self.buffers(*i[1:5]), self.memory.place(i, shape.size, shape.dtype)
+            buffer = self.buffers(*i[1:5])
+            value = self.memory.place(i, *self.wires[i.mb].bundle(i.kind, i.stage, i.via).like)
         return self._receive(buffer, value, i)
 
     def _receive(self, buffer: Buffer, value: Tensor, i: Instruction) -> Act:

@@ -23,7 +23,10 @@ class Memory:
         """`program`: this rank's part. Collective."""
         self.device, self.shapes, self.rank = of.device.torch, of.shapes, comm.rank
         weight = np.array([shape.weights for shape in of.shapes], np.int64)
-        activation = np.array([shape.bytes for shape in of.shapes], np.int64)
+        # The last stage's x is the loss.
+        activation = np.array([of.wires[0].activation(s) for s in range(len(of.shapes))], np.int64)
+        activation[-1] = of.shapes[-1].loss or sum(one.bytes for one in of.shapes[-1].outputs)
+        parts = np.array([of.wires[0].x(*edge).like.bytes for edge in program.header.edges], np.int64)
         rows = np.ones(len(of.shapes), np.int64)
         self.rows: dict[tuple[int, int], list[int]] | None = None  # by rank and stage; None: one, its key the rank
         if of.canonical and not program.header.versions:  # there a rank has one microbatch in an update
@@ -31,7 +34,7 @@ class Memory:
             for (_, stage), keys in self.rows.items():  # room for the most that anybody sends or gathers
                 rows[stage] = max(rows[stage], len(keys))
         zero = np.zeros(len(of.shapes), np.int64)
-        planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero))
+        planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero, parts))
         sizes = planned.sizes[comm.rank].tolist()
         table = program.rows
         fills = np.flatnonzero(planned.row >= 0)

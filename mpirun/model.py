@@ -10,19 +10,19 @@ import copy
 import importlib
 import itertools
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
+from mpirun.batches import Make, Microbatch, Minibatch
 from mpirun.device import autocast
 from mpirun.randomness import Watch, number
+from mpirun.wiring import Input, Like, Reads, Source, Value
 from schedgen.errors import UsageError
 
 Layers = Mapping[str, Callable[[], nn.Module]]
@@ -37,45 +37,58 @@ class Model(NamedTuple):
             and dropout are seeded by the layers' names, and so do not depend
             on how layers are cut into stages. Or a function that builds the
             stage's module, or the module itself.
-            forward takes the outputs of the stage's producers (the first
-            stage: the input) and returns one tensor; its shape is the same
-            for every microbatch. A stage's trained parameters have one type,
+            forward takes what `reads` says and returns one tensor, or a tuple
+            of them; shapes are the same for every microbatch. A stage's trained parameters have one type,
             and are found by named_parameters: hooks on them, or references
             kept elsewhere, are lost. It may not change buffers that its
             output depends on, and draws random numbers from torch's default
             generator only.
     loss    (output of the last stage, target) -> scalar, a mean over the
-            microbatch. The gradient is the mean over microbatches.
-    batch   (text, rng) -> (input, target) of one microbatch. `text` is a
-            uint8 tensor, shape (bytes,); `rng` is seeded by the run's seed,
-            the step and the microbatch.
+            microbatch. The gradient is the mean over microbatches. Where
+            the last stage returns a tuple, so is the output.
+    batch   (text, rng) -> (input, target) of one microbatch, each a tensor
+            or any pytree of them. `text` is a uint8 tensor, shape (bytes,);
+            `rng` is seeded by the run's seed, the step and the microbatch.
+            Or a Minibatch, which is made whole and cut.
     length  how many bytes of text `batch` needs at least.
     tied    parameters that are one: for each, its places as (stage, name).
             All get the first one's value, and the sum of their gradients.
+    reads   by stage: what each argument of its forward is, a Value (output k
+            of an earlier stage) or an Input (leaf k of the input). None:
+            the first output of each of its producers in the schedule; where
+            it has none, all leaves.
+    loss_of "microbatch", or "minibatch": loss takes the outputs and targets
+            of all microbatches, one behind the other along dimension 0. The
+            schedule must then have all forwards of the last stage before
+            its first backward, as gpipe has.
     """
 
     stages: Sequence[Layers | Callable[[], nn.Module] | nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    batch: Callable[[Tensor, np.random.Generator], tuple[Tensor, Tensor]]
+    loss: Callable[[Any, Any], Tensor]
+    batch: Make | Minibatch
     length: int = 1
     tied: Sequence[Sequence[tuple[int, str]]] = ()
+    reads: Reads | None = None
+    loss_of: str = "microbatch"
+
+    def wiring(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
+        """`reads`, or what it is where it is None, of an input with so many leaves."""
+        if self.reads is not None:
+            return self.reads
+        inputs = [Input(index) for index in range(leaves)]
+        return [[Value(p, 0) for p in before] or inputs for before in producers]
 
 
 class Shape(NamedTuple):
-    """What every rank knows of a stage: its output on one microbatch, and its trained parameters."""
+    """What every rank knows of a stage: its outputs on one microbatch, and its trained parameters."""
 
-    size: tuple[int, ...]
-    dtype: torch.dtype
+    outputs: tuple[Like, ...]
     names: tuple[str, ...]  # of the trained parameters
     weights: int = 0  # bytes of all of them, flat
     overwrites: bool = False  # whether it changes its inputs in place
+    aliases: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     draws: tuple[str, ...] = ()  # layers that draw random numbers
-    loss: int = 0  # the last stage: bytes of the loss, which is its output x
-
-    @property
-    def bytes(self) -> int:
-        """Of x.s.b."""
-        return self.loss or math.prod(self.size) * self.dtype.itemsize
+    loss: int = 0  # the last stage: bytes of the loss, which is its x
 
 
 def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None) -> Model:
@@ -104,6 +117,8 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
         raise UsageError(f"--model {name}: {function_name}({stages}) raised {type(error).__name__}: {error}") from None
     if not isinstance(model, Model):
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
+    if model.loss_of not in ("microbatch", "minibatch"):
+        raise UsageError(f"--model {name}: loss_of should be microbatch or minibatch, not {model.loss_of!r}")
     if not isinstance(model.stages, Sequence):
         raise UsageError(f"--model {name}: stages should be a list, not {type(model.stages).__name__}")
     if len(model.stages) != stages:
@@ -200,11 +215,6 @@ def entry_name(model: Model, stage: int, name: str) -> str:
     return name if isinstance(model.stages[stage], Mapping) else f"stage{stage}.{name}"
 
 
-def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tuple[Tensor, Tensor]:
-    """(input, target) of one microbatch of one step; the same wherever it is asked for."""
-    return model.batch(text, np.random.default_rng([seed, step, mb]))
-
-
 class _Forgetful(FakeTensorConverter):
     """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
 
@@ -212,29 +222,28 @@ class _Forgetful(FakeTensorConverter):
         pass
 
 
-def shapes(
-    model: Model, producers: Sequence[Sequence[int]], text: Tensor, mixed: torch.dtype | None = None
-) -> list[Shape]:
+def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | None = None) -> list[Shape]:
     """What every stage gives, found by running all stages on fake tensors: no data, no messages.
 
-    `mixed`: the type that torch's autocast computes in.
+    `reads`: what each stage reads; `mixed`: the type that torch's autocast computes in.
     """
-    try:
-        data, target = microbatch(model, text, 0, 0, 0)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
+    leaves, target = batch.leaves, batch.target
+    for stage, source in ((s, one) for s, sources in enumerate(reads) for one in sources if isinstance(one, Input)):
+        if source.leaf >= len(leaves):
+            raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(leaves)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
     fake.fake_tensor_converter = _Forgetful()
-    outputs: list[Tensor] = []
+    outputs: list[list[Tensor]] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
         with nullcontext() if isinstance(entry, nn.Module) else fake:  # a fake mode cannot copy real tensors
             module = build(model, stage, 0)
         with fake, torch.no_grad():
             watch = Watch(module, list(entry) if isinstance(entry, Mapping) else [])
-            inputs = [outputs[p] for p in producers[stage]] or [fake.from_tensor(data)]
-            versions = [x._version for x in inputs]
+            inputs = [_source(one, outputs, leaves, stage) for one in reads[stage]]
+            inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
+            versions = [x._version for x in inputs if isinstance(x, Tensor)]
             try:
                 with autocast("cpu", mixed), watch:
                     output = module(*inputs)
@@ -242,28 +251,51 @@ def shapes(
                 raise UsageError(
                     f"stage {stage} fails on the shapes it gets: {type(error).__name__}: {error}"
                 ) from None
-        if not isinstance(output, Tensor):
-            raise UsageError(f"stage {stage} should return one tensor, not {type(output).__name__}")
+        every = [output] if isinstance(output, Tensor) else output
+        if not isinstance(every, (list, tuple)) or not every or not all(isinstance(x, Tensor) for x in every):
+            raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(output).__name__}")
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         parameters = [parameter for _, parameter in named]
         dtype = parameters[0].dtype if parameters else torch.float32
         found.append(
             Shape(
-                tuple(output.shape),
-                output.dtype,
+                tuple(Like(tuple(x.shape), x.dtype) for x in every),
                 tuple(name for name, _ in named),
                 flat_layout(parameters, dtype)[1] * dtype.itemsize,
-                overwrites=versions != [x._version for x in inputs],
+                overwrites=versions != [x._version for x in inputs if isinstance(x, Tensor)],
+                aliases=_aliases(every, [*inputs, *module.parameters(), *module.buffers()]),
                 draws=tuple(watch.found),
             )
         )
-        outputs.append(output)
+        outputs.append(list(every))
+    if model.loss_of == "minibatch":  # what it is a loss of is not here
+        return found
     try:
         with autocast("cpu", mixed):
-            loss = model.loss(torch.zeros(outputs[-1].shape, dtype=outputs[-1].dtype), target)
+            loss = model.loss(whole([torch.zeros(one.size, dtype=one.dtype) for one in found[-1].outputs]), target)
     except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("the loss should be one number")
     found[-1] = found[-1]._replace(loss=loss.element_size())
     return found
+
+
+def _aliases(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
+    taken = {x.untyped_storage()._cdata for x in others if isinstance(x, Tensor)}
+    return tuple(index for index, x in enumerate(outputs) if x.untyped_storage()._cdata in taken)
+
+
+def whole(outputs: Sequence[Tensor]) -> Any:
+    """The last stage's outputs as the loss takes them."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _source(one: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:
+    if isinstance(one, Input):
+        return leaves[one.leaf]
+    if one.output >= len(outputs[one.stage]):
+        raise UsageError(
+            f"stage {stage} reads output {one.output} of stage {one.stage}, which returns {len(outputs[one.stage])}"
+        )
+    return outputs[one.stage][one.output]

@@ -118,11 +118,33 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namesp
     return options
 
 
-def _common(parser: Parser) -> None:
-    """The options of the model and of its training."""
+def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="python -m mpirun graph",
+        description="Which stages of a model read which others, and share parameters:\n"
+        "a file for schedgen compile --graph.",
+        epilog="example: python -m mpirun graph --model mymodel:unet --stages 4 -o unet.graph",
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _model(parser)
+    parser.add_argument("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the file to write; - is standard output")
+    options = parser.parse_args(arguments)
+    return _complete(comm, parser, options, model="--model", stages="--stages", output="--output")
+
+
+def _model(parser: Parser) -> None:
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this and exit")
     add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
+    add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
+
+
+def _common(parser: Parser) -> None:
+    """The options of the model and of its training."""
+    add = parser.add_argument
+    _model(parser)
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="default: adamw")
     add("--momentum", type=_fraction, default=0.0, metavar="X", help="of sgd; default: 0")
@@ -131,18 +153,22 @@ def _common(parser: Parser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
-    add("--traceback", action="store_true", help="where a rank fails, show the whole traceback")
 
 
 def _parsed(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: str) -> argparse.Namespace:
     """The options; `needed`: those that must be there, and what they are called."""
-    options = parser.parse_args(arguments)
+    options = _complete(comm, parser, parser.parse_args(arguments), **needed)
+    if options.momentum and options.optimizer != "sgd":
+        parser.error("--momentum is of --optimizer sgd")
+    return options
+
+
+def _complete(comm: MPI.Comm, parser: Parser, options: argparse.Namespace, **needed: str) -> argparse.Namespace:
+    """The same, unless help is asked for or something that must be there is missing."""
     if options.help:
         if comm.rank == 0:
             parser.print_help()
         raise Stop("", 0, speaker=-1)
-    if options.momentum and options.optimizer != "sgd":
-        parser.error("--momentum is of --optimizer sgd")
     for name, words in needed.items():
         if getattr(options, name) is None:
             parser.error(f"{words} is missing")

@@ -28,7 +28,9 @@ from mpirun.links import links
 from mpirun.tracker import Memory, measure
 from mpirun.training import training
 from schedgen.compile import compile_scheme
+from schedgen.dag import Dag
 from schedgen.errors import RefusedFile, UsageError
+from schedgen.graph import chain
 from schedgen.program import DIRECTIONS, F, Header, Instruction, Kind, Op, Program, W
 from schedgen.scheme import Scheme, Sizes
 from schedgen.streams import checked, output
@@ -109,6 +111,7 @@ class Profile:
         weight = [shape.weights for shape in self.training.shapes]
         return {
             "activation": [found[Op.FWD, s][0].defined for s in stages],
+            **self._parts(),
             "weight": weight,
             "saved": [max(one.kept for one in found[Op.FWD, s]) for s in stages],
             "half": [max(one.kept for one in found[Op.BWD_I, s]) for s in stages],
@@ -118,6 +121,11 @@ class Profile:
             },
             "owned": [weight[s] + found[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
         }
+
+    def _parts(self) -> dict[str, list[int]]:
+        """Bytes by edge, where some stage's consumers read different parts of its output."""
+        header, wires = self.programs[0].header, self.training.wires[0]
+        return {"parts": [wires.x(*edge).like.bytes for edge in header.edges]} if header.apart else {}
 
     # Seconds
 
@@ -165,7 +173,7 @@ def _execute(one: Interpreter, i: Instruction, act: Act, memory: Memory) -> Byte
 def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]]:
     """The x and g that an instruction makes, and before them the g that it is the last to read."""
     if i.op == Op.FWD:
-        return [], [(Kind.X, i.stage, i.mb, -1)]
+        return [], [(Kind.X, i.stage, i.mb, via) for via in header.vias(i.stage)]
     if i.op not in (Op.BWD, Op.BWD_I):
         return [], []
     read: list[Buffer] = [(Kind.G, i.stage, i.mb, header.share(i.stage, c)) for c in header.consumers[i.stage]]
@@ -174,8 +182,10 @@ def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
     """One worker's program with whole and with split backwards; whether --schedule has split ones."""
-    stages, edges, splits = options.stages, None, False
+    stages, splits = options.stages, False
+    edges = chain(stages or 1)
     tied: tuple[tuple[int, ...], ...] = ()
+    apart: tuple[int, ...] = ()
     if options.schedule is not None:
         try:
             header = checked(options.schedule).header
@@ -184,21 +194,21 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
         if stages not in (None, header.stages):
             raise UsageError(f"--stages {stages}: {options.schedule} has {header.stages}")
         stages, edges, tied, splits = header.stages, header.edges, header.tied, "W" in header.cost
-    return [_one_worker(stages, edges, tied, split) for split in (False, True)], splits
+        apart = header.apart
+    return [_one_worker(Dag(stages, edges, apart, tied), split) for split in (False, True)], splits
 
 
-def _one_worker(
-    stages: int, edges: tuple[tuple[int, int], ...] | None, tied: tuple[tuple[int, ...], ...], split: bool
-) -> Program:
+def _one_worker(dag: Dag, split: bool) -> Program:
     """A step on one worker. Microbatches go by twos, so a stage does two jobs of a kind in a row: what is in the
     caches then lies between a pipeline's 1F1B and GPipe."""
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-        place = np.where(d == F, s, 3 * stages - 2 * s + (d == W))
-        return (b // 2 * 4 * stages + place) * 2 + b % 2
+        place = np.where(d == F, s, 3 * dag.stages - 2 * s + (d == W))
+        return (b // 2 * 4 * dag.stages + place) * 2 + b % 2
 
-    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split, edges=edges)
-    return compile_scheme(scheme, Sizes(stages, MICROBATCHES, 1), tied=tied)
+    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split)
+    scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
+    return compile_scheme(scheme, Sizes(dag.stages, MICROBATCHES, 1), tied=dag.tied)
 
 
 def _write(path: str, numbers: dict[str, object]) -> None:

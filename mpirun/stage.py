@@ -7,8 +7,9 @@ same kernels run on them, with the same bits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +19,26 @@ from mpirun.backward import WeightHalf, input_half, weight_half
 from mpirun.device import Device, autocast
 from mpirun.model import Shape, flat_layout
 from mpirun.randomness import Draws
+from mpirun.wiring import Like
 from schedgen.errors import UsageError
+
+Finish = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs
 
 
 class Saved(NamedTuple):
     """What a forward keeps for its backward: the autograd graph, not the output's data."""
 
     inputs: list[Tensor]
-    output: GradientEdge | None  # None: nothing here needs a gradient
+    outputs: list[GradientEdge | None]  # None: this output needs no gradient
 
     def leaves(self) -> list[Tensor]:
         """The inputs that have a gradient."""
         return [x for x in self.inputs if x.requires_grad]
 
-    def gradients(self) -> list[Tensor]:
-        """Those of all inputs, taken off them: zero where there is none."""
+    def gradients(self, wanted: Sequence[bool] | None = None) -> list[Tensor]:
+        """Those of all inputs, or the wanted ones, taken off them: zero where there is none."""
         found = []
-        for x in self.inputs:
+        for x in self.inputs if wanted is None else itertools.compress(self.inputs, wanted):
             found.append(torch.zeros_like(x) if x.grad is None else x.grad.contiguous())
             x.grad = None  # a graph that is still to give weight gradients keeps x
         return found
@@ -91,48 +95,62 @@ class Stage:
         return [flat[start : start + shape.numel()].view(shape) for start, shape in self.layout]
 
     def forward(
-        self, inputs: Iterable[Tensor], finish: Callable[[Tensor], Tensor] | None, save: bool
-    ) -> tuple[Tensor, Saved | None]:
-        """The output, run through `finish` (the last stage's loss) if given, and what backward needs if `save`."""
+        self,
+        values: Iterable[Tensor],
+        finish: Finish | None,
+        save: bool,
+        arguments: Callable[[list[Tensor]], list[Any]] = list,
+        like: Sequence[Like] | None = None,
+    ) -> tuple[list[Tensor], Saved | None]:
+        """The outputs, run through `finish` (the last stage's loss) if given, and what backward needs if `save`.
+
+        `values`: what other stages gave; `arguments`: those of the module's forward, made from them; `like`: what the
+        outputs should be, where that is not `shape.outputs`.
+        """
         if not save:
             with torch.no_grad():
-                return self._compute([x.detach() for x in inputs], finish), None
-        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-        output = self._compute(leaves, finish)
-        return output.detach(), Saved(leaves, get_gradient_edge(output) if output.requires_grad else None)
+                return self._compute(arguments([x.detach() for x in values]), finish, like), None
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
+        outputs = self._compute(arguments(leaves), finish, like)
+        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+        return [x.detach() for x in outputs], Saved(leaves, edges)
 
-    def _compute(self, leaves: list[Tensor], finish: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def _compute(self, given: list[Any], finish: Finish | None, like: Sequence[Like] | None) -> list[Tensor]:
         if (
             self.shape.overwrites
         ):  # a stage that begins in place would change what others still read, and a leaf besides
-            leaves = [x.clone() for x in leaves]
+            given = [x.clone() if isinstance(x, Tensor) else x for x in given]
         if self.mixed is not None:
             with autocast(self.device.kind, self.mixed):
-                return self._finished(self.module(*leaves), finish)
-        return self._finished(self.module(*leaves), finish)
+                return self._finished(self.module(*given), finish, like or self.shape.outputs)
+        return self._finished(self.module(*given), finish, like or self.shape.outputs)
 
-    def _finished(self, output: Tensor, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
-        if output.shape != self.shape.size or output.dtype is not self.shape.dtype:
-            raise RuntimeError(
-                f"stage {self.index} returned {output.dtype} of shape {tuple(output.shape)}, "
-                f"but on the first microbatch {self.shape.dtype} of shape {self.shape.size}"
-            )
-        return (output if finish is None else finish(output)).contiguous()
+    def _finished(self, output: Any, finish: Finish | None, like: Sequence[Like]) -> list[Tensor]:
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        for found, expected in zip(outputs, like, strict=True):
+            if found.shape != expected.size or found.dtype is not expected.dtype:
+                raise RuntimeError(
+                    f"stage {self.index} returned {found.dtype} of shape {tuple(found.shape)}, "
+                    f"but on the first microbatch {expected.dtype} of shape {expected.size}"
+                )
+        for index in self.shape.aliases:
+            outputs[index] = outputs[index].clone()
+        return [x.contiguous() for x in (outputs if finish is None else [finish(outputs)])]
 
-    def backward(self, saved: Saved, gradient: Tensor) -> None:
-        """From the gradient of the output: `saved.gradients()`; those of `parameters` are added to their `grad`."""
-        if saved.output is not None:
+    def backward(self, saved: Saved, gradients: Sequence[Tensor | None]) -> None:
+        """From the gradients of the outputs: `saved.gradients()`; those of `parameters` are added to their `grad`."""
+        roots, given = _needed(saved, gradients)
+        if roots:
             # What Tensor.backward ends in, without its checks: they take as long as three small kernels.
-            _engine_run_backward(
-                (saved.output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            _engine_run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def backward_input(self, saved: Saved, gradient: Tensor) -> WeightHalf | None:
-        """From the gradient of the output: `saved.gradients()`, and what `backward_weight` goes on with."""
-        if saved.output is None:
+    def backward_input(self, saved: Saved, gradients: Sequence[Tensor | None]) -> WeightHalf | None:
+        """From the gradients of the outputs: `saved.gradients()`, and what `backward_weight` goes on with."""
+        roots, given = _needed(saved, gradients)
+        if not roots:
             return None
         leaves = saved.leaves()
-        grads, half = input_half(saved.output, gradient, leaves, self.parameters)
+        grads, half = input_half(roots, given, leaves, self.parameters)
         for leaf, grad in zip(leaves, grads, strict=True):
             leaf.grad = grad
         return half
@@ -140,6 +158,13 @@ class Stage:
     def backward_weight(self, half: WeightHalf | None) -> Sequence[Tensor | None]:
         """Gradients of `parameters` (None: not used)."""
         return [None] * len(self.parameters) if half is None else weight_half(half, self.parameters)
+
+
+def _needed(saved: Saved, gradients: Sequence[Tensor | None]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
+    """The outputs that need a gradient and have one, and these."""
+    pairs = zip(saved.outputs, gradients, strict=True)
+    found = [(edge, one) for edge, one in pairs if edge is not None and one is not None]
+    return tuple(edge for edge, _ in found), tuple(one for _, one in found)
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

@@ -54,7 +54,7 @@ class Run:
         if options.seed is None:
             options.seed = 0 if found is None else found.seed
         self.training = training(comm, options, self.header)
-        self.tokens = self.training.tokens * self.header.microbatches * options.accumulate
+        self.tokens = self.training.batches.tokens
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)

@@ -14,11 +14,15 @@ from torch import Tensor
 
 import mpirun.data
 import mpirun.model
+from mpirun import wiring
+from mpirun.batches import Microbatches
 from mpirun.device import Device, device
 from mpirun.errors import from_rank_0, together
+from mpirun.loss import check_whole_loss
 from mpirun.model import Model, Shape
 from mpirun.optimizer import Recipe
 from mpirun.ties import check_ties
+from mpirun.wiring import Like, Reads, Wires
 from schedgen.errors import UsageError
 from schedgen.program import Header
 
@@ -28,6 +32,8 @@ class Training(NamedTuple):
 
     model: Model
     shapes: Sequence[Shape]  # by stage
+    wires: Sequence[Wires]  # by microbatch of a list, the first the largest
+    batches: Microbatches
     text: Tensor
     seed: int
     recipe: Recipe
@@ -36,11 +42,6 @@ class Training(NamedTuple):
     device: Device
     mixed: torch.dtype | None  # the type that autocast computes in
     crowded: bool  # there are more ranks here than cores
-
-    @property
-    def tokens(self) -> int:
-        """Targets of a microbatch."""
-        return mpirun.model.microbatch(self.model, self.text, 0, 0, 0)[1].numel()
 
 
 def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -> Training:
@@ -56,9 +57,24 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
         options.steps, options.clip,
     )  # fmt: skip
-    shapes = from_rank_0(comm, lambda: mpirun.model.shapes(model, header.producers, text, mixed))
+    batches = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
+    reads = together(comm, lambda: _reads(model, header, batches))
+    shapes, others = from_rank_0(comm, lambda: _shapes(model, reads, batches, options.accumulate, mixed))
+    distinct = [Wires(reads, header, outputs) for outputs in others]
+    wires = [distinct[number] for number in _kinds(batches)[1][: header.microbatches]]
     return Training(
-        model, shapes, text, options.seed, recipe, options.accumulate, options.canonical, where, mixed, cores < 1
+        model,
+        shapes,
+        wires,
+        batches,
+        text,
+        options.seed,
+        recipe,
+        options.accumulate,
+        options.canonical,
+        where,
+        mixed,
+        cores < 1,
     )
 
 
@@ -70,8 +86,40 @@ def _model(options: argparse.Namespace, header: Header) -> Model:
         if options.on_nan == "skip":
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
     model = mpirun.model.load(options.model, header.stages, options.seed, header.scheme.get("layers"))
+    if model.loss_of == "minibatch":
+        check_whole_loss(header, options.accumulate)
     check_ties(model, header)
     return model
+
+
+def _reads(model: Model, header: Header, batches: Microbatches) -> Reads:
+    try:
+        leaves = len(batches(0, 0).leaves)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
+    reads = model.wiring(header.producers, leaves)
+    wiring.check(reads, header)
+    return reads
+
+
+def _kinds(batches: Microbatches) -> tuple[list[int], list[int]]:
+    """A microbatch of each size that there is, and the place of each one's in that list."""
+    sizes = batches.sizes
+    firsts = [number for number, size in enumerate(sizes) if size not in sizes[:number]]
+    return firsts, [next(k for k, first in enumerate(firsts) if sizes[first] == size) for size in sizes]
+
+
+def _shapes(
+    model: Model, reads: Reads, batches: Microbatches, walks: int, mixed: torch.dtype | None
+) -> tuple[list[Shape], list[list[tuple[Like, ...]]]]:
+    """Those of the first microbatch, and for each size of microbatch the outputs by stage."""
+    firsts, _ = _kinds(batches)
+    if len(firsts) > 1 and walks > 1:
+        raise UsageError("--accumulate: the minibatch cannot be cut into microbatches of one size")
+    found = [mpirun.model.shapes(model, reads, batches(0, number), mixed) for number in firsts]
+    return found[0], [[shape.outputs for shape in one] for one in found]
 
 
 def _cores(comm: MPI.Intracomm) -> float:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.batches import Microbatch, moved
 from mpirun.device import autocast
-from mpirun.model import build, microbatch, shared_before
+from mpirun.loss import WholeLoss
+from mpirun.model import build, shared_before, whole
 from mpirun.optimizer import clip_factor, norms, whole_norm
 from mpirun.randomness import Draws
 from mpirun.stage import Stage
 from mpirun.training import Training
+from mpirun.wiring import Value
 from schedgen.program import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
@@ -77,6 +80,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
     }
     optimizer = of.recipe.make(list(parameters.values())) if parameters else None
     losses: list[list[float]] = []
+    passed: list[Passed] = []
     gradients: list[Parameters] = []
     for step in range(steps):
         losses.append([])
@@ -84,11 +88,17 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
         for walk in range(of.walks):
             summed: Parameters = {}
             for mb in range(header.microbatches):
-                number, parts = walk * header.microbatches + mb, header.microbatches * of.walks
+                number = walk * header.microbatches + mb
                 for one in draws:
                     one.at = (of.seed, step, number)
-                losses[-1].append(forward_backward(of, header, modules, step, number, parts))
+                if of.model.loss_of == "minibatch":
+                    passed.append(forward(of, modules, step, number))
+                else:
+                    losses[-1].append(forward_backward(of, modules, step, number))
                 beat()
+            if of.model.loss_of == "minibatch":
+                losses[-1] += whole_loss(of, passed)
+                passed.clear()
             for key, parameter in parameters.items():
                 summed[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = None
@@ -117,38 +127,89 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
     return Record(losses[begun:], gradients, {key: parameter.detach() for key, parameter in parameters.items()})
 
 
+class Passed(NamedTuple):
+    """A microbatch that has been through all stages."""
+
+    batch: Microbatch
+    outputs: dict[Value, Tensor]
+    leaves: list[dict[Value, Tensor]]  # by stage: what it read, cut off from where it came from
+
+    @property
+    def last(self) -> list[Tensor]:
+        """The last stage's outputs."""
+        return [x for one, x in self.outputs.items() if one.stage == len(self.leaves) - 1]
+
+
 def forward_backward(
-    of: Training, header: Header, modules: Sequence[Callable[..., Tensor]], step: int, number: int, parts: int
+    of: Training, modules: Sequence[Callable[..., Any]], step: int, number: int, parts: float | None = None
 ) -> float:
-    """One microbatch through all stages and back; its loss. Of that the gradients are a share, one of `parts`.
+    """One microbatch through all stages and back; its loss. Of that the gradients are a share, one of `parts`."""
+    passed = forward(of, modules, step, number)
+    with autocast(of.device.kind, of.mixed):
+        loss = of.model.loss(whole(passed.last), passed.batch.target)
+    end = Value(len(modules) - 1, 0)
+    root = loss / (passed.batch.parts if parts is None else parts)
+    inner = {one: x for one, x in passed.outputs.items() if one.stage != end.stage}
+    backward(passed._replace(outputs=inner | {end: root}), [torch.ones_like(root)])
+    return loss.item()
+
+
+def whole_loss(of: Training, passed: Sequence[Passed]) -> list[float]:
+    """The loss of all microbatches together, once for each, and all of them back."""
+    one = WholeLoss(of.model, len(passed), of.device.kind, of.mixed)
+    for number, each in enumerate(passed):
+        one.take(number, each.last, each.batch.target)
+    for number, each in enumerate(passed):
+        backward(each, one.gradients(number))
+    return [loss.item() for loss in one.losses.values()]
+
+
+def forward(of: Training, modules: Sequence[Callable[..., Any]], step: int, number: int) -> Passed:
+    """One microbatch through all stages.
 
     The graph is cut at the borders of stages, so that gradients which several
     stages return for one value are added in the order of these stages.
     Autograd's own order for a graph in one piece is another, and gives other
     bits though the same sum.
     """
-    data, target = (x.to(of.device.torch) for x in microbatch(of.model, of.text, of.seed, step, number))
-    outputs: list[Tensor] = []
-    leaves: list[list[Tensor]] = []
-    for module, producers in zip(modules, header.producers, strict=True):
-        inputs = [outputs[p].detach() for p in producers] or [data]
-        leaves.append([x.requires_grad_(x.is_floating_point()) for x in inputs])
+    batch = moved(of.batches(step, number), of.device.torch)
+    outputs: dict[Value, Tensor] = {}
+    leaves: list[dict[Value, Tensor]] = []
+    for stage, (module, sources) in enumerate(zip(modules, of.wires[0].reads, strict=True)):
+        read = dict.fromkeys(one for one in sources if isinstance(one, Value))
+        leaves.append({one: outputs[one].detach().requires_grad_(outputs[one].is_floating_point()) for one in read})
+        given = [leaves[-1][one] if isinstance(one, Value) else batch.leaves[one.leaf] for one in sources]
         with autocast(of.device.kind, of.mixed):
-            outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
-    with autocast(of.device.kind, of.mixed):
-        loss = of.model.loss(outputs[-1], target)
-    outputs[-1] = loss / parts
-    shares: list[list[Tensor]] = [[] for _ in modules]  # of each output's gradient, last consumer first
-    shares[-1] = [torch.ones_like(outputs[-1])]
-    for stage in range(len(modules) - 1, -1, -1):
-        if outputs[stage].requires_grad:
-            gradient = shares[stage].pop()
-            while shares[stage]:
-                gradient = gradient + shares[stage].pop()
-            outputs[stage].backward(gradient.contiguous())
-        for producer, leaf in zip(header.producers[stage], leaves[stage], strict=False):
-            shares[producer].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-    return loss.item()
+            found = module(*(x.clone() if isinstance(x, Tensor) else x for x in given))
+        every = [found] if isinstance(found, Tensor) else list(found)
+        for index in of.shapes[stage].aliases:
+            every[index] = every[index].clone()
+        outputs |= {Value(stage, index): x.contiguous() for index, x in enumerate(every)}
+    return Passed(batch, outputs, leaves)
+
+
+def backward(passed: Passed, gradients_of_last: Sequence[Tensor | None]) -> None:
+    """Back through all stages."""
+    _, outputs, leaves = passed
+    end = len(leaves) - 1
+    shares: dict[Value, list[Tensor]] = {one: [] for one in outputs}  # of each gradient, last consumer first
+    for index, given in enumerate(gradients_of_last):
+        if given is not None:
+            shares[Value(end, index)].append(given)
+    for stage in range(end, -1, -1):
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for one in [one for one in outputs if one.stage == stage and outputs[one].requires_grad and shares[one]]:
+            gradient = shares[one].pop()
+            while shares[one]:
+                gradient = gradient + shares[one].pop()
+            roots.append(outputs[one])
+            gradients.append(gradient.contiguous())
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for one, leaf in leaves[stage].items():
+            if leaf.is_floating_point():
+                shares[one].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
 
 
 class Difference(NamedTuple):

@@ -39,11 +39,11 @@ def measure(schedule: str) -> None:
     interpreter = run.interpreter
     for stage in interpreter.stages.values():
         loss = not interpreter.header.consumers[stage.index]
-        output = torch.zeros(()) if loss else torch.zeros(stage.shape.size)
-        leaf = torch.zeros(interpreter.memory.shapes[0].size, requires_grad=True)
+        output = torch.zeros(()) if loss else torch.zeros(stage.shape.outputs[0].size)
+        leaf = torch.zeros(interpreter.memory.shapes[0].outputs[0].size, requires_grad=True)
         leaf.grad = torch.zeros_like(leaf)
-        given = (output, Saved([leaf], None))
-        stage.forward = lambda inputs, finish, save, given=given: given
+        given = ([output], Saved([leaf], [None]))
+        stage.forward = lambda inputs, finish, save, arguments, given=given: given
         stage.backward = lambda saved, gradient: None
     spent: dict[int, list[float]] = defaultdict(list)
 
@@ -62,7 +62,7 @@ def measure(schedule: str) -> None:
         interpreter.run(step)
         for _ in range(100):
             plain()
-    tensor = torch.zeros(interpreter.memory.shapes[0].size)
+    tensor = torch.zeros(interpreter.memory.shapes[0].outputs[0].size)
     buffer = view(tensor)
     receive = comm.Recv_init(buffer, MPI.PROC_NULL)
     atexit.register(receive.Free)

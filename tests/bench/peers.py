@@ -25,7 +25,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpirun.data
-from mpirun.model import Model, build, load, microbatch
+from mpirun.batches import Microbatches
+from mpirun.model import Model, build, load
 from mpirun.models.gpt import Block
 from mpirun.options import train_options
 from mpirun.train import Run
@@ -52,7 +53,8 @@ class Task:
         return nn.Sequential(*(self.stage(index) for index in range(self.stages)))
 
     def batch(self, step: int, mb: int) -> tuple[Tensor, Tensor]:
-        return microbatch(self.model, self.text, self.seed, step, mb)
+        (data,), target, _ = Microbatches(self.model.batch, self.text, self.seed, 1)(step, mb)
+        return data, target
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01, fused=True)

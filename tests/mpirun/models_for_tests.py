@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from mpirun import Model
+from mpirun.batches import Minibatch
 from mpirun.models import mlp
 from mpirun.models.cut import cut
+from mpirun.wiring import Input, Value
 
 WIDTH = 128  # of mlp.tiny
 
@@ -78,6 +81,113 @@ def fan(stages: int) -> Model:
     return mlp.tiny(stages)._replace(
         stages=[Encoder, lambda: Mix(1, 64), lambda: Mix(1, 64), lambda: Mix(3, 256)],
     )
+
+
+class Several(Encoder):
+    """Bytes -> numbers, a skip connection of half their width, how often each byte is there, and the scale itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(64))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        x = super().forward(tokens)
+        return x * self.scale, x[:, :32].bfloat16(), nnf.one_hot(tokens, 256).sum(1), self.scale
+
+
+class Skipped(nn.Module):
+    """What it gets, the skip connection and bytes -> two outputs, of which one is what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64 + 32 + 16, 64)
+
+    def forward(self, x: Tensor, skip: Tensor, tokens: Tensor) -> list[Tensor]:
+        return [torch.tanh(self.linear(torch.cat([x, skip.float(), tokens / 256], 1))), x]
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 256)
+
+    def forward(self, x: Tensor, before: Tensor, counts: Tensor, scale: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x + before * scale + skip.repeat(1, 2)), counts
+
+
+def several(stages: int) -> Model:
+    """Four stages with several outputs each, of several types, that go to different consumers; a loss of two."""
+
+    def loss(outputs: tuple[Tensor, Tensor], target: dict[str, Tensor]) -> Tensor:
+        scores, counts = outputs
+        return nnf.cross_entropy(scores + counts / 16, target["next"])
+
+    plain = mlp.tiny(1)
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        x, y = plain.batch(text, rng)
+        return {"tokens": x}, {"next": y}
+
+    return Model(
+        [Several, lambda: Mix(1, 64), Skipped, End], loss, batch, plain.length,
+        reads=[
+            [Input(0)],
+            [Value(0, 0)],
+            [Value(1, 0), Value(0, 1), Input(0)],
+            [Value(2, 0), Value(2, 1), Value(0, 2), Value(0, 3), Value(0, 1)],
+        ],
+    )  # fmt: skip
+
+
+def uneven(stages: int) -> Model:
+    """As `several`, with a minibatch of 22 samples in a dict, cut along dimension 1, and what is not cut beside it."""
+    model = several(stages)
+
+    def make(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, object], dict[str, Tensor]]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - 17, 22))
+        pieces = text[starts[:, None] + torch.arange(17)].long()
+        return {"tokens": pieces[:, :16].T, "ones": torch.ones(5), "name": "text"}, {"next": pieces[:, 16]}
+
+    class Turned(Several):
+        def forward(self, tokens: Tensor, ones: Tensor) -> tuple[Tensor, ...]:
+            x, *others = super().forward(tokens.T)
+            return x * ones.mean(), *others
+
+    class Twisted(Skipped):
+        def forward(self, x: Tensor, skip: Tensor, tokens: Tensor) -> list[Tensor]:
+            return super().forward(x, skip, tokens.T)
+
+    first, second, third, last = model.reads or ()
+    reads = [[*first, Input(1)], second, third, last]
+    batch = Minibatch(make, ({"tokens": 1, "ones": None, "name": None}, 0))
+    return model._replace(stages=[Turned, model.stages[1], Twisted, End], reads=reads, batch=batch)
+
+
+def contrastive(stages: int) -> Model:
+    """Two towers, bytes before and bytes behind, whose loss compares every sample of the minibatch with every other."""
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - 32, 8))
+        pieces = text[starts[:, None] + torch.arange(32)].long()
+        return (pieces[:, :16], pieces[:, 16:]), torch.zeros(8)
+
+    def loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        a, b = (nnf.normalize(x, dim=1) for x in outputs)
+        assert len(a) == len(target)
+        return nnf.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(a), b
+
+    return Model(
+        [Encoder, Encoder, lambda: Mix(1, 64), Pair], loss, batch, 32,
+        reads=[[Input(0)], [Input(1)], [Value(1, 0)], [Value(0, 0), Value(2, 0)]], loss_of="minibatch",
+    )  # fmt: skip
 
 
 # Stages with peculiar parameters

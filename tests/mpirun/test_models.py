@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from mpirun.model import Model, build, load, microbatch, shapes
+from mpirun.batches import Microbatch, Microbatches
+from mpirun.model import Model, build, load, shapes
 from mpirun.models import gpt, mlp
+from mpirun.wiring import Like
 from schedgen.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
@@ -17,6 +20,10 @@ EVERY_CUT = pytest.mark.parametrize(
     ("name", "stages"), [(name, stages) for name, (_, most) in TINY.items() for stages in range(1, most + 1)]
 )
 BOTH = pytest.mark.parametrize("name", TINY)
+
+
+def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> Microbatch:
+    return Microbatches(model.batch, text, seed, 1)(step, mb)
 
 
 def modules(model: Model, seed: int = 0) -> list[nn.Module]:
@@ -37,7 +44,7 @@ def test_a_cut_model_computes_what_the_whole_does(name, stages):
     with torch.no_grad():
         for key, parameter in cut.items():
             parameter.copy_(uncut[key])
-        data, _ = microbatch(make(1), TEXT, 0, 0, 0)
+        (data,), _, _ = microbatch(make(1), TEXT, 0, 0, 0)
         x = data
         for part in parts:
             x = part(x)
@@ -100,14 +107,14 @@ def test_a_module_given_as_it_is_is_copied(name):
 
 
 def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
-    data, target = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
+    (data,), target, _ = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
     assert data.shape == target.shape == (4, 64)
     assert torch.equal(data[:, 1:], target[:, :-1])
     assert bytes(data[0].tolist()) + bytes(target[0, -1:].tolist()) in bytes(TEXT.tolist())
 
 
 def test_a_microbatch_of_mlp_is_16_bytes_of_text_and_the_next():
-    data, target = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
+    (data,), target, _ = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
     assert (data.shape, target.shape) == ((64, 16), (64,))
     for before, after in zip(data.tolist(), target.tolist(), strict=True):
         assert bytes([*before, after]) in bytes(TEXT.tolist())
@@ -119,15 +126,15 @@ def test_a_microbatch_depends_on_seed_step_and_number_alone(name):
     first = microbatch(model, TEXT, 3, 2, 1)
     torch.rand(3)
     again = microbatch(model, TEXT, 3, 2, 1)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(first[:2]), tree_leaves(again[:2]), strict=True))
     for other in ((4, 2, 1), (3, 1, 1), (3, 2, 0)):
-        assert not torch.equal(first[0], microbatch(model, TEXT, *other)[0])
+        assert not torch.equal(first[0][0], microbatch(model, TEXT, *other)[0][0])
 
 
 @BOTH
 def test_the_shortest_text_is_long_enough_and_a_shorter_is_not(name):
     model = TINY[name][0](1)
-    data, _ = microbatch(model, TEXT[: model.length], 0, 0, 0)
+    (data,), _, _ = microbatch(model, TEXT[: model.length], 0, 0, 0)
     assert (data[0] == data).all()  # there is one place only to begin
     with pytest.raises(ValueError):  # numpy's, from rng.integers
         microbatch(model, TEXT[: model.length - 1], 0, 0, 0)
@@ -187,12 +194,19 @@ def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
         return torch.ones(2, 3, dtype=dtype), torch.ones(())
 
     model = Model([stage], lambda output, target: output.mean(), batch)
-    (found,) = shapes(model, [()], TEXT)
+    (found,) = shapes(model, model.wiring([()], 1), microbatch(model, TEXT, 0, 0, 0))
     real = build(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
-    assert (found.size, found.dtype) == (tuple(real.shape), real.dtype) == (size, dtype)
+    assert found.outputs == (Like(tuple(real.shape), real.dtype),) == (Like(size, dtype),)
 
 
 def test_with_mixed_precision_shapes_have_the_types_that_travel():
-    found = shapes(mlp.tiny(4), [(), (0,), (1,), (2,)], TEXT, torch.bfloat16)
-    assert [one.dtype for one in found] == [torch.float32] * 3 + [torch.bfloat16]  # sums with what was, and scores
+    found = shapes(
+        mlp.tiny(4),
+        mlp.tiny(4).wiring([(), (0,), (1,), (2,)], 1),
+        microbatch(mlp.tiny(4), TEXT, 0, 0, 0),
+        torch.bfloat16,
+    )
+    assert [one.outputs[0].dtype for one in found] == [torch.float32] * 3 + [
+        torch.bfloat16
+    ]  # sums with what was, and scores
     assert all(one.weights % 64 == 0 and one.weights > 0 for one in found)

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpirun.batches import Microbatch, Microbatches
 from mpirun.device import Device
-from mpirun.model import build, microbatch, shapes
+from mpirun.model import Model, build, shapes
 from mpirun.models import gpt
 from mpirun.randomness import Draws
+from mpirun.wiring import Input, Value
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
@@ -25,6 +27,8 @@ APART = """
     def n(s, b, d, *, stages):
         return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
 """
+
+CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]  # what stages read
 
 # On 4 workers: scheme, options, and what the schedule has to have.
 SCHEDULES = {
@@ -52,6 +56,10 @@ MORE = {  # schedule, model, options
     "two walks, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
     "two walks, fsdp": ("fsdp", DROPPING, ["--accumulate", 2]),
 }
+
+
+def first(model: Model) -> Microbatch:
+    return Microbatches(model.batch, TEXT, 0, 1)(0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +112,10 @@ def test_a_case_is_what_it_is_called(schedules, name):
 
 def output(model, step: int, mb: int, seed: int = 0, train: bool = True) -> Tensor:
     """What all stages make of the same data, as if in that step and microbatch."""
-    x = microbatch(model, TEXT, 0, 0, 0)[0]
-    for index, shape in enumerate(shapes(model, [(s - 1,) if s else () for s in range(len(model.stages))], TEXT)):
+    (x,), _, _ = first(model)
+    for index, shape in enumerate(
+        shapes(model, model.wiring([(s - 1,) if s else () for s in range(len(model.stages))], 1), first(model))
+    ):
         module = build(model, index, 0).train(train)
         draws = Draws(module, index, shape.draws, Device().seed)
         draws.at = (seed, step, mb)
@@ -141,8 +151,8 @@ def test_two_layers_of_one_kind_draw_different_numbers():
 
 def test_the_layers_that_draw_are_found():
     """All of them, and no others: attention draws only with dropout."""
-    found = shapes(models_for_tests.dropping(2), [(), (0,)], TEXT)
+    found = shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
     assert [one.draws for one in found] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
-    found = shapes(models_for_tests.dropping_function(3), [(), (0,), (1,)], TEXT)
+    found = shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
     assert found[1].draws == ("",)  # the whole stage
-    assert shapes(gpt.tiny(1), [()], TEXT)[0].draws == ()
+    assert shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].draws == ()

@@ -35,6 +35,20 @@ FAN = """
     def w(s, b, d):
         return s % 4, s % 4
 """
+SEVERAL = """
+    edges = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    apart = [0]
+    def w(s, b, d):
+        return s % 4, (s + d * (b % 2)) % 4
+"""
+TOWERS = """
+    edges = [(0, 3), (1, 2), (2, 3)]
+    mode = "strict"
+    def w(s, b, d):
+        return s % 4, s % 4
+    def n(s, b, d, *, microbatches):
+        return d * microbatches + b
+"""
 TWO_OWNERS = """
     def w(s, b, d):
         return b % 2, b % 4
@@ -58,9 +72,15 @@ COMPILED = {
     "a DAG": (JOINED, {"stages": 4}, "models_for_tests:joined", r'"g\.0\.0\.3"'),
     "a DAG with skips in its stages": (JOINED, {"stages": 4}, "models_for_tests:joined_with_skips", r'"g\.0\.0\.3"'),
     "three consumers": (FAN, {"stages": 4}, "models_for_tests:fan", r'"g\.0\.0\.1"'),
+    "outputs apart": (SEVERAL, {"stages": 4}, "models_for_tests:several", r'"x\.0\.0\.3"'),
+    "outputs apart, weights that travel": (
+        SEVERAL.replace("s % 4, (s + d * (b % 2)) % 4", "s % 2, (s + b) % 4"),
+        {"stages": 4, "weight_slots": 1}, "models_for_tests:uneven", r'"x\.0\.0\.3"',
+    ),
     "two owners of four workers": (TWO_OWNERS, {"stages": 4}, MLP, r'"owners": \[\[0, 1\], \[0, 1\]'),
     "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, MLP, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
-}
+    "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
+}  # fmt: skip
 # Models that ask for care, on schemes that send weights, add gradients and sum over owners.
 CARE = [(trace, model) for model in ("peculiar", "bf16") for trace in ("fslpp", "lpp")]
 CARE += [("fslpp", "f64"), ("fslpp", "strided")]
@@ -101,7 +121,7 @@ def golden_runs(several, traces, text, folder) -> dict[tuple[str, str], tuple[in
 def schedules(compiled) -> dict[str, Path]:
     made = {}
     for name, (scheme, options, _, _) in COMPILED.items():
-        own = scheme if "\n" not in scheme else scheme + DEPTH_FIRST
+        own = scheme if "\n" not in scheme or "def n" in scheme else scheme + DEPTH_FIRST
         made[name] = compiled(own, **{"workers": 4, "microbatches": 8} | options)
     return made
 

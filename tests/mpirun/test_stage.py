@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 
+from mpirun.batches import Microbatches
 from mpirun.device import Device
-from mpirun.model import Model, Shape, build, microbatch, shapes
+from mpirun.model import Model, Shape, build, shapes
 from mpirun.models import gpt, mlp
 from mpirun.stage import Saved, Stage
+from mpirun.wiring import Like
 from schedgen.errors import UsageError
 
 STAGES, SEED = 4, 3
@@ -29,7 +31,7 @@ EVERY_STAGE = pytest.mark.parametrize("index", range(STAGES))
 def shape_of(module: nn.Module, *inputs: Tensor) -> Shape:
     with torch.no_grad():
         output = module(*inputs)
-    return Shape(tuple(output.shape), output.dtype, ())
+    return Shape((Like(tuple(output.shape), output.dtype),), (), aliases=(0,) if output is inputs[0] else ())
 
 
 def owned(module: nn.Module, shape: Shape, index: int = 0) -> Stage:
@@ -37,25 +39,29 @@ def owned(module: nn.Module, shape: Shape, index: int = 0) -> Stage:
 
 
 def stage_of(model: Model, index: int) -> Stage:
-    return owned(build(model, index, SEED), shapes(model, CHAIN, TEXT)[index], index)
+    return owned(
+        build(model, index, SEED),
+        shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index],
+        index,
+    )
 
 
 def guest_of(model: Model, index: int) -> tuple[Stage, Tensor]:
     """A stage whose weights are another rank's, and the memory that they are received in."""
-    shape = shapes(model, CHAIN, TEXT)[index]
+    shape = shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index]
     memory = torch.empty(shape.weights, dtype=torch.uint8)
     return Stage(build(model, index, SEED), index, shape, Device(), owned=False, memory=memory), memory
 
 
 def case(model: Model, index: int):
     """An input of one stage, what finishes it (the last: its loss), and a gradient of its output."""
-    data, target = microbatch(model, TEXT, SEED, 0, 0)
+    (data,), target, _ = Microbatches(model.batch, TEXT, SEED, 1)(0, 0)
     with torch.no_grad():
         for i in range(index):
             data = build(model, i, SEED)(data)
     if index == STAGES - 1:
-        return data, lambda output: model.loss(output, target), torch.ones(())
-    size = shapes(model, CHAIN, TEXT)[index].size
+        return data, lambda outputs: model.loss(outputs[0], target), torch.ones(())
+    size = shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index].outputs[0].size
     return data, None, torch.randn(size, generator=torch.Generator().manual_seed(1))
 
 
@@ -63,7 +69,7 @@ def plain(module: nn.Module, x: Tensor, finish, gradient: Tensor):
     """Output, gradient of the input (None: not a number), and of the parameters, by autograd alone."""
     x = x.clone().requires_grad_(x.is_floating_point())
     output = module(x)
-    output = finish(output) if finish else output
+    output = finish([output]) if finish else output
     output.backward(gradient)
     return output.detach(), x.grad, [p.grad for p in module.parameters() if p.requires_grad]
 
@@ -72,7 +78,7 @@ def backward(stage: Stage, saved: Saved, gradient: Tensor) -> tuple[list[Tensor]
     """Gradients of the inputs, and what a backward adds to those of the parameters."""
     for parameter in stage.parameters:
         parameter.grad = torch.zeros_like(parameter)
-    stage.backward(saved, gradient)
+    stage.backward(saved, [gradient])
     return saved.gradients(), [parameter.grad for parameter in stage.parameters]
 
 
@@ -86,7 +92,7 @@ def test_forward_and_backward_are_those_of_autograd_to_the_bit(model, index):
     x, finish, gradient = case(model, index)
     expected, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
     stage = stage_of(model, index)
-    output, saved = stage.forward([x], finish, save=True)
+    (output,), saved = stage.forward([x], finish, save=True)
     inputs, grads = backward(stage, saved, gradient)
     assert torch.equal(output, expected)
     assert same(grads, of_parameters)
@@ -105,7 +111,7 @@ def test_a_backward_adds_to_the_gradients_that_are_there(model, index):
     for parameter, view in zip(stage.parameters, views, strict=True):
         parameter.grad = view
     for _ in range(2):
-        stage.backward(stage.forward([x], finish, save=True)[1], gradient)
+        stage.backward(stage.forward([x], finish, save=True)[1], [gradient])
     assert same(views, [2 * grad for grad in of_parameters])
     assert all(parameter.grad is view for parameter, view in zip(stage.parameters, views, strict=True))
 
@@ -117,7 +123,7 @@ def test_the_halves_of_a_backward_are_the_whole_to_the_bit(model, index):
     _, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
     stage = stage_of(model, index)
     _, saved = stage.forward([x], finish, save=True)
-    half = stage.backward_input(saved, gradient)
+    half = stage.backward_input(saved, [gradient])
     assert of_input is None or same(saved.gradients(), [of_input])
     assert same(stage.backward_weight(half), of_parameters)
     assert all(parameter.grad is None for parameter in stage.parameters)
@@ -128,9 +134,9 @@ def test_the_halves_of_a_backward_are_the_whole_to_the_bit(model, index):
 def test_a_forward_that_saves_nothing_has_the_same_output(model, index):
     x, finish, _ = case(model, index)
     stage = stage_of(model, index)
-    output, saved = stage.forward([x], finish, save=False)
+    (output,), saved = stage.forward([x], finish, save=False)
     assert saved is None
-    assert torch.equal(output, stage.forward([x], finish, save=True)[0])
+    assert torch.equal(output, stage.forward([x], finish, save=True)[0][0])
 
 
 @MODELS
@@ -145,8 +151,8 @@ def test_weights_may_be_away_between_forward_and_backward(model, index):
         ctypes.memmove(memory.data_ptr(), owner.weights.data_ptr(), len(memory))
 
     fetch()
-    output, saved = guest.forward([x], finish, save=True)
-    assert torch.equal(output, owner.forward([x], finish, save=True)[0])
+    (output,), saved = guest.forward([x], finish, save=True)
+    assert torch.equal(output, owner.forward([x], finish, save=True)[0][0])
     ctypes.memset(memory.data_ptr(), 255, len(memory))  # others come to lie there
     fetch()
     assert same(backward(guest, saved, gradient)[1], expected)
@@ -171,7 +177,7 @@ def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
     before = x.clone()
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
     stage = owned(module, shape_of(module, x.clone())._replace(overwrites=True))
-    output, _ = stage.forward([x], None, save=save)
+    (output,), _ = stage.forward([x], None, save=save)
     assert torch.equal(output, module[1](before.relu()))
     assert torch.equal(x, before)
 
@@ -181,7 +187,7 @@ def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
 def test_the_module_computes_with_the_memory_of_weights(model, index):
     module = build(model, index, SEED)
     expected = {name: p.detach().clone() for name, p in module.named_parameters()}
-    stage = owned(module, shapes(model, CHAIN, TEXT)[index])
+    stage = owned(module, shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index])
     assert dict(zip(stage.names, stage.views(stage.weights), strict=True)).keys() == expected.keys()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, expected[name])
@@ -197,7 +203,7 @@ def test_the_module_computes_with_the_memory_of_weights(model, index):
 )
 def test_every_parameter_begins_at_64_bytes_and_none_overlap(sizes, dtype):
     module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
-    stage = owned(module, Shape((), dtype, ()))
+    stage = owned(module, Shape((Like((), dtype),), ()))
     views = stage.views(stage.weights)
     assert [list(view.shape) for view in views] == sizes
     fetched = torch.empty(stage.size * dtype.itemsize, dtype=torch.uint8).view(dtype)
@@ -251,12 +257,12 @@ def test_a_parameter_that_is_used_twice():
 def test_a_parameter_that_is_not_used_has_no_gradient():
     module = nn.Linear(2, 2)
     module.unused = nn.Parameter(torch.ones(3))
-    stage = owned(module, Shape((1, 2), torch.float32, ()))
+    stage = owned(module, Shape((Like((1, 2), torch.float32),), ()))
     _, saved = stage.forward([torch.ones(1, 2)], None, save=True)
-    stage.backward(saved, torch.ones(1, 2))
+    stage.backward(saved, [torch.ones(1, 2)])
     assert [p.grad is None for p in stage.parameters] == [name == "unused" for name in stage.names]
     _, saved = stage.forward([torch.ones(1, 2)], None, save=True)
-    halves = stage.backward_weight(stage.backward_input(saved, torch.ones(1, 2)))
+    halves = stage.backward_weight(stage.backward_input(saved, [torch.ones(1, 2)]))
     assert [grad is None for grad in halves] == [name == "unused" for name in stage.names]
 
 
@@ -274,6 +280,6 @@ def test_parameters_of_two_types_are_refused():
 
 
 def test_an_output_of_another_shape_than_the_first_is_refused():
-    stage = owned(nn.Tanh(), Shape((2, 3), torch.float32, ()), 1)
+    stage = owned(nn.Tanh(), Shape((Like((2, 3), torch.float32),), ()), 1)
     with pytest.raises(RuntimeError, match=r"stage 1 returned .*\(3, 2\), but on the first microbatch .*\(2, 3\)"):
         stage.forward([torch.zeros(3, 2)], None, save=True)

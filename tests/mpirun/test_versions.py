@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
+import mpirun.batches
 import mpirun.model
 from schedgen.program import UPDATES
 
@@ -89,7 +90,7 @@ def simulated(updates: str, text: Path):
                 {name: one.clone().requires_grad_() for name, one in history[s][max(0, t - late[s])].items()}
                 for s in range(STAGES)
             ]
-            value, target = mpirun.model.microbatch(model, data, 0, walk, t)
+            (value,), target, _ = mpirun.batches.Microbatches(model.batch, data, 0, 1)(walk, t)
             for module, given in zip(modules, used, strict=True):
                 value = functional_call(module, given, value)
             loss = model.loss(value, target)

@@ -1,0 +1,70 @@
+"""A loss of the whole minibatch, as a contrastive one: of the outputs of all microbatches together.
+
+The last stage's forwards give their outputs; the last of them computes the
+loss and its gradient with respect to each, where the backwards begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from mpirun.device import autocast
+from mpirun.model import Model, whole
+from schedgen.errors import UsageError
+from schedgen.program import Header, Instruction, Op
+
+
+def check_whole_loss(header: Header, walks: int) -> None:
+    """UsageError where a step's outputs do not come together on one rank."""
+    if header.versions:
+        raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
+    if walks > 1:
+        raise UsageError("--accumulate: the model's loss is of the whole minibatch, which is a walk through the list")
+    last = header.compute[:, -1]
+    if (last != last[0, 0]).any():
+        raise UsageError("the model's loss is of the whole minibatch: the last stage must be computed by one worker")
+
+
+def check_order(header: Header, instructions: Sequence[Instruction]) -> None:
+    """UsageError where a rank begins the last stage's backwards before its forwards are through."""
+    ops = [i.op for i in instructions if i.stage == header.stages - 1 and i.op in (Op.FWD, Op.BWD, Op.BWD_I)]
+    if ops != sorted(ops):
+        raise UsageError(
+            "the model's loss is of the whole minibatch: the last stage's forwards must all come before its first "
+            "backward, as in gpipe"
+        )
+
+
+class WholeLoss:
+    """The loss of a step."""
+
+    def __init__(self, model: Model, count: int, kind: str, mixed: torch.dtype | None) -> None:
+        """`count`: microbatches; `kind` of device; `mixed`: the type that autocast computes in."""
+        self.model, self.count, self.kind, self.mixed = model, count, kind, mixed
+        self.ends: dict[int, tuple[list[Tensor], Any]] = {}
+        self.losses: dict[int, Tensor] = {}
+
+    def take(self, mb: int, outputs: Sequence[Tensor], target: Any) -> None:
+        """A microbatch's outputs; with the last of them comes the loss, the same for all."""
+        self.ends[mb] = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs], target
+        if len(self.ends) < self.count:
+            return
+        leaves, targets = zip(*(self.ends[number] for number in sorted(self.ends)), strict=True)
+        with torch.enable_grad(), autocast(self.kind, self.mixed):
+            together = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
+            loss = self.model.loss(whole(together), tree_map(_joined, *targets)).reshape(())
+        loss.backward()
+        self.losses = dict.fromkeys(self.ends, loss.detach())
+
+    def gradients(self, mb: int) -> list[Tensor | None]:
+        """With respect to a microbatch's outputs."""
+        return [leaf.grad for leaf in self.ends.pop(mb)[0]]
+
+
+def _joined(*parts: Any) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
