@@ -500,3 +500,38 @@ def buffers_named_alike(stages: int) -> Model:
 
 def buffers_not_tensors(stages: int) -> Model:
     return _with("one", "two", Stateful)
+
+
+# Mistakes in what stages read
+
+
+def reads_too_few(stages: int) -> Model:
+    return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
+
+
+def _reading(stages: int, *of_first_two: object) -> Model:
+    return mlp.tiny(stages)._replace(reads=[*of_first_two, *([Value(s, 0)] for s in range(1, stages - 1))])
+
+
+def reads_later(stages: int) -> Model:
+    return _reading(stages, [Input(0)], [Value(2, 0)])
+
+
+def reads_a_number(stages: int) -> Model:
+    return _reading(stages, [Input(0)], [0])
+
+
+def reads_no_output(stages: int) -> Model:
+    return _reading(stages, [Input(0)], [Value(0, 3)])
+
+
+def reads_no_leaf(stages: int) -> Model:
+    return _reading(stages, [Input(2)], [Value(0, 0)])
+
+
+def loss_of_what(stages: int) -> Model:
+    return mlp.tiny(stages)._replace(loss_of="step")
+
+
+def too_small(stages: int) -> Model:
+    return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))

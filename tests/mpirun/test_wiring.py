@@ -1,0 +1,133 @@
+"""What stages read of one another: messages of several tensors, the file for the compiler, and mistakes in it."""
+
+from __future__ import annotations
+
+import json
+
+import models_for_tests
+import pytest
+import torch
+
+from mpirun.batches import Microbatches, Minibatch
+from mpirun.microbatches import chunk, samples
+from mpirun.wiring import Bundle, Input, Like, Value, dag
+from schedgen.errors import UsageError
+
+TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
+
+
+def some(like: Like) -> torch.Tensor:
+    return torch.randint(0, 2, like.size, generator=torch.Generator().manual_seed(0)).to(like.dtype)
+
+
+@pytest.mark.parametrize("indices", [(), (0,), (1,), (0, 1), (0, 2, 4), (0, 1, 2, 3, 4)])
+def test_a_message_of_several_tensors_gives_them_back(indices):
+    outputs = [Like((3, k), dtype) for k, dtype in enumerate(TYPES)]
+    bundle, tensors = Bundle(indices, outputs), [some(outputs[index]) for index in indices]
+    message = bundle.pack(tensors, torch.device("cpu"))
+    assert (tuple(message.shape), message.dtype) == tuple(bundle.like)
+    assert bundle.like.bytes >= sum(one.nbytes for one in tensors)
+    back = bundle.unpack(message)
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(back, tensors, strict=True))
+    if len(indices) > 1:
+        assert all((view.data_ptr() - message.data_ptr()) % 64 == 0 for view in back)
+
+
+def test_outputs_are_apart_where_consumers_read_different_ones():
+    a, b = Value(0, 0), Value(0, 1)
+    assert dag([[Input(0)], [a], [a, Value(1, 0)]])[:3] == (3, ((0, 1), (0, 2), (1, 2)), ())
+    assert dag([[Input(0)], [b, a], [a, b, Value(1, 0)]]).apart == ()  # both read both
+    assert dag([[Input(0)], [a], [a, b, Value(1, 0)]]).apart == (0,)
+    assert dag([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
+
+
+@pytest.fixture(scope="module")
+def chain(compiled):
+    return compiled("1f1b", stages=4, microbatches=4, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("several", "mpirun: the schedule's edges are not the model's: [0, 2]: compile it with --graph FILE"),
+        ("reads_too_few", "mpirun: the model says what 3 stages read, but there are 4"),
+        ("reads_later", "mpirun: stage 1 of the model reads an output of stage 2, which is not before it"),
+        ("reads_a_number", "mpirun: stage 1 of the model reads 0, which is no Input and no Value"),
+        ("reads_no_output", "mpirun: stage 1 reads output 3 of stage 0, which returns 1"),
+        ("reads_no_leaf", "mpirun: stage 0 reads leaf 2 of the input, which has 1"),
+        (
+            "loss_of_what",
+            "--model models_for_tests:loss_of_what: loss_of should be microbatch or minibatch, not 'step'",
+        ),
+        ("too_small", "mpirun: the minibatch has 3 samples, too few for 4 microbatches"),
+    ],
+)
+def test_a_mistake_in_the_model_is_one_sentence(mistakes, chain, text, model, sentence):
+    (ended,) = mistakes(2, [[chain, "--model", f"models_for_tests:{model}", "--text", text]])
+    assert ended.code == 2
+    assert ended.err.startswith(sentence if sentence.startswith("mpirun") else f"mpirun: {sentence}")
+
+
+def test_a_loss_of_the_whole_minibatch_needs_its_forwards_first(mistakes, compiled, several, text, tmp_path):
+    model = "models_for_tests:contrastive"
+    ((code, _),) = several(1, [["graph", "--model", model, "--stages", 4, "-o", tmp_path / "towers.graph"]])
+    assert code == 0
+    for scheme, words in (("1f1b", "as in gpipe"), ("ddp", "computed by one worker")):
+        schedule = compiled(scheme, graph=tmp_path / "towers.graph", microbatches=8, workers=4)
+        (ended,) = mistakes(4, [[schedule, "--model", model, "--text", text]])
+        assert ended.code == 2 and words in ended.err
+        assert ended.err.startswith("mpirun: the model's loss is of the whole minibatch")
+
+
+@pytest.mark.parametrize("model", ["several", "contrastive"])
+def test_graph_writes_what_compile_reads(several, text, tmp_path, model):
+    file = tmp_path / "graph.json"
+    ((code, _),) = several(1, [["graph", "--model", f"models_for_tests:{model}", "--stages", 4, "-o", file]])
+    found = dag(getattr(models_for_tests, model)(4).reads)
+    assert code == 0
+    assert json.loads(file.read_text()) == json.loads(json.dumps({k: v for k, v in found._asdict().items() if v != ()}))
+
+
+# Minibatches
+
+
+def minibatch(size: int) -> tuple[dict[str, object], torch.Tensor]:
+    return {"x": torch.arange(3 * size).view(3, size), "all": torch.ones(2), "no": "tensor"}, torch.arange(size)
+
+
+DIMS = ({"x": 1, "all": None, "no": None}, 0)
+
+
+@pytest.mark.parametrize(("size", "count"), [(8, 4), (10, 4), (4, 4), (9, 1), (7, 3)])
+def test_microbatches_are_all_of_the_minibatch(size, count):
+    pieces = chunk(minibatch(size), count, DIMS)
+    sizes = [samples(one, DIMS) for one in pieces]
+    assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+    assert torch.equal(torch.cat([data["x"] for data, _ in pieces], 1), minibatch(size)[0]["x"])
+    assert torch.equal(torch.cat([target for _, target in pieces]), torch.arange(size))
+    assert all(torch.equal(data["all"], torch.ones(2)) and data["no"] == "tensor" for data, _ in pieces)
+
+
+def test_a_sample_weighs_the_same_in_every_microbatch():
+    found = Microbatches(Minibatch(lambda text, rng: minibatch(10), DIMS), torch.zeros(1), 0, 4)
+    parts = [found(0, number).parts for number in range(4)]
+    assert parts == [10 / 3, 10 / 3, 5, 5]
+    assert found.tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("tree", "dims", "sentence"),
+    [
+        ((torch.zeros(3), torch.zeros(4)), 0, "the minibatch has tensors of 3 samples and of 4"),
+        ((torch.zeros(1), "a"), 0, "the minibatch has 1 samples, too few for 2 microbatches"),
+        (torch.zeros(3), 1, "the minibatch cannot be cut along dimension 1 of a tensor of 1"),
+        (torch.zeros(()), 0, "the minibatch cannot be cut along dimension 0 of a tensor of 0"),
+        (torch.zeros(3), "x", "the minibatch cannot be cut along dimension 'x' of a tensor of 1"),
+        ({"a": torch.zeros(3)}, {"b": 0}, "the minibatch's dims are no beginning of its structure"),
+        (3, 0, "the minibatch has no tensor with a batch dimension"),
+    ],
+)
+def test_what_cannot_be_cut_is_one_sentence(tree, dims, sentence):
+    with pytest.raises(UsageError) as refused:
+        chunk(tree, 2, dims)
+    assert str(refused.value) == sentence
