@@ -79,6 +79,8 @@ def header_lines(header: Header) -> list[str]:
     ]
     lines = [f'{{"schedgen": {VERSION},']
     lines += [f' "{key}": {json.dumps(value)},' for key, value in zip(KEYS, values, strict=False)]
+    if header.shards:
+        lines.append(f' "shards": {json.dumps(header.shards)},')
     for key, placement in (("weights", header.weights), ("compute", header.compute)):
         lines += _placement_lines(key, placement)
     return [*lines, _PROGRAMS]
@@ -259,7 +261,8 @@ def _programs(lines: _Lines, bounds: Bounds) -> Rows:
     with counted("read", None, " instructions") as done:
         while state.rank < bounds.workers:
             more = lines.more()
-            found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
+            block = np.frombuffer(lines.rest, np.uint8)
+            found, size, count, state, wrong = text.parse(block, state, bounds[:6], bounds.parts)
             parts.append(found)
             length += len(found.op)
             if length > MOST_ROWS:

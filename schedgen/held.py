@@ -10,6 +10,7 @@ from schedgen.check.lives import ADD_TO, DEFINE, DW, EVENTS, INPUTS, NAMED, PART
 from schedgen.check.subject import Numbers, Subject
 from schedgen.check.ties import spelled_out
 from schedgen.places import Bytes
+from schedgen.places import table as stacked
 from schedgen.program import B, F, Kind, Op, Program
 
 
@@ -35,8 +36,9 @@ def held(program: Program, bytes: Bytes) -> Held:
     if program.header.tied:
         subject, origin = spelled_out(subject)
     header, table = program.header, subject.program.rows
-    x, w, partial, saved, half = bytes[:5]
-    sizes = np.stack([x, x, w, w, partial, saved, half])
+    x, _, _, saved, half = bytes[:5]
+    w, partial = bytes.by_unit(header)
+    sizes = stacked([x, x, w, w, partial, saved, half])
     inputs = np.array([sum(int(x[producer]) for producer in ones) for ones in header.producers], np.int64)
     redone = header.compute[F] != header.compute[B]  # such a forward saves nothing, its RECOMPUTE does
     again = subject.having(Op.RECOMPUTE)
@@ -53,17 +55,23 @@ def held(program: Program, bytes: Bytes) -> Held:
             if which == NAMED:
                 things = table.kind[rows].astype(np.int64) - 1
                 things[(things == Kind.DW - 1) & (op == Op.RECV)] = PARTIAL
-            amount = inputs[stage] if (thing, which) == (G, INPUTS) else sizes[things, stage]
+            column = np.where(np.isin(things, (WEIGHT, DW, PARTIAL)), subject.unit(rows), stage)
+            amount = inputs[stage] if (thing, which) == (G, INPUTS) else sizes[things, column]
             np.add.at(taken if what == DEFINE else given, (origin[rows], things), amount)
-    # The first part of a sum, and the first behind a FREE of it, defines it.
+    # The first part of a sum, and the first behind a FREE of it, defines it. A backward adds to all units of its stage.
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
     ends = subject.having(Op.FREE)
     ends = ends[table.kind[ends] == Kind.DW]
     rows = np.sort(np.concatenate([subject.having(*adding), ends]))
-    rows = rows[np.argsort(table.rank[rows].astype(np.int64) * header.stages + table.stage[rows], kind="stable")]
-    rank, stage, free = table.rank[rows], table.stage[rows], table.op[rows] == Op.FREE
-    begins = np.append(True, (rank[1:] != rank[:-1]) | (stage[1:] != stage[:-1]) | free[:-1]) & ~free
-    np.add.at(taken[:, DW], origin[rows[begins]], w[stage[begins]])
+    whole = np.isin(table.op[rows], (Op.BWD, Op.BWD_W))
+    counts = np.where(whole, np.diff(subject.first_unit)[table.stage[rows]], 1)
+    rows, part = np.repeat(rows, counts), np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    unit = subject.unit(rows) + part
+    order = np.argsort(table.rank[rows].astype(np.int64) * len(w) + unit, kind="stable")
+    rows, unit = rows[order], unit[order]
+    rank, free = table.rank[rows], table.op[rows] == Op.FREE
+    begins = np.append(True, (rank[1:] != rank[:-1]) | (unit[1:] != unit[:-1]) | free[:-1]) & ~free
+    np.add.at(taken[:, DW], origin[rows[begins]], w[unit[begins]])
     stashed = np.flatnonzero(kept(subject))
     np.add.at(taken[:, WEIGHT], origin[stashed], w[table.stage[stashed]])
     return Held(taken, given)

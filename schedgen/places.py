@@ -6,17 +6,18 @@ such buffers at once. Of a fetched stage every copy has the same place: what a
 forward saves points to the weights and stays valid when they are freed and
 fetched again. Two stages share a place where no copy of the one is ever held
 together with a copy of the other; stages take, in the order of their first
-fetch, the first place that is possible.
+fetch, the first place that is possible. Of a divided stage all parts together have one, with room for those that
+the rank owns: it computes with all of them, one behind the other.
 
 Weight gradients have places too: an owner's own, which is its for the whole run
-and counts as owned, and elsewhere one from the first backward to the FREE. So
-have versions of weights: an owner's own place, and one more for every version
+and counts as owned, and elsewhere one from the first backward to the FREE, of the
+last part of them if they are divided. So have versions of weights: an owner's own place, and one more for every version
 that is alive besides. Of what else a rank computes there is only the most at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +26,8 @@ from schedgen.check.lives import Lives, lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
-from schedgen.program import F, Header, Ints, Kind, Op, Program, Small
+from schedgen.program import LINE, F, Header, Ints, Kind, Op, Program, Small
 
-LINE = 64  # bytes: where a rank's part of a sum begins is a multiple
 MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
 
 
@@ -35,12 +35,20 @@ class Bytes(NamedTuple):
     """The bytes of what a schedule handles, each an array by stage, shape (S,) of int64."""
 
     activation: Numbers  # x.s.b and g.s.b
-    weight: Numbers  # a copy of w.s; dw.s too
-    partial: Numbers  # a received dw.s
+    weight: Numbers  # a copy of w.s, with all its parts; dw.s too
+    partial: Numbers  # a received dw.s; of a part of it, as much as it is of w.s
     saved: Numbers  # what a forward keeps for its backward
     half: Numbers  # what BWD_I keeps in addition until BWD_W
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
+
+    def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
+        """weight and partial of every unit: a stage, or a part of its weights."""
+        weight = header.weight_sizes(self.weight)
+        if not header.shards:
+            return weight, self.partial
+        counts = np.diff(header.first_unit)
+        return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), counts)
 
 
 class Places(NamedTuple):
@@ -95,12 +103,21 @@ def measured(machine: Machine, stages: int) -> Bytes:
 
 def follow(subject: Subject, bytes: Bytes) -> Lives:
     """`lives`, in bytes."""
-    x, w, partial, saved, half, by_direction, _ = bytes
+    x, _, _, saved, half, by_direction, _ = bytes
+    w, partial = bytes.by_unit(subject.header)
     workspace = np.zeros((len(Op), len(x)), np.int64)
     for op, direction in DIRECTION.items():
         workspace[op] = by_direction.get(direction, 0)
     workspace[Op.RECOMPUTE] += x  # its output, thrown away
-    return lives(subject, np.stack([x, x, w, w, partial, saved, half]), workspace)
+    return lives(subject, table([x, x, w, w, partial, saved, half]), workspace)
+
+
+def table(amounts: Sequence[Numbers]) -> Numbers:
+    """Amounts as rows, those by stage with zeros behind where others are by unit."""
+    found = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
+    for row, amount in zip(found, amounts, strict=True):
+        row[: len(amount)] = amount
+    return found
 
 
 def places(program: Program, bytes: Bytes) -> Places:
@@ -118,10 +135,16 @@ def footprint(program: Program, bytes: Bytes) -> Footprint:
 def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footprint:
     """The same from what `follow` and `plan` gave."""
     owned = np.zeros(header.workers, np.int64)
-    for stage, ranks in enumerate(header.owners):
+    weight, _ = bytes.by_unit(header)
+    for size, (stage, via) in zip(weight.tolist(), header.units, strict=True):
+        ranks = header.holders(stage, via)
         parts = len(ranks)  # each owner adds up one of so many, and receives that of all others
-        part = -(-bytes.weight[stage] // (parts * LINE)) * LINE
-        owned[list(ranks)] += bytes.owned[stage] + bytes.weight[stage] + (parts - 1) * part
+        part = -(-size // (parts * LINE)) * LINE
+        held = int(bytes.owned[stage])
+        if via >= 0:  # as much of it as of the weights
+            held = -(-held * size // max(int(bytes.weight[stage]), 1))
+        owned[list(ranks)] += held + size + (parts - 1) * part
+    for stage in range(header.stages):
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
@@ -132,9 +155,13 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
     """The places, from the lives of all buffers; `found` in any measure."""
     table, bounds = program.rows, program.bounds
     receives = np.flatnonzero((table.op == Op.RECV) | (table.op == Op.FETCH_W))
-    of_kind = np.stack([0 * bytes.weight, bytes.activation, bytes.activation, bytes.weight, bytes.partial])
+    of_kind = np.stack([0 * bytes.weight, bytes.activation, bytes.activation, bytes.weight])
     size = np.zeros(len(program), np.int64)
-    size[receives] = of_kind[table.kind[receives], table.stage[receives]]
+    sums = table.kind[receives] == Kind.DW
+    fills, summed = receives[~sums], receives[sums]
+    size[fills] = of_kind[table.kind[fills], table.stage[fills]]
+    _, partial = bytes.by_unit(program.header)
+    size[summed] = partial[program.header.first_unit[table.stage[summed]] + np.maximum(table.via[summed], 0)]
     pools = np.full(len(program), -1, np.int32)  # by RECV row: the number of its size
     pooled = receives[table.op[receives] == Op.RECV]
     found_sizes, pools[pooled] = np.unique(size[pooled], return_inverse=True)
@@ -154,20 +181,31 @@ def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: In
     adds = np.isin(part.op, (Op.BWD, Op.BWD_W, Op.ADD)) | ((part.op == Op.FREE) & (part.kind == Kind.DW))
     sizes: list[int] = []
     held: dict[int, int] = {}  # by stage: its place
+    alive: dict[int, set[int]] = {}  # by stage: the parts in it that are not freed
+    foreign: dict[int, set[int]] = {}  # by stage: the parts that the rank does not own
     given_back: dict[int, list[int]] = {}  # places by size
     for at in np.flatnonzero(adds).tolist():
-        stage = int(part.stage[at])
-        if rank in program.header.owners[stage]:
+        stage, via = int(part.stage[at]), int(part.via[at])
+        if stage not in foreign:
+            header = program.header
+            foreign[stage] = {one for one in header.parts(stage) if rank not in header.holders(stage, one)}
+        jobs = part.op[at] != Op.ADD and part.op[at] != Op.FREE
+        touched = foreign[stage] if jobs else foreign[stage] & {via}
+        if not touched:
             continue
         size = int(weight[stage])
         if part.op[at] == Op.FREE:
-            given_back.setdefault(size, []).append(held.pop(stage))
-        elif stage not in held:
+            alive[stage] -= touched
+            if not alive[stage]:
+                given_back.setdefault(size, []).append(held.pop(stage))
+            continue
+        if stage not in held:
             if not given_back.get(size):
                 given_back.setdefault(size, []).append(count + len(sizes))
                 sizes.append(size)
-            held[stage] = given_back[size].pop()
+            held[stage], alive[stage] = given_back[size].pop(), set()
             row[begin + at] = held[stage]
+        alive[stage] |= touched
     return np.array(sizes, np.int64)
 
 
@@ -245,9 +283,13 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
     held = np.empty(stages, np.int32)  # the stages held at a row
     order, number = np.empty(stages, np.int32), np.full(stages, -1, np.int32)  # stages by first fetch, and back
     few, fetched, pairs = 0, 0, 0
+    parts = np.zeros(stages, np.int32)  # held of each stage
     # Twice through the rows: how many pairs of stages are held together, then which.
     for row in range(rows[0], rows[1]):
         if op[row] == Op.FETCH_W:
+            parts[stage[row]] += 1
+            if parts[stage[row]] > 1:
+                continue
             pairs += few
             few += 1
             if number[stage[row]] < 0:
@@ -255,7 +297,9 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
                 number[stage[row]] = fetched
                 fetched += 1
         elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
-            few -= 1
+            parts[stage[row]] -= 1
+            if parts[stage[row]] == 0:
+                few -= 1
     group = np.full(stages, -1, np.int32)
     if pairs > MOST_TOGETHER:
         for a in range(fetched):
@@ -267,6 +311,9 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
     pairs = 0
     for row in range(rows[0], rows[1]):
         if op[row] == Op.FETCH_W:
+            parts[stage[row]] += 1
+            if parts[stage[row]] > 1:
+                continue
             for k in range(few):
                 a, b = number[stage[row]], number[held[k]]
                 other[pairs] = min(a, b)
@@ -276,6 +323,9 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
             held[few] = stage[row]
             few += 1
         elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
+            parts[stage[row]] -= 1
+            if parts[stage[row]] > 0:
+                continue
             k = 0
             while held[k] != stage[row]:
                 k += 1

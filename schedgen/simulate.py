@@ -57,7 +57,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
     stepped = np.flatnonzero(table.op == Op.STEP)
-    duration[stepped] = by_stage(machine.step, header.stages)[table.stage[stepped]]
+    parts = np.diff(header.first_unit)  # a part of the weights takes its part of the time
+    duration[stepped] = (by_stage(machine.step, header.stages) / parts)[table.stage[stepped]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
@@ -68,9 +69,12 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     if largest * (len(program) + header.workers) >= 2**59:  # no sum of them is 16 times as much
         raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
     x, w = bytes.activation, bytes.weight
-    of_kind = np.stack([0 * x, x, x, w, w])
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
-    sizes[sends] = of_kind[table.kind[sends], table.stage[sends]]
+    of_weights = np.isin(table.kind[sends], (Kind.W, Kind.DW))
+    light, heavy = sends[~of_weights], sends[of_weights]
+    sizes[light] = x[table.stage[light]]
+    unit = header.first_unit[table.stage[heavy]] + np.maximum(table.via[heavy], 0)
+    sizes[heavy] = bytes.by_unit(header)[0][unit]
     subject = Subject(program, "")
     free = machine.alpha == machine.beta == 0
     message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)

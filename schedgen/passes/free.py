@@ -29,7 +29,7 @@ def free(program: Program, _: Options) -> Program:
     most = int(np.isin(table.op, (Op.FWD, Op.RECV)).sum() + np.diff(first_in)[table.stage[backward]].sum() + sums.sum())
     last, buffer, count = _last_uses.sized(4 * len(program))(
         table.rank, table.op, table.kind, table.stage, table.mb, table.via, ends, order, first_in, first_out,
-        stages, batches, most,
+        header.first_unit, stages, batches, most,
     )  # fmt: skip
     last, buffer = last[:count], buffer[:count]
     number, mb = np.divmod(buffer, batches)
@@ -41,8 +41,9 @@ def free(program: Program, _: Options) -> Program:
     if len(ends):
         stage[share], via[share] = ends[edge].T
     whole = buffer >= (2 * stages + len(ends)) * batches
-    kind[whole], stage[whole], via[whole] = Kind.DW, buffer[whole] - (2 * stages + len(ends)) * batches, -1
-    mb[whole] = -1
+    unit = buffer[whole] - (2 * stages + len(ends)) * batches
+    kind[whole], mb[whole] = Kind.DW, -1
+    stage[whole], via[whole] = np.array(header.units, np.int32)[unit].T
     new = rows(Op.FREE, table.rank[last], kind=kind, stage=stage, mb=mb, via=via)
     after = last.astype(np.int64)
     if header.versions:  # there every update has freed its dw
@@ -54,18 +55,19 @@ def free(program: Program, _: Options) -> Program:
 @kernel
 def _last_uses(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, ends: Numbers, order: Numbers,
-    first_in: Numbers, first_out: Numbers, stages: int, batches: int, most: int,
+    first_in: Numbers, first_out: Numbers, first_unit: Numbers, stages: int, batches: int, most: int,
 ) -> tuple[Ints, Numbers, int]:  # fmt: skip
     """(row behind which to free, number of the buffer, how many), by row.
 
     Buffers are numbered: x by job, then g by job or, where several stages read
-    an output, by edge and microbatch, then dw by stage.
+    an output, by edge and microbatch, then dw by unit.
     """
     g, shares = stages * batches, 2 * stages * batches
     dw = shares + len(ends) * batches
-    seen = np.full(dw + stages, -1, np.int32)  # the rank that last touched a buffer ...
-    last = np.zeros(dw + stages, np.int32)  # ... and its row
-    following = np.full(dw + stages, -1, np.int32)  # buffers that are freed behind the same row, as lists
+    size = dw + first_unit[stages]
+    seen = np.full(size, -1, np.int32)  # the rank that last touched a buffer ...
+    last = np.zeros(size, np.int32)  # ... and its row
+    following = np.full(size, -1, np.int32)  # buffers that are freed behind the same row, as lists
     length = len(op)
     head = np.full(length, -1, np.int32)
     next_compute = np.zeros(length, np.int32)
@@ -76,7 +78,7 @@ def _last_uses(
             next_compute[row] = row
         else:
             next_compute[row] = row + 1 if Op.FWD <= op[row + 1] <= Op.RECOMPUTE else next_compute[row + 1]
-    touched = np.empty(dw + stages, np.int32)
+    touched = np.empty(size, np.int32)
     found = np.empty(8, np.int64)
     behind, buffer = np.empty(most, np.int32), np.empty(most, np.int64)
     count, total, begin = 0, 0, 0
@@ -92,13 +94,14 @@ def _last_uses(
                     if ends[edge, 1] == via[row]:
                         found[0] = shares + edge * batches + b
             elif kind[row] == Kind.DW and o == Op.SEND:
-                found[0], few = dw + s, 1
+                found[0], few = dw + first_unit[s] + max(via[row], 0), 1
         elif o == Op.ADD or (o == Op.ALLREDUCE and kind[row] == Kind.DW) or o == Op.STEP:  # t.k: STEP comes later
-            found[0], few = dw + s, 1
+            found[0], few = dw + first_unit[s] + max(via[row], 0), 1
         elif Op.FWD <= o <= Op.RECOMPUTE:
             ins, outs = first_in[s + 1] - first_in[s], first_out[s + 1] - first_out[s]
-            if len(found) < 2 * ins + outs + 1:
-                found = np.empty(4 * (ins + outs), np.int64)
+            parts = first_unit[s + 1] - first_unit[s]
+            if len(found) < 2 * ins + outs + parts:
+                found = np.empty(4 * (ins + outs + parts), np.int64)
             for k in range(first_in[s], first_in[s + 1]):
                 producer = ends[order[k], 0]
                 found[few] = producer * batches + b
@@ -115,8 +118,9 @@ def _last_uses(
                     found[few] = shares + edge * batches + b if outs > 1 else g + s * batches + b
                     few += 1
             if o == Op.BWD or o == Op.BWD_W:
-                found[few] = dw + s
-                few += 1
+                for unit in range(first_unit[s], first_unit[s + 1]):
+                    found[few] = dw + unit
+                    few += 1
         for k in range(few):
             slot = found[k]
             if seen[slot] != rank[row]:

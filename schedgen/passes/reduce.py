@@ -7,6 +7,9 @@ are done first furthest from the owner. Who receives adds in order of arrival,
 one message behind the receives and the last one behind its next job, so that
 a transfer overlaps other work. Several owners then sum up among themselves:
 one ALLREDUCE, as soon as the last of them has its part.
+
+Of divided weights every part has an owner, and a tree, of its own; K parts count as one sum, and a worker sends
+first to its nearest neighbours upwards.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from schedgen.passes.lookup import behind, home, next_compute
 from schedgen.passes.options import Options
 from schedgen.program import Kind, Op, Program, rows
 
-Field = tuple[int, int, int, int, int]  # op, rank, stage, peer, after
+Field = tuple[int, int, int, int, int, int]  # op, rank, stage, via, peer, after
 
 
 def reduce(program: Program, options: Options) -> Program:
@@ -29,23 +32,43 @@ def reduce(program: Program, options: Options) -> Program:
     last = np.where(final < 0, -1, behind(program, final))
     fields: list[Field] = []
     for stage, owners in enumerate(header.owners):
+        ends = {rank: int(last[stage, rank]) for rank in range(header.workers)}
+        if header.parts(stage) != (-1,):
+            fields += _parts(program, stage, ends, options.fan_out)
+            continue
         senders: dict[int, list[int]] = {owner: [] for owner in owners}
         for rank in np.flatnonzero(last[stage] >= 0).tolist():
             if rank not in senders:
                 senders[home(program, rank, stage)].append(rank)
-        ends = {rank: int(last[stage, rank]) for rank in range(header.workers)}
         complete = max(
-            _gather(program, fields, stage, owner, ranks, ends, options.fan_out) for owner, ranks in senders.items()
+            _gather(program, fields, stage, -1, owner, ranks, ends, options.fan_out) for owner, ranks in senders.items()
         )
         if len(owners) > 1:
-            fields += [(Op.ALLREDUCE, owner, stage, groups[owners], complete) for owner in owners]
-    op, rank_, stage_, peer, after = np.array(fields, np.int64).reshape(-1, 5).T
-    return program.insert(rows(op, rank_, kind=Kind.DW, stage=stage_, peer=peer), after=after)
+            fields += [(Op.ALLREDUCE, owner, stage, -1, groups[owners], complete) for owner in owners]
+    op, rank_, stage_, via_, peer, after = np.array(fields, np.int64).reshape(-1, 6).T
+    return program.insert(rows(op, rank_, kind=Kind.DW, stage=stage_, via=via_, peer=peer), after=after)
+
+
+def _parts(program: Program, stage: int, ends: dict[int, int], fan_out: int) -> list[Field]:
+    """The sums of all parts of a stage; what one part has behind one row stays together."""
+    found: list[tuple[int, int, Field]] = []  # behind which row, how far its first sender is from the owner
+    owners = program.header.shards[stage]
+    for via, owner in enumerate(owners):
+        mine: list[Field] = []
+        ranks = [rank for rank, end in ends.items() if end >= 0 and rank != owner]
+        _gather(program, mine, stage, via, owner, ranks, ends, fan_out * len(owners))
+        far: dict[int, int] = {}
+        for op, rank, _, _, peer, after in mine:
+            if op == Op.SEND:
+                far.setdefault(after, (peer - rank) % program.header.workers)
+        found += [(field[-1], far.get(field[-1], 0), field) for field in mine]
+    return [field for *_, field in sorted(found, key=lambda one: one[:2])]
 
 
 def _gather(
-    program: Program, fields: list[Field], stage: int, owner: int, ranks: list[int], ends: dict[int, int], fan_out: int
-) -> int:
+    program: Program, fields: list[Field], stage: int, via: int, owner: int, ranks: list[int], ends: dict[int, int],
+    fan_out: int,
+) -> int:  # fmt: skip
     """Sums of `ranks` to `owner` through a tree; the row behind which the owner has them all.
 
     ends[rank]: the row behind which the rank's own part is there.
@@ -58,14 +81,14 @@ def _gather(
         arrivals = sorted((ready[j], tree[j]) for j in branches)
         waiting = -1  # the sender whose sum is not added yet
         for at, sender in arrivals:
-            fields += [(Op.SEND, sender, stage, tree[i], at), (Op.RECV, tree[i], stage, sender, at)]
+            fields += [(Op.SEND, sender, stage, via, tree[i], at), (Op.RECV, tree[i], stage, via, sender, at)]
             if waiting >= 0:
-                fields.append((Op.ADD, tree[i], stage, waiting, at))
+                fields.append((Op.ADD, tree[i], stage, via, waiting, at))
             waiting = sender
         if arrivals:
             at = max(arrivals[-1][0], ready[i])
             if i == 0:  # the owner has time; who passes a sum on has not
                 at = int(next_compute(program, np.array([at]), np.array([tree[i]]))[0])
-            fields.append((Op.ADD, tree[i], stage, waiting, at))
+            fields.append((Op.ADD, tree[i], stage, via, waiting, at))
             ready[i] = at
     return ready[0]
