@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--replicas", type=counts, metavar="R,R,...", help="workers of each stage (1f1b-rr, pipedream)")
     sub.add_argument(
         "--shards", type=counts, metavar="K",
-        help="parts that the weights of a stage (K,K,...: of each) are divided into, each on the next worker; default: 1",
+        help="parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
     )  # fmt: skip
     sub.add_argument(
         "--layers", type=counts, metavar="L,L,...", help="layers of the model in each stage; default: mpirun's cut"

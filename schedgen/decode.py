@@ -159,7 +159,8 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
     versions = isinstance(lowering, dict) and "updates" in lowering
     values.append(values[2] + 1 if versions else 0)
     parts = _parts(raw["shards"], values[0], values[1]) if "shards" in raw else ()
-    return Bounds(*values)._replace(parts=parts)
+    sizes = (values[0], values[1], values[2], values[3], values[4], values[5])
+    return Bounds(*sizes, parts)
 
 
 def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:

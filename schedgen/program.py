@@ -53,7 +53,7 @@ class Kind(IntEnum):
     NONE = 0
     X = 1  # x.s.b    output activation of stage s
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
-    W = 3  # w.s      weights; w.s@v where a schedule has versions of them, w.s/k where they are divided
+    W = 3  # w.s      weights; w.s@v where a schedule has versions of them, w.s/k a part of divided ones
     DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
     T = 5  # t.k      the part of the dw of tie k's stages that belongs to what they share; never travels
 
@@ -106,7 +106,8 @@ class Rows(NamedTuple):
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
     g.s.b.c, the part k of w.s/k and dw.s/k; of t.k `stage` is no stage, but k);
-    for compute and STEP `stage` and `mb` are the job, and `via` is STEP's shard. `peer` is the operand `from`, `to`, `group` or `version`,
+    for compute and STEP `stage` and `mb` are the job, and `via` is STEP's shard.
+    `peer` is the operand `from`, `to`, `group` or `version`,
     and of w.s@v it is v.
     """
 
@@ -249,7 +250,7 @@ class Header:
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """owners(s): every worker that w_weights names for the stage, ascending; of a divided one, the parts' owners."""
+        """owners(s): every worker that w_weights names, ascending; of a divided stage, the owners of parts."""
         if self.shards:
             return tuple(tuple(sorted(set(ranks))) for ranks in self.shards)
         return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))

@@ -35,7 +35,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     staleness          and the most updates between the weights that a gradient was computed with and those it changes
 
     Per worker: busy time; weight_storage, stages owned, parts of one as
-    fractions; weight_receives, copies (or parts of them) fetched; weight_uses_away_from_home, the seed's count of jobs whose
+    fractions; weight_receives, copies (or parts of them) fetched;
+    weight_uses_away_from_home, the seed's count of jobs whose
     weights live elsewhere; activation_receives, the seed's count of inputs
     that travel: activations forwards and their gradients backwards;
     gradient_receives, partial weight gradients received; receives, the same

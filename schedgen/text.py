@@ -22,7 +22,8 @@ Numbers = NDArray[np.int64]
 LONGEST = 128  # bytes of a line: four numbers of ten digits, two names and what stands between
 STAGE, MB, PEER, BUFFER, VERSION, SHARD = range(6)
 _FIELD = {
-    "stage": STAGE, "mb": MB, "buf": BUFFER, "from": PEER, "to": PEER, "group": PEER, "version": VERSION, "shard": SHARD,
+    "stage": STAGE, "mb": MB, "buf": BUFFER, "from": PEER, "to": PEER, "group": PEER, "version": VERSION,
+    "shard": SHARD,
 }  # fmt: skip
 # An index into decode.Bounds; a shard's bound is that of its stage.
 _BOUND = {"stage": 1, "mb": 2, "buf": 0, "from": 0, "to": 0, "group": 3, "version": 5, "shard": 0}

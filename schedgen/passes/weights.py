@@ -130,7 +130,8 @@ def _served(
     ends = [time[jobs] + length[program.rows.op[jobs]] for jobs in busy]
     found: list[tuple[Copy, int, int, int, int]] = []
     held: dict[tuple[int, int, int], list[Held]] = {}
-    for copy, via, owner in ((copy, *part) for copy in sorted(copies) for part in sources[copy.rank, copy.stage]):
+    wanted = [(one, *part) for one in sorted(copies) for part in sources[one.rank, one.stage]]
+    for copy, via, owner in wanted:
         most = fan_out * len(program.header.parts(copy.stage))
 
         def place(server: int, copy: Copy = copy) -> int:
