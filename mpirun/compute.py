@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,14 +69,14 @@ class Compute:
         return act
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], Tensor]:
-        stage, weights, job, mb = self._stage(i), self.buffers(Kind.W, i.stage), self._job(i), i.mb
+        stage, weights, job, mb = self._stage(i), self._weights(i), self._job(i), i.mb
         inputs = [self.buffers(Kind.X, producer, mb) for producer in self.header.producers[i.stage]]
         read = None if inputs else self._reader(mb, save)
         finish = None if self.header.consumers[i.stage] else self._scaled_loss(i, save)
         ready = self.buffers.ready
 
         def forward() -> Tensor:
-            ready(weights)
+            weights()
             given = [ready(x) for x in inputs] if read is None else [read()[0]]
             stage.draws.at = (self.of.seed, self.now, self.walk * self.header.microbatches + mb)
             output, saved = stage.forward(given, finish, save)
@@ -120,17 +121,22 @@ class Compute:
         """With the version of its weights that the instruction names."""
         return self.versions.at(i.stage, i.peer) if i.peer >= 0 else self.stages[i.stage]
 
+    def _weights(self, i: Instruction) -> Callable[[], object]:
+        """What waits for the stage's weights, all parts of them."""
+        parts = [self.buffers(Kind.W, i.stage, via=via) for via in self.header.parts(i.stage)]
+        return partial(self.buffers.ready, parts[0]) if len(parts) == 1 else partial(self.buffers.all_ready, parts)
+
     def _job(self, i: Instruction) -> Job:
         return self.jobs.setdefault((i.stage, i.mb), Job())
 
     def bwd(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
-        incoming, outgoing, ready = self._incoming(i), self._outgoing(i), self.buffers.ready
+        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
+        incoming, outgoing = self._incoming(i), self._outgoing(i)
         gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
 
         def act() -> None:
             given, saved = incoming(), job.saved
-            ready(weights)
+            weights()
             gradient.use(key, stage)
             stage.backward(saved, given)
             del job.saved
@@ -139,12 +145,12 @@ class Compute:
         return act
 
     def bwd_i(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
-        incoming, outgoing, ready = self._incoming(i), self._outgoing(i), self.buffers.ready
+        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
+        incoming, outgoing = self._incoming(i), self._outgoing(i)
 
         def act() -> None:
             given, saved = incoming(), job.saved
-            ready(weights)
+            weights()
             job.half = stage.backward_input(saved, given)
             del job.saved
             outgoing(saved)
@@ -152,11 +158,11 @@ class Compute:
         return act
 
     def bwd_w(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
-        gradient, key, ready = self.gradient(i.stage), self.memory.row(i.mb), self.buffers.ready
+        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
+        gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
 
         def act() -> None:
-            ready(weights)
+            weights()
             gradient.add(key, stage.backward_weight(job.half))
             del job.half
 

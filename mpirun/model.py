@@ -71,6 +71,8 @@ class Shape(NamedTuple):
     overwrites: bool = False  # whether it changes its inputs in place
     draws: tuple[str, ...] = ()  # layers that draw random numbers
     loss: int = 0  # the last stage: bytes of the loss, which is its output x
+    layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
+    type: torch.dtype = torch.float32  # of the trained parameters
 
     @property
     def bytes(self) -> int:
@@ -247,14 +249,17 @@ def shapes(
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         parameters = [parameter for _, parameter in named]
         dtype = parameters[0].dtype if parameters else torch.float32
+        layout, size = flat_layout(parameters, dtype)
         found.append(
             Shape(
                 tuple(output.shape),
                 output.dtype,
                 tuple(name for name, _ in named),
-                flat_layout(parameters, dtype)[1] * dtype.itemsize,
+                size * dtype.itemsize,
                 overwrites=versions != [x._version for x in inputs],
                 draws=tuple(watch.found),
+                layout=tuple(layout),
+                type=dtype,
             )
         )
         outputs.append(output)
