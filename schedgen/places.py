@@ -28,6 +28,7 @@ from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
 from schedgen.program import LINE, F, Header, Ints, Kind, Op, Program, Small
 
+FEW = 16  # copies of the weights with less than this part of them beside are copies
 MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
 
 
@@ -141,14 +142,24 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
         parts = len(ranks)  # each owner adds up one of so many, and receives that of all others
         part = -(-size // (parts * LINE)) * LINE
         held = int(bytes.owned[stage])
-        if via >= 0:  # as much of it as of the weights
-            held = -(-held * size // max(int(bytes.weight[stage]), 1))
+        if via >= 0:
+            held = _owned(held, int(bytes.weight[stage]), size)
         owned[list(ranks)] += held + size + (parts - 1) * part
     for stage in range(header.stages):
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
+
+
+def _owned(owned: int, weight: int, size: int) -> int:
+    """What the owner of a part of `size` bytes holds throughout, where it is `owned` for all `weight` bytes.
+
+    Beside copies of the weights an optimizer keeps a few bytes a parameter: all parameters may be in this part.
+    """
+    few = owned % max(weight, 1)
+    few = min(few, weight - few)
+    return -(-owned * size // max(weight, 1)) + (few if FEW * few < weight else 0)
 
 
 def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
