@@ -37,7 +37,7 @@ class Bytes(NamedTuple):
 
     activation: Numbers  # x.s.b and g.s.b
     weight: Numbers  # a copy of w.s, with all its parts; dw.s too
-    partial: Numbers  # a received dw.s; of a part of it, as much as it is of w.s
+    partial: Numbers  # a received dw.s; where that is divided, a multiple of w.s, and so is a part of it
     saved: Numbers  # what a forward keeps for its backward
     half: Numbers  # what BWD_I keeps in addition until BWD_W
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0

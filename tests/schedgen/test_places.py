@@ -18,8 +18,8 @@ import schedgen.kernels
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
 from schedgen.file import read, write
-from schedgen.places import LINE, Bytes, footprint, measured, places
-from schedgen.program import Kind, Op, Program
+from schedgen.places import Bytes, footprint, measured, places
+from schedgen.program import LINE, Kind, Op, Program, cut
 from schedgen.scheme import Sizes
 from schedgen.schemes import load
 
@@ -49,6 +49,7 @@ class Life(NamedTuple):
     begin: int
     end: int
     placed: bool  # received, or the gradient of weights that another rank owns
+    via: int = -1  # of weights and what is received of their gradients: the part; -1: all
 
 
 def lives(program, rank):
@@ -60,7 +61,7 @@ def lives(program, rank):
     for at, i in enumerate(part):
         s, b, starts, ends = i.stage, i.mb, [], []
         if i.op in (Op.RECV, Op.FETCH_W):
-            starts = [("partial", s, i.peer) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
+            starts = [("partial", s, i.peer, i.via) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
         if i.op == Op.FWD:
             starts = [(Kind.X, s, b, -1)]
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
@@ -70,31 +71,44 @@ def lives(program, rank):
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE):
-            tied = i.kind == Kind.T
-            sums = [
-                (Kind.DW, t, -1, -1) for t in (header.tied[s] if tied else [s]) if not tied or rank in header.owners[t]
-            ]
+            sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.parts(s))]
+            if i.kind == Kind.T:
+                sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
             starts += [one for one in sums if one not in begun]
         if i.op in (Op.BWD, Op.BWD_W):
             ends = [("saved", s, b)] + [("half", s, b)] * (i.op == Op.BWD_W)
         if i.op == Op.ADD:
-            ends = [("partial", s, i.peer)]
+            ends = [("partial", s, i.peer, i.via)]
         if i.op == Op.FREE:
             ends = [(i.kind, s, b, i.via)]
         begun |= dict.fromkeys(starts, at)
         for name in ends:
             begin = begun.pop(name)
-            foreign = name[0] == Kind.DW and rank not in header.owners[name[1]]
-            found.append(Life(name[0], name[1], begin, at, foreign or part[begin].op in (Op.RECV, Op.FETCH_W)))
+            foreign = name[0] == Kind.DW and rank not in header.holders(name[1], name[3])
+            via = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
+            found.append(Life(name[0], name[1], begin, at, foreign or part[begin].op in (Op.RECV, Op.FETCH_W), via))
     assert not begun
+    # All that a rank gathers of others' parts of a stage lies together.
+    for stage in {life.stage for life in found if life.kind == Kind.DW and life.placed and life.via >= 0}:
+        parts = [life for life in found if life.kind == Kind.DW and life.placed and life.stage == stage]
+        found = [life for life in found if life not in parts]
+        found.append(Life(Kind.DW, stage, min(one.begin for one in parts), max(one.end for one in parts), True))
     return found
 
 
-def size(life, bytes):
+def part_of(amount, header, stage, via):
+    """The bytes of a part of so many."""
+    return int(np.diff(cut(int(amount), len(header.parts(stage))))[via]) if via >= 0 else int(amount)
+
+
+def size(life, bytes, header):
     by_kind = {
         Kind.X: bytes.activation, Kind.G: bytes.activation, Kind.W: bytes.weight, Kind.DW: bytes.weight,
         "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,
     }  # fmt: skip
+    if life.via >= 0:
+        rows = bytes.partial[life.stage] // bytes.weight[life.stage] if life.kind == "partial" else 1
+        return rows * part_of(bytes.weight[life.stage], header, life.stage, life.via)
     return int(by_kind[life.kind][life.stage])
 
 
@@ -111,12 +125,17 @@ def peak(program, rank, found, planned, bytes):
     for at, i in enumerate(program.instructions(rank)):
         workspace = bytes.workspace.get(DIRECTION.get(i.op, ""), np.zeros(header.stages, int))[i.stage]
         workspace += bytes.activation[i.stage] if i.op == Op.RECOMPUTE else 0
-        alive = sum(size(life, bytes) for life in computed if life.begin <= at <= life.end)
+        alive = sum(size(life, bytes, header) for life in computed if life.begin <= at <= life.end)
         running.append(alive + workspace)
     losses = [s for s in range(header.stages) if not header.consumers[s]]
     owned = sum(bytes.activation[i.stage] for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses)
-    for stage, owners in enumerate(header.owners):
-        if rank in owners:  # with its gradient, and what the other owners send of theirs
+    for stage, k in header.units:
+        owners = header.holders(stage, k)
+        if rank in owners and k >= 0:
+            weight, mine = bytes.weight[stage], part_of(bytes.weight[stage], header, stage, k)
+            few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
+            owned += -(-bytes.owned[stage] * mine // weight) + (few if 16 * few < weight else 0) + mine
+        elif rank in owners:  # with its gradient, and what the other owners send of theirs
             part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE
             owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
     return owned + sum(planned.sizes[rank]) + max(running)
@@ -133,15 +152,17 @@ def hold(program, bytes):
         received = [life for life in found if life.placed]
         assert np.flatnonzero(row >= 0).tolist() == sorted({life.begin for life in received})
         for life in received:
-            assert size(life, bytes) <= sizes[row[life.begin]]
+            assert size(life, bytes, program.header) <= sizes[row[life.begin]]
         for one, other in combinations(received, 2):
             apart = one.end < other.begin or other.end < one.begin
+            if one.kind == other.kind == Kind.W and one.stage == other.stage and one.via != other.via:
+                continue  # parts of one copy
             assert apart or row[one.begin] != row[other.begin], (one, other)
         # A place for every buffer of a size that is there at once, and none that is not filled.
         pools = defaultdict(list)
         for life in received:
             if life.kind != Kind.W:
-                pools[life.kind == Kind.DW, size(life, bytes)].append(life)
+                pools[life.kind == Kind.DW, size(life, bytes, program.header)].append(life)
         count = 0
         for (_, each), pool in pools.items():
             used = {int(row[life.begin]) for life in pool}

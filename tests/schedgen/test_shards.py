@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, event, given, settings
+from test_places import hold, random_bytes
 
 from schedgen.check import check
 from schedgen.compile import compile_scheme
@@ -144,6 +145,15 @@ def test_what_is_held_peaks_where_the_simulation_says(cases, data):
         if begin < end:
             assert series.during[begin:end].max(axis=0).tolist() == [int(peak[rank]) for peak in run.memory]
     assert not (series.during[-1:] - series.given[-1:]).any()
+
+
+@given(data=st.data())
+@settings(max_examples=50)
+def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
+    program = data.draw(divided(cases))
+    bytes = random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages)
+    weight = 100 * bytes.weight
+    hold(program, bytes._replace(weight=weight, partial=weight * bytes.partial, owned=303 * bytes.owned))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))
