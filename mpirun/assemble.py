@@ -31,7 +31,7 @@ def interpreter(
         together(comm, lambda: check_order(header, instructions))
     memory = Memory(comm, program, instructions, of)
     stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
-    owned = {stage: one for stage, one in stages.items() if comm.rank in header.owners[stage]}
+    owned = {stage: one for stage, one in stages.items() if one.own}
     link = transport(comm, header.groups, of.device, of.crowded, state)
     return Interpreter(header, instructions, stages, memory, link, of, Optimizer(of.recipe, owned))
 
@@ -40,12 +40,28 @@ def _stages(
     rank: int, header: Header, instructions: Sequence[Instruction], memory: Memory, of: Training
 ) -> dict[int, Stage]:
     """The stages this rank owns, computes or adds gradients of."""
-    owned = {stage for stage, owners in enumerate(header.owners) if rank in owners}
-    needed = owned | {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
+    mine = {
+        stage: [via for via in header.parts(stage) if rank in header.holders(stage, via)]
+        for stage in range(header.stages)
+    }
+    owned = {stage for stage, parts in mine.items() if len(parts) == len(header.parts(stage))}
+    needed = {stage for stage, parts in mine.items() if parts} | {
+        i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)
+    }
     stages = {}
     for stage in sorted(needed):
         module = mpirun.model.build(of.model, stage, of.seed)
         place = None if stage in owned else memory.weights(stage)
-        stages[stage] = Stage(module, stage, of.shapes[stage], of.device, stage in owned, place, of.mixed)
+        stages[stage] = Stage(
+            module,
+            stage,
+            of.shapes[stage],
+            of.device,
+            stage in owned,
+            place,
+            of.mixed,
+            header.parts(stage),
+            mine[stage],
+        )
         stages[stage].shared = mpirun.model.shared_before(of.model, stage)
     return stages

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mpirun.guard import NOTHING
 from mpirun.transport import Done, Transport
 
-Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer: a buffer's name
+Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
 
 
 class Buffer:
@@ -39,6 +40,10 @@ class Buffers:
             self.transport.wait(buffer.arriving, buffer.row)
             buffer.arriving = None
         return buffer.value
+
+    def all_ready(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            self.ready(buffer)
 
     def left(self, buffer: Buffer) -> None:
         """Wait until a buffer has left for everyone it was sent to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Compute:
         return act
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
-        stage, weights, job, mb = self._stage(i), self.buffers(Kind.W, i.stage), self._job(i), i.mb
+        stage, weights, job, mb = self._stage(i), self._weights(i), self._job(i), i.mb
         producers = self.header.producers[i.stage]
         inputs = [self.buffers(Kind.X, p, mb, self.header.part(p, i.stage)) for p in producers]
         wires = self.wires[mb]
@@ -105,7 +106,7 @@ class Compute:
         ready = self.buffers.ready
 
         def forward() -> list[Tensor]:
-            ready(weights)
+            weights()
             given = [ready(x) for x in inputs]
             if not plain:
                 given = [x for message, bundle in zip(given, bundles, strict=True) for x in bundle.unpack(message)]
@@ -167,17 +168,22 @@ class Compute:
         """With the version of its weights that the instruction names."""
         return self.versions.at(i.stage, i.peer) if i.peer >= 0 else self.stages[i.stage]
 
+    def _weights(self, i: Instruction) -> Callable[[], object]:
+        """What waits for the stage's weights, all parts of them."""
+        parts = [self.buffers(Kind.W, i.stage, via=via) for via in self.header.parts(i.stage)]
+        return partial(self.buffers.ready, parts[0]) if len(parts) == 1 else partial(self.buffers.all_ready, parts)
+
     def _job(self, i: Instruction) -> Job:
         return self.jobs.setdefault((i.stage, i.mb), Job())
 
     def bwd(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
-        incoming, outgoing, ready = self._incoming(i), self._outgoing(i), self.buffers.ready
+        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
+        incoming, outgoing = self._incoming(i), self._outgoing(i)
         gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
 
         def act() -> None:
             given, saved = incoming(), job.saved
-            ready(weights)
+            weights()
             gradient.use(key, stage)
             stage.backward(saved, given)
             del job.saved
@@ -186,12 +192,12 @@ class Compute:
         return act
 
     def bwd_i(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
-        incoming, outgoing, ready = self._incoming(i), self._outgoing(i), self.buffers.ready
+        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
+        incoming, outgoing = self._incoming(i), self._outgoing(i)
 
         def act() -> None:
             given, saved = incoming(), job.saved
-            ready(weights)
+            weights()
             job.half = stage.backward_input(saved, given)
             del job.saved
             outgoing(saved)
@@ -199,11 +205,11 @@ class Compute:
         return act
 
     def bwd_w(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self.buffers(Kind.W, i.stage)
-        gradient, key, ready = self.gradient(i.stage), self.memory.row(i.mb), self.buffers.ready
+        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
+        gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
 
         def act() -> None:
-            ready(weights)
+            weights()
             gradient.add(key, stage.backward_weight(job.half))
             del job.half
 

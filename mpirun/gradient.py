@@ -3,11 +3,15 @@
 Normally one row, to which every backward adds. In canonical mode a row a
 microbatch, added up in that order at the very end, so that every scheme gives
 the bits of one process that goes through the microbatches one by one.
+
+Where the weights are divided, backwards add to rows of all of them. Of a part
+that the rank owns it has rows apart, which take in its own as soon as they
+are complete and what others send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,3 +62,51 @@ class Gradient:
         """All rows into the first, in the order of their keys."""
         for row in self.data[1:]:
             self.data[0] += row
+
+    def message(self) -> tuple[Tensor, Callable[[], None] | None]:
+        """What is sent, and what makes it ready."""
+        return self.data, None
+
+
+class Part:
+    """dw.s/k: rows of shape (m,), either apart or what of the rows of all weights lies in the part."""
+
+    def __init__(self, keys: Sequence[int], rows: Sequence[Tensor], within: Gradient | None) -> None:
+        """`rows`: by key; `within`: what they are views into."""
+        self.keys, self.rows, self.within = list(keys), list(rows), within
+
+    @property
+    def total(self) -> Tensor:
+        return self.rows[0]
+
+    def begin(self) -> None:
+        for row in self.rows:
+            row.zero_()
+
+    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
+        """Add a partial sum that was received, shape (len(keys), m)."""
+        places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
+        for place, row in zip(places, rows, strict=True):
+            self.rows[place] += row
+
+    def take(self, whole: Gradient, span: slice) -> None:
+        """Add this rank's own sums, the part `span` of the rows of all weights."""
+        for key, row in zip(whole.keys, whole.data[:, span], strict=True):
+            if key in self.keys:  # others are of sums that it passes on
+                self.rows[self.keys.index(key)] += row
+
+    def add_up(self) -> None:
+        """All rows into the first, in the order of their keys."""
+        for row in self.rows[1:]:
+            self.rows[0] += row
+
+    def message(self) -> tuple[Tensor, Callable[[], None] | None]:
+        """What is sent, shape (rows, m), and what makes it ready: several rows of a part do not lie in one piece."""
+        if len(self.rows) == 1:
+            return self.rows[0], None
+        packed = torch.empty((len(self.rows), len(self.total)), dtype=self.total.dtype, device=self.total.device)
+
+        def pack() -> None:
+            torch.stack(self.rows, out=packed)
+
+        return packed, pack

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from mpirun.buffers import Buffer, Buffers
 from mpirun.compute import Act, Compute
-from mpirun.gradient import Gradient
+from mpirun.gradient import Gradient, Part
 from mpirun.guard import NOTHING, PHASE, ROW, STEP, TRAINING
 from mpirun.memory import Memory
-from mpirun.optimizer import Optimizer, share, whole_norm
+from mpirun.norms import Norms, whole_norm
+from mpirun.optimizer import Optimizer, share
 from mpirun.pump import LONG, Pump, layers
 from mpirun.reduction import Sum, Sums
+from mpirun.shards import Unit
 from mpirun.stage import Stage
 from mpirun.ties import Tie, shared
 from mpirun.training import Training
@@ -55,9 +58,12 @@ class Interpreter:
         self.header, self.stages, self.memory, self.transport = header, stages, memory, transport
         self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, training.walks
         self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.comm, transport.poll)
-        self.partials: dict[tuple[int, int], Buffer] = {}  # received dw by (stage, sender)
+        self.partials: dict[tuple[int, int, int], Buffer] = {}  # received dw by (stage, part, sender)
         self.gradients: dict[int, Gradient] = {}
-        self.added: set[int] = set()  # owned stages of which an instruction adds up the rows
+        self.parts: dict[Unit, Part] = {}
+        self.added: set[Unit] = set()  # what is owned and has an instruction that adds up the rows
+        self.norms = Norms(header, memory.shapes, self.rank, training.canonical)
+        self.copies = _copies(instructions)
         self.model, self.wires = training.model, training.wires
         self.versions = Versions(instructions, stages, memory, training)
         compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradient, memory, training)
@@ -82,13 +88,19 @@ class Interpreter:
         for self.row, i in enumerate(instructions):
             self.code.append(self.table[i.op](i))
         self.computes = [(i.stage, i.op) if i.op in COMPUTE else None for i in instructions]
-        for row, stage in _begins(instructions):
-            self.code[row] = _both(self.gradient(stage).begin, self.code[row])
+        for row, begin in self._begins(instructions):
+            self.code[row] = _both(begin, self.code[row])
+        for row, stage in _ends(instructions):
+            for via in stages[stage].own if stages[stage].apart else ():
+                part = self.part((stage, via))
+                assert isinstance(part, Part)
+                take = partial(part.take, self.gradient(stage), stages[stage].spans[via])
+                self.code[row] = _both(self.code[row], take)
         self.state = transport.state  # shows the step and the row being executed
         self.leave = False  # this rank wants to: all will, after the step
         self.sound = True  # all numbers of the step so far are finite
         self.result = Result([], 0.0, [], False)
-        self.observe: Callable[[dict[int, Tensor]], None] = lambda totals: None  # --verify looks on
+        self.observe: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify looks on
         self.walk_list: Callable[[], None] = self.walk  # --trace puts its own here
 
     def run(self, step: int) -> Result:
@@ -135,13 +147,17 @@ class Interpreter:
     # Messages
 
     def fetch_w(self, i: Instruction) -> Act:
-        return self._receive(self.buffers(Kind.W, i.stage), self.stages[i.stage].weights, i)
+        stage = self.stages[i.stage]
+        act = self._receive(self.buffers(Kind.W, i.stage, via=i.via), stage.weights[stage.spans[i.via]], i)
+        return _both(stage.complete(), act) if self.row in self.copies and stage.own else act
 
     def recv(self, i: Instruction) -> Act:
         if i.kind == Kind.DW:
-            buffer = self.partials[i.stage, i.peer] = Buffer()
+            buffer = self.partials[i.stage, i.via, i.peer] = Buffer()
             stage = self.stages[i.stage]
-            value = self.memory.place(i, (len(self.memory.keys(i.peer, i.stage)), stage.size), stage.dtype)
+            span = stage.spans[i.via]
+            shape = (len(self.memory.keys(i.peer, i.stage, i.via)), span.stop - span.start)
+            value = self.memory.place(i, shape, stage.dtype)
         else:
             buffer = self.buffers(*i[1:5])
             value = self.memory.place(i, *self.wires[i.mb].bundle(i.kind, i.stage, i.via).like)
@@ -159,15 +175,17 @@ class Interpreter:
 
     def send(self, i: Instruction) -> Act:
         buffer, peer, kind, row = self.buffers(*i[1:5]), i.peer, i.kind, self.row
+        prepare = None
         if kind == Kind.W:
-            buffer.value = self.stages[i.stage].weights
+            stage = self.stages[i.stage]
+            buffer.value = stage.own[i.via] if i.via in stage.own else stage.weights[stage.spans[i.via]]
         elif kind == Kind.DW:
-            buffer.value = self.gradient(i.stage).data
+            buffer.value, prepare = self.part((i.stage, i.via)).message()
 
         def act() -> None:
             buffer.leaving.append((self.transport.send(self.buffers.ready(buffer), peer, kind), row))
 
-        return act
+        return act if prepare is None else _both(prepare, act)
 
     def free(self, i: Instruction) -> Act:
         buffer, keep = self.buffers(*i[1:5]), i.kind in (Kind.W, Kind.DW)
@@ -187,12 +205,45 @@ class Interpreter:
             self.gradients[stage] = Gradient(self.stages[stage], *self.memory.gradient(self.stages[stage]))
         return self.gradients[stage]
 
+    def part(self, unit: Unit) -> Gradient | Part:
+        """The rows of dw.s, or of a part of it."""
+        stage, via = self.stages[unit[0]], unit[1]
+        if via < 0:
+            return self.gradient(unit[0])
+        if unit not in self.parts:
+            keys = self.memory.keys(self.rank, *unit) or [-1]
+            if stage.apart and via in stage.own:
+                rows = stage.own[via].new_zeros((len(keys), len(stage.own[via])))
+                self.parts[unit] = Part(keys, list(rows), None)
+            else:
+                whole = self.gradient(unit[0])
+                views = [whole.data[whole.keys.index(key), stage.spans[via]] for key in keys]
+                self.parts[unit] = Part(keys, views, whole)
+        return self.parts[unit]
+
+    def _begins(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
+        """(row, what it does first): instructions that define dw.stage, or a part, make it zero.
+
+        What lies in the rows of all weights is made zero with them, once.
+        """
+        found: list[tuple[int, Act]] = []
+        begun: set[int] = set()
+        for row, unit in _defined(instructions, self.header):
+            one = self.part(unit)
+            if isinstance(one, Part) and one.within is not None:
+                if unit[0] not in begun:
+                    begun.add(unit[0])
+                    found.append((row, one.within.begin))
+            else:
+                found.append((row, one.begin))
+        return found
+
     def add(self, i: Instruction) -> Act:
-        gradient, partial = self.gradient(i.stage), self.partials[i.stage, i.peer]
-        keys = self.memory.keys(i.peer, i.stage)
+        gradient, received = self.part((i.stage, i.via)), self.partials[i.stage, i.via, i.peer]
+        keys = self.memory.keys(i.peer, i.stage, i.via)
 
         def act() -> None:
-            gradient.add_rows(keys, self.buffers.ready(partial))
+            gradient.add_rows(keys, self.buffers.ready(received))
 
         return act
 
@@ -213,7 +264,7 @@ class Interpreter:
     def tie(self, i: Instruction) -> Act:
         stages = self.header.tied[i.stage]
         owned = {s: self.gradient(s) for s in stages if self.rank in self.header.owners[s]}
-        names, single = shared(self.model, stages), self.single(owned)
+        names, single = shared(self.model, stages), self.single({(s, -1): one for s, one in owned.items()})
         one = Tie(self.transport, self.transport.group(i.peer), self.sums, self.header, stages, names, owned)
 
         def act() -> None:
@@ -224,17 +275,19 @@ class Interpreter:
 
         return act
 
-    def single(self, owned: dict[int, Gradient]) -> list[Gradient]:
-        """The gradients of stages with one owner whose rows nobody has added up yet."""
-        found = {s: one for s, one in owned.items() if len(self.header.owners[s]) == 1 and s not in self.added}
+    def single(self, owned: Mapping[Unit, Gradient | Part]) -> list[Gradient | Part]:
+        """The gradients of what has one owner whose rows nobody has added up yet."""
+        found = {
+            unit: one for unit, one in owned.items() if len(self.header.holders(*unit)) == 1 and unit not in self.added
+        }
         self.added |= set(found)
         return list(found.values())
 
     def norm(self, i: Instruction) -> Act:
-        owned = {s: self.gradient(s) for s, owners in enumerate(self.header.owners) if self.rank in owners}
+        owned = {(s, via): self.part((s, via)) for s, stage in self.stages.items() for via in stage.own}
         single = self.single(owned)
-        totals = {s: gradient.total for s, gradient in owned.items()}
-        group, firsts = self.transport.group(i.peer), [owners[0] == self.rank for owners in self.header.owners]
+        totals = {unit: gradient.total for unit, gradient in owned.items()}
+        group = self.transport.group(i.peer)
 
         def act() -> None:
             self.sums.finish()
@@ -243,20 +296,18 @@ class Interpreter:
                 gradient.add_up()
             if self.walks > 1:
                 self.optimizer.gather(totals, first=self.compute.walk == 0, last=self.compute.walk == self.walks - 1)
-            # Places: the norm of every parameter in the order of the model, then the loss of every microbatch,
-            # then how many ranks want to leave.
+            # Places: those of norms, then the loss of every microbatch, then how many ranks want to leave.
             mine: dict[int, float] = {}
-            place = 0
-            for stage, shape in enumerate(self.memory.shapes):
-                if firsts[stage]:
-                    mine |= dict(enumerate(self.optimizer.norms(stage, totals[stage]), start=place))
-                place += len(shape.names)
+            for unit, total in totals.items():
+                mine |= self.norms.told(unit, self.stages[unit[0]], total)
+            place = self.norms.length
             mine |= {place + mb: float(loss) for mb, loss in self.compute.losses.items()}
             self.compute.losses.clear()
             leave = place + self.header.microbatches
             mine[leave] = float(self.leave)
             known = share(self.transport, group, leave + 1, mine)
-            self.result = Result(known[place:leave], whole_norm(known[:place]), known[:place], known[leave] > 0)
+            norms = self.norms.known(known[:place])
+            self.result = Result(known[place:leave], whole_norm(norms), norms, known[leave] > 0)
             self.sound = (self.sound or self.compute.walk == 0) and all(map(math.isfinite, known))
             if self.compute.walk == self.walks - 1 and self.sound:
                 self.observe(totals)
@@ -266,12 +317,13 @@ class Interpreter:
     def step(self, i: Instruction) -> Act:
         if i.peer >= 0:
             return self.step_to_version(i)
-        weights, gradient, stage = self.buffers(Kind.W, i.stage), self.gradient(i.stage), i.stage
+        unit = i.stage, i.via
+        weights, gradient = self.buffers(Kind.W, i.stage, via=i.via), self.part(unit)
 
         def act() -> None:
             self.buffers.left(weights)
             if self.compute.walk == self.walks - 1 and self.sound:
-                self.optimizer.step(stage, gradient, self.compute.now, self.result.grad_norm)
+                self.optimizer.step(unit, gradient, self.compute.now, self.result.grad_norm)
 
         return act
 
@@ -285,22 +337,45 @@ class Interpreter:
             self.sums.finish()
             if count > 1:
                 gradient.total.div_(count)
-            self.optimizer.step(stage, gradient, self.compute.now, 0.0, make())
+            self.optimizer.step((stage, -1), gradient, self.compute.now, 0.0, make())
 
         return act
 
 
-def _begins(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """(row, stage) of the instructions that define dw.stage: the first to add to it, and the first behind a FREE."""
+def _defined(instructions: Sequence[Instruction], header: Header) -> list[tuple[int, Unit]]:
+    """(row, unit) of the instructions that define a dw: the first to add to it, and the first behind a FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
-    defined: set[int] = set()
+    defined: set[Unit] = set()
     found = []
     for row, i in enumerate(instructions):
-        if i.op in adding and i.kind != Kind.T and i.stage not in defined:
-            defined.add(i.stage)
-            found.append((row, i.stage))
+        if i.op in adding and i.kind != Kind.T:
+            parts = (i.via,) if i.kind == Kind.DW else header.parts(i.stage)
+            new = [(i.stage, via) for via in parts if (i.stage, via) not in defined]
+            defined.update(new)
+            found += [(row, unit) for unit in new]
         elif i.op == Op.FREE and i.kind == Kind.DW:
-            defined.discard(i.stage)
+            defined.discard((i.stage, i.via))
+    return found
+
+
+def _ends(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """(row, stage) of the last backward of every stage."""
+    last = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
+    return [(row, stage) for stage, row in last.items()]
+
+
+def _copies(instructions: Sequence[Instruction]) -> set[int]:
+    """The FETCH_Ws with which a copy of a stage begins: no other part of it is there."""
+    there: dict[int, set[int]] = {}
+    found = set()
+    for row, i in enumerate(instructions):
+        parts = there.setdefault(i.stage, set())
+        if i.op == Op.FETCH_W:
+            if not parts:
+                found.add(row)
+            parts.add(i.via)
+        elif i.op == Op.FREE and i.kind == Kind.W:
+            parts.discard(i.via)
     return found
 
 

@@ -1,8 +1,9 @@
 """--save and --resume: what every rank writes to a checkpoint, and takes from one.
 
 Each owner writes what it owns, under the parameters' names in the model;
-of several owners of a stage one does. Whoever needs something looks for its
-name: so a checkpoint made under one schedule goes on under any other.
+of several owners of a stage one does, with all parts of it where they divide
+it. Whoever needs something looks for its name: so a checkpoint made under one
+schedule goes on under any other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mpirun.errors import Stop, from_rank_0, on_rank_0, together
 from mpirun.guard import BEAT, PHASE, SAVING, TRAINING
 from mpirun.model import Model, entry_name
 from mpirun.optimizer import Optimizer
+from mpirun.shards import Piece, pieces
 from mpirun.stage import Stage
 from mpirun.training import Training
 from schedgen.errors import UsageError
@@ -86,7 +88,8 @@ class Keeper:
         begin = time.perf_counter()
         try:
             on_rank_0(comm, lambda: checkpoint.begin(directory, step))
-            parts = comm.gather(together(comm, lambda: self._parts(directory, step)))
+            divided = self._gather()
+            parts = comm.gather(together(comm, lambda: self._parts(directory, step, divided)))
             facts = {"step": step, **self.facts}
             written = [part for of_rank in parts or () for part in of_rank]
             on_rank_0(comm, lambda: checkpoint.publish(directory, step, facts, written))
@@ -110,25 +113,51 @@ class Keeper:
         owners = self.header.owners[stage]
         return owners[stage % len(owners)] == self.comm.rank
 
-    def _parts(self, directory: Path, step: int) -> list[checkpoint.Part]:
+    def _gather(self) -> dict[int, list[dict[str, Tensor]]]:
+        """By divided stage that this rank writes, of every parameter "" and what the optimizer keeps. Collective."""
+        found: dict[int, list[dict[str, Tensor]]] = {}
+        for index, shape in enumerate(self.of.shapes):
+            if self.header.parts(index) == (-1,):
+                continue
+            owners = self.header.owners[index]
+            mine: list[list[tuple[int, dict[str, Tensor]]]] = [[] for _ in shape.names]
+            if index in self.stages:
+                stage = self.stages[index]
+                for via, part in stage.own.items():
+                    kept = self.optimizer.kept((index, via))
+                    for place, piece in enumerate(pieces(stage.layout, stage.spans[via])):
+                        values = {"": piece.within(part), **(kept[place] if kept else {})}
+                        cloned = {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
+                        mine[piece.parameter].append((piece.begin, cloned))
+            for of_one, (_, size) in zip(mine, shape.layout, strict=True):
+                every = self.comm.gather(of_one, root=owners[index % len(owners)])
+                if every is not None:
+                    found.setdefault(index, []).append(_whole_of([one for ones in every for one in ones], size))
+                self.state[BEAT] += 1
+        return found
+
+    def _parts(
+        self, directory: Path, step: int, divided: Mapping[int, list[dict[str, Tensor]]]
+    ) -> list[checkpoint.Part]:
+        """`divided`: what `_gather` gave."""
         entries: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
         for index, stage in self.stages.items():
             if self._writes(index):
                 mine = own_names(self.of.model, stage)
-                entries["weights"] |= {
-                    name: view.detach() for name, view in zip(mine, stage.views(stage.weights), strict=True) if name
-                }
+                kept = divided.get(index) or self.optimizer.kept((index, -1))
+                views = [one[""] for one in divided[index]] if index in divided else stage.views(stage.weights)
+                entries["weights"] |= {name: view.detach() for name, view in zip(mine, views, strict=True) if name}
                 # The format takes no tensors that share memory, nor views of them.
                 entries["weights"] |= {
                     name: value.detach().clone(memory_format=torch.contiguous_format)
                     for name, value in rest(self.of.model, stage).items()
                 }
-                kept = self.optimizer.kept(index)
                 entries["optimizer"] |= {
                     f"{name}.{key}": value
                     for name, of_one in zip(mine, kept, strict=True)
                     if name
                     for key, value in of_one.items()
+                    if key
                 }
         parts = []
         for kind, found in entries.items():
@@ -160,25 +189,49 @@ class Keeper:
         for index, stage in self.stages.items():
             names = [entry_name(self.of.model, index, name) for name in stage.names]
             into = rest(self.of.model, stage)
-            owned = self.comm.rank in self.header.owners[index]
-            if owned:
-                into |= dict(zip(names, stage.views(stage.weights), strict=True))
-            values = checkpoint.read(weights, list(into))
+            sizes = {name: size for name, (_, size) in zip(names, stage.layout, strict=True)} if stage.own else {}
+            values = checkpoint.read(weights, [*into, *sizes])
             for name, target in into.items():
-                _fits(found.folder, name, values.get(name), target)
+                _fits(found.folder, name, values.get(name), target.shape, target.dtype)
                 with torch.no_grad():
                     target.copy_(values[name])
-            if owned:
-                values = checkpoint.read(kept, [state for name in names for state in states.get(name, ())])
-                for name in names:
-                    for state in states.get(name, ()):
-                        if values[state].dim():  # a number a parameter, or one for all
-                            _fits(found.folder, state, values[state], into[name])
-                self.optimizer.restore(
-                    index,
-                    [{state.rpartition(".")[2]: values[state] for state in states.get(name, ())} for name in names],
-                )
+            for name, size in sizes.items():
+                _fits(found.folder, name, values.get(name), size, stage.dtype)
+            for via, part in stage.own.items():
+                for target, name, piece in _of_part(stage, via, part, names):
+                    target.copy_(values[name] if piece is None else piece.of(values[name]))
+            values = checkpoint.read(kept, [state for name in sizes for state in states.get(name, ())])
+            for name, size in sizes.items():
+                for state in states.get(name, ()):
+                    if values[state].dim():  # a number a parameter, or one for all
+                        _fits(found.folder, state, values[state], size, stage.dtype)
+            for via, part in stage.own.items():
+                restored: list[dict[str, Tensor]] = []
+                for _, name, piece in _of_part(stage, via, part, names):
+                    of_one = {state.rpartition(".")[2]: values[state] for state in states.get(name, ())}
+                    cut = {key: piece.of(value).clone() for key, value in of_one.items() if piece and value.dim()}
+                    restored.append(of_one | cut)
+                self.optimizer.restore((index, via), restored)
             self.state[BEAT] += 1
+
+
+def _of_part(stage: Stage, via: int, part: Tensor, names: Sequence[str]) -> list[tuple[Tensor, str, Piece | None]]:
+    """Of what the optimizer has of a part: where it lies, its parameter's name, and what of that it is; None: all."""
+    found = stage.in_part(via, part)
+    of = [None] * len(found) if via < 0 else list(pieces(stage.layout, stage.spans[via]))
+    every = names if via < 0 else [names[piece.parameter] for piece in of if piece]
+    return list(zip(found, every, of, strict=True))
+
+
+def _whole_of(found: Sequence[tuple[int, dict[str, Tensor]]], size: torch.Size) -> dict[str, Tensor]:
+    """A parameter, and what is kept of it, from its pieces; each with the element at which it begins."""
+    ordered = [values for _, values in sorted(found, key=lambda one: one[0])]
+    if not ordered:
+        return {"": torch.zeros(size)}
+    return {
+        key: torch.cat([values[key] for values in ordered]).view(size) if one.dim() else one
+        for key, one in ordered[0].items()
+    }
 
 
 def newest(comm: MPI.Intracomm, options: argparse.Namespace) -> Manifest | None:
@@ -227,13 +280,13 @@ def rest(model: Model, stage: Stage) -> dict[str, Tensor]:
     }
 
 
-def _fits(folder: Path, name: str, value: Tensor | None, target: Tensor) -> None:
+def _fits(folder: Path, name: str, value: Tensor | None, size: torch.Size, dtype: torch.dtype) -> None:
     if value is None:
         raise UsageError(f"{folder}: has no {name}: is it of another model?")
-    if value.shape != target.shape or value.dtype != target.dtype:
+    if value.shape != size or value.dtype != dtype:
         raise UsageError(
             f"{folder}: {name} is {value.dtype} of shape {tuple(value.shape)}, "
-            f"but the model's is {target.dtype} of shape {tuple(target.shape)}"
+            f"but the model's is {dtype} of shape {tuple(size)}"
         )
 
 

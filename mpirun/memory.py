@@ -13,7 +13,7 @@ from torch import Tensor
 from mpirun.stage import Stage
 from mpirun.training import Training
 from schedgen.places import Bytes, places
-from schedgen.program import Instruction, Op, Program
+from schedgen.program import Header, Instruction, Op, Program
 
 
 class Memory:
@@ -28,11 +28,15 @@ class Memory:
         activation[-1] = of.shapes[-1].loss or sum(one.bytes for one in of.shapes[-1].outputs)
         parts = np.array([of.wires[0].x(*edge).like.bytes for edge in program.header.edges], np.int64)
         rows = np.ones(len(of.shapes), np.int64)
-        self.rows: dict[tuple[int, int], list[int]] | None = None  # by rank and stage; None: one, its key the rank
+        # By rank, stage and part; None: one, its key the rank.
+        self.rows: dict[tuple[int, int, int], list[int]] | None = None
         if of.canonical and not program.header.versions:  # there a rank has one microbatch in an update
-            self.rows = _rows(comm, instructions, len(of.shapes))
-            for (_, stage), keys in self.rows.items():  # room for the most that anybody sends or gathers
+            self.rows = _rows(comm, instructions, program.header)
+            for (_, stage, _), keys in self.rows.items():  # room for the most that anybody sends or gathers
                 rows[stage] = max(rows[stage], len(keys))
+            for stage in range(len(of.shapes)):  # here the rows of several parts may lie together
+                together = {key for via in program.header.parts(stage) for key in self.rows[self.rank, stage, via]}
+                rows[stage] = max(rows[stage], len(together))
         zero = np.zeros(len(of.shapes), np.int64)
         planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero, parts))
         sizes = planned.sizes[comm.rank].tolist()
@@ -51,12 +55,12 @@ class Memory:
         """The key of the row of dw that a microbatch's backward adds to."""
         return self.rank if self.rows is None else mb
 
-    def keys(self, rank: int, stage: int) -> list[int]:
-        """The keys of the rows of dw.stage that a rank has once it has added all it receives.
+    def keys(self, rank: int, stage: int, via: int = -1) -> list[int]:
+        """The keys of the rows of dw.stage, or of a part, that a rank has once it has added all it receives.
 
         In canonical mode a row a microbatch; otherwise one row, its key the rank.
         """
-        return [rank] if self.rows is None else self.rows[rank, stage]
+        return [rank] if self.rows is None else self.rows[rank, stage, via]
 
     def place(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """What a receive of this rank fills."""
@@ -76,7 +80,8 @@ class Memory:
 
     def gradient(self, stage: Stage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, and memory for them."""
-        keys = self.keys(self.rank, stage.index) or [-1]
+        within = [via for via in stage.spans if not (stage.apart and via in stage.own)]
+        keys = sorted({key for via in within for key in self.keys(self.rank, stage.index, via)}) or [-1]
         count = len(keys) * stage.size
         if stage.index not in self.gathers:
             return keys, torch.zeros(count, dtype=stage.dtype, device=self.device)
@@ -84,17 +89,19 @@ class Memory:
         return keys, block[: count * stage.dtype.itemsize].view(stage.dtype)
 
 
-def _rows(comm: MPI.Intracomm, instructions: Sequence[Instruction], stages: int) -> dict[tuple[int, int], list[int]]:
-    """By rank and stage: the microbatches whose gradients a rank adds up, its own and those it receives."""
+def _rows(
+    comm: MPI.Intracomm, instructions: Sequence[Instruction], header: Header
+) -> dict[tuple[int, int, int], list[int]]:
+    """By rank, stage and part: the microbatches whose gradients a rank adds up, its own and those it receives."""
     own: dict[int, list[int]] = {}
     for i in instructions:
         if i.op in (Op.BWD, Op.BWD_W):
             own.setdefault(i.stage, []).append(i.mb)
-    adds = [(i.stage, i.peer) for i in instructions if i.op == Op.ADD]
+    adds = [(i.stage, i.via, i.peer) for i in instructions if i.op == Op.ADD]
     parts = comm.allgather((own, adds))
 
-    def rows(rank: int, stage: int) -> list[int]:
+    def rows(rank: int, unit: tuple[int, int]) -> list[int]:
         own, adds = parts[rank]
-        return sorted(own.get(stage, []) + [row for s, peer in adds if s == stage for row in rows(peer, stage)])
+        return sorted(own.get(unit[0], []) + [row for *of, peer in adds if (*of,) == unit for row in rows(peer, unit)])
 
-    return {(rank, stage): rows(rank, stage) for rank in range(len(parts)) for stage in range(stages)}
+    return {(rank, *unit): rows(rank, unit) for rank in range(len(parts)) for unit in header.units}

@@ -89,6 +89,8 @@ class Shape(NamedTuple):
     aliases: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     draws: tuple[str, ...] = ()  # layers that draw random numbers
     loss: int = 0  # the last stage: bytes of the loss, which is its x
+    layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
+    type: torch.dtype = torch.float32  # of the trained parameters
 
 
 def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None) -> Model:
@@ -257,14 +259,17 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         parameters = [parameter for _, parameter in named]
         dtype = parameters[0].dtype if parameters else torch.float32
+        layout, size = flat_layout(parameters, dtype)
         found.append(
             Shape(
                 tuple(Like(tuple(x.shape), x.dtype) for x in every),
                 tuple(name for name, _ in named),
-                flat_layout(parameters, dtype)[1] * dtype.itemsize,
+                size * dtype.itemsize,
                 overwrites=versions != [x._version for x in inputs if isinstance(x, Tensor)],
                 aliases=_aliases(every, [*inputs, *module.parameters(), *module.buffers()]),
                 draws=tuple(watch.found),
+                layout=tuple(layout),
+                type=dtype,
             )
         )
         outputs.append(list(every))

@@ -1,4 +1,4 @@
-"""The optimizer of the stages a rank owns, its learning rate, and the norm of the whole gradient."""
+"""The optimizer of the stages, and parts of stages, that a rank owns, and its learning rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.gradient import Gradient
+from mpirun.gradient import Gradient, Part
+from mpirun.shards import Unit
 from mpirun.stage import Stage
 from mpirun.transport import Transport
 
@@ -51,77 +52,61 @@ class Recipe(NamedTuple):
 
 class Optimizer:
     def __init__(self, recipe: Recipe, stages: dict[int, Stage]) -> None:
-        """`stages`: the owned ones."""
+        """`stages`: those of which it owns some part."""
         self.recipe, self.stages = recipe, stages
-        # The optimizer's own names for the parameters: what they refer to may become another version's.
+        # The optimizer's own names for the parameters, or their pieces in a part: what they refer to may become
+        # another version's.
         self.parameters = {
-            index: [nn.Parameter(one.detach()) for one in stage.parameters]
+            (index, via): [nn.Parameter(one.detach()) for one in stage.in_part(via, stage.own[via])]
             for index, stage in stages.items()
-            if stage.parameters
+            for via in stage.own
         }
-        self.steppers = {index: recipe.make(parameters) for index, parameters in self.parameters.items()}
-        self.bound: dict[int, Stage] = {}  # by stage: whose weights they refer to now
-        self.gathered: dict[int, Tensor] = {}  # sums over the walks through the list so far
+        self.steppers = {unit: recipe.make(parameters) for unit, parameters in self.parameters.items() if parameters}
+        self.bound: dict[Unit, Stage] = {}  # whose weights they refer to now
+        self.gathered: dict[Unit, Tensor] = {}  # sums over the walks through the list so far
 
-    def gather(self, totals: dict[int, Tensor], first: bool, last: bool) -> None:
+    def gather(self, totals: dict[Unit, Tensor], first: bool, last: bool) -> None:
         """Add a walk's gradients to those before; in the last walk `totals` become the sums."""
-        for stage, total in totals.items():
+        for unit, total in totals.items():
             if first:
-                self.gathered.setdefault(stage, torch.empty_like(total)).copy_(total)
+                self.gathered.setdefault(unit, torch.empty_like(total)).copy_(total)
             elif last:
-                torch.add(self.gathered[stage], total, out=total)
+                torch.add(self.gathered[unit], total, out=total)
             else:
-                self.gathered[stage] += total
+                self.gathered[unit] += total
 
-    def kept(self, stage: int) -> list[dict[str, Tensor]]:
-        """What is kept of each parameter of an owned stage beside its value, by torch's names."""
-        if stage not in self.steppers:
+    def kept(self, unit: Unit) -> list[dict[str, Tensor]]:
+        """What is kept of each parameter, or piece of one, beside its value, by torch's names."""
+        if unit not in self.steppers:
             return []
-        by_index = self.steppers[stage].state_dict()["state"]
+        by_index = self.steppers[unit].state_dict()["state"]
         return [
             {key: torch.as_tensor(value) for key, value in by_index.get(index, {}).items() if value is not None}
-            for index in range(len(self.stages[stage].parameters))
+            for index in range(len(self.parameters[unit]))
         ]
 
-    def restore(self, stage: int, kept: Sequence[dict[str, Tensor]]) -> None:
+    def restore(self, unit: Unit, kept: Sequence[dict[str, Tensor]]) -> None:
         """What `kept` gave."""
-        if stage in self.steppers:
-            stepper = self.steppers[stage]
+        if unit in self.steppers:
+            stepper = self.steppers[unit]
             by_index = {index: of_one for index, of_one in enumerate(kept) if of_one}
             stepper.load_state_dict({**stepper.state_dict(), "state": by_index})
 
-    def norms(self, stage: int, gradient: Tensor) -> list[float]:
-        """The norm of each parameter's gradient; 0 for one that an earlier stage shares."""
-        one = self.stages[stage]
-        found = norms(one.views(gradient))
-        return [0.0 if name in one.shared else norm for name, norm in zip(one.names, found, strict=True)]
-
-    def step(self, stage: int, gradient: Gradient, step: int, norm: float, version: Stage | None = None) -> None:
-        """One step of an owned stage, its gradient clipped by the whole norm. `version`: whose weights change."""
-        if stage not in self.steppers:
+    def step(self, unit: Unit, gradient: Gradient | Part, step: int, norm: float, version: Stage | None = None) -> None:
+        """One step of what is owned, its gradient clipped by the whole norm. `version`: whose weights change."""
+        if unit not in self.steppers:
             return
         if self.recipe.clip is not None:
             gradient.total.mul_(clip_factor(norm, self.recipe.clip))
+        stage, via = unit
         of = self.stages[stage] if version is None else version
-        if self.bound.get(stage) is not of:
-            self.bound[stage] = of
-            views = zip(self.parameters[stage], of.views(of.weights), gradient.views[gradient.keys[0]], strict=True)
+        if self.bound.get(unit) is not of:
+            self.bound[unit] = of
+            weights = of.weights if via < 0 else of.own[via]
+            views = zip(self.parameters[unit], of.in_part(via, weights), of.in_part(via, gradient.total), strict=True)
             for parameter, view, grad in views:
                 parameter.data, parameter.grad = view, grad
-        self.recipe.step(self.steppers[stage], step)
-
-
-def norms(gradients: Sequence[Tensor]) -> list[float]:
-    """Their 2-norms, summed up in float32 at least."""
-    if not gradients:
-        return []
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    return torch.stack([torch.linalg.vector_norm(one, dtype=wide) for one in gradients]).tolist()
-
-
-def whole_norm(norms: Sequence[float]) -> float:
-    """The norm of the whole gradient from those of its parts, in the order of the model."""
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64))) if len(norms) else 0.0
+        self.recipe.step(self.steppers[unit], step)
 
 
 def clip_factor(norm: float, limit: float) -> float:

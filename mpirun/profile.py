@@ -111,7 +111,7 @@ class Profile:
         weight = [shape.weights for shape in self.training.shapes]
         return {
             "activation": [found[Op.FWD, s][0].defined for s in stages],
-            **self._parts(),
+            **self._apart(),
             "weight": weight,
             "saved": [max(one.kept for one in found[Op.FWD, s]) for s in stages],
             "half": [max(one.kept for one in found[Op.BWD_I, s]) for s in stages],
@@ -122,10 +122,10 @@ class Profile:
             "owned": [weight[s] + found[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
         }
 
-    def _parts(self) -> dict[str, list[int]]:
+    def _apart(self) -> dict[str, list[int]]:
         """Bytes by edge, where some stage's consumers read different parts of its output."""
         header, wires = self.programs[0].header, self.training.wires[0]
-        return {"parts": [wires.x(*edge).like.bytes for edge in header.edges]} if header.apart else {}
+        return {"apart": [wires.x(*edge).like.bytes for edge in header.edges]} if header.apart else {}
 
     # Seconds
 

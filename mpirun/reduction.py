@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.transport import Done, Receive, Transport
-from schedgen.places import LINE
+from schedgen.program import LINE
 
 SCATTER, GATHER = range(2)  # tags
 

@@ -1,14 +1,14 @@
 """One stage on one rank: its module, its weights in one flat tensor, forward and backward.
 
-All parameters are views into `weights`, so that they travel as one message.
-Every view begins at a multiple of 64 bytes, as torch's own tensors do: the
-same kernels run on them, with the same bits.
+All parameters are views into `weights`, so that they travel as one message,
+or as one a part. Every view begins at a multiple of 64 bytes, as torch's own
+tensors do: the same kernels run on them, with the same bits.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from mpirun.backward import WeightHalf, input_half, weight_half
 from mpirun.device import Device, autocast
 from mpirun.model import Shape, flat_layout
 from mpirun.randomness import Draws
+from mpirun.shards import pieces, spans
 from mpirun.wiring import Like
 from schedgen.errors import UsageError
 
@@ -54,10 +55,14 @@ class Stage:
         owned: bool,
         memory: Tensor | None = None,
         mixed: torch.dtype | None = None,
+        parts: Sequence[int] = (-1,),
+        mine: Collection[int] = (),
     ) -> None:
-        """`owned`: the weights are this rank's own. `memory`: where those of another rank will be, shape (bytes,).
+        """`owned`: all weights are this rank's own. `memory`: where those of other ranks will be, shape (bytes,).
 
-        `mixed`: the type that torch's autocast computes in; None: the parameters' own.
+        mixed  the type that torch's autocast computes in; None: the parameters' own
+        parts  of the weights; (-1,) where they are not divided
+        mine   the parts that are this rank's own where not all are; they lie apart from `weights`
         """
         self.module, self.index, self.shape, self.device, self.mixed = module, index, shape, device, mixed
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -72,15 +77,40 @@ class Stage:
         self.weights = torch.zeros(self.size if owned else 0, dtype=self.dtype, device=device.torch)
         if memory is not None:
             self.weights = memory.view(self.dtype)
+        self.spans = spans(self.size, self.dtype, parts)
+        self.own = {k: self.weights[self.spans[k]] for k in parts} if owned else {k: self._part(k, named) for k in mine}
+        self.apart = not owned and bool(self.own)
         self.parameters = []
         if owned or memory is not None:  # a rank that only passes on the gradient of a stage has no weights of it
             for view, (_, parameter) in zip(self.views(self.weights), named, strict=True):
                 if owned:
                     view.copy_(parameter.detach())
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
+        elif self.apart:  # nor has one that only owns a part
+            for _, parameter in named:
+                nothing = torch.zeros((), dtype=self.dtype).expand(parameter.shape)
+                _replace(module, parameter, nn.Parameter(nothing))
         module.to(device.torch)
         self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
         self.draws = Draws(module, index, shape.draws, device.seed)
+
+    def _part(self, k: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
+        """A part of the weights, in memory of its own."""
+        span = self.spans[k]
+        part = torch.zeros(span.stop - span.start, dtype=self.dtype, device=self.device.torch)
+        for piece in pieces(self.layout, span):
+            piece.within(part).copy_(piece.of(named[piece.parameter][1].detach()))
+        return part
+
+    def complete(self) -> Callable[[], None]:
+        """What puts the rank's own parts beside those that are fetched, unseen by autograd as a message is."""
+        pairs = [(self.weights.data[self.spans[k]], part) for k, part in self.own.items()]
+
+        def copy() -> None:
+            for place, part in pairs:
+                place.copy_(part)
+
+        return copy
 
     def beside(self, module: nn.Module, memory: Tensor) -> Stage:
         """The same stage with other weights, in `memory`, shape (bytes,); what is no parameter they share."""
@@ -93,6 +123,10 @@ class Stage:
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' parts of a flat tensor laid out as `weights` is."""
         return [flat[start : start + shape.numel()].view(shape) for start, shape in self.layout]
+
+    def in_part(self, via: int, part: Tensor) -> list[Tensor]:
+        """What of the parameters lies in a tensor laid out as a part is (-1: as all weights are)."""
+        return self.views(part) if via < 0 else [piece.within(part) for piece in pieces(self.layout, self.spans[via])]
 
     def forward(
         self,

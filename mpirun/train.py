@@ -23,6 +23,7 @@ from mpirun.interpreter import Result
 from mpirun.keeper import Keeper, newest
 from mpirun.progress import Progress
 from mpirun.schedule import schedule
+from mpirun.shards import Unit
 from mpirun.trace import Trace
 from mpirun.tracker import measure
 from mpirun.training import training
@@ -90,7 +91,7 @@ class Run:
 
     def _train(self) -> int:
         options, interpreter = self.options, self.interpreter
-        record = verify.Record([], [], {})
+        record = verify.Mine([], [], {})
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
         traced = max(self.begun, options.steps - options.trace_steps) if options.trace else options.steps
@@ -157,23 +158,24 @@ class Run:
         if sentence:
             print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
 
-    def _gradients(self, totals: dict[int, Tensor]) -> verify.Parameters:
-        """The gradients of the stages this rank is first owner of."""
-        mine: verify.Parameters = {}
-        for stage, total in totals.items():
-            if self.header.owners[stage][0] == self.comm.rank:
-                mine |= verify.named(self.interpreter.stages[stage], total)
+    def _gradients(self, totals: dict[Unit, Tensor]) -> verify.Pieces:
+        """The gradients of what this rank is first owner of."""
+        mine: verify.Pieces = {}
+        for (stage, via), total in totals.items():
+            if self.header.holders(stage, via)[0] == self.comm.rank:
+                mine |= verify.named(self.interpreter.stages[stage], via, total)
         return mine
 
     def _beat(self) -> None:
         self.watch.state[BEAT] += 1
 
-    def _verify(self, record: verify.Record) -> int:
+    def _verify(self, record: verify.Mine) -> int:
         options = self.options
         self.watch.state[PHASE] = VERIFYING
         for stage in self.interpreter.optimizer.stages.values():
-            record.parameters.update(verify.named(stage, stage.weights))
-        ours = verify.gather(self.comm, self.header, record)
+            for via, part in stage.own.items():
+                record.parameters.update(verify.named(stage, via, part))
+        ours = verify.gather(self.comm, self.header, self.training.shapes, record)
         used = delayed.versions(self.comm, self.program) if self.header.versions else None
         code = 0
         if isinstance(ours, str):

@@ -18,15 +18,18 @@ from torch import Tensor
 from mpirun.batches import Microbatch, moved
 from mpirun.device import autocast
 from mpirun.loss import WholeLoss
-from mpirun.model import build, shared_before, whole
-from mpirun.optimizer import clip_factor, norms, whole_norm
+from mpirun.model import Shape, build, shared_before, whole
+from mpirun.norms import norms, whole_norm
+from mpirun.optimizer import clip_factor
 from mpirun.randomness import Draws
+from mpirun.shards import pieces
 from mpirun.stage import Stage
 from mpirun.training import Training
 from mpirun.wiring import Value
 from schedgen.program import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
+Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the parameter it begins
 
 
 class Record(NamedTuple):
@@ -37,23 +40,40 @@ class Record(NamedTuple):
     parameters: Parameters  # in the end
 
 
-def named(stage: Stage, flat: Tensor) -> Parameters:
-    """The parts of a flat tensor of one stage by name, as copies."""
-    return {(stage.index, name): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
+class Mine(NamedTuple):
+    """One rank's part of it."""
+
+    losses: list[list[float]]
+    gradients: list[Pieces]
+    parameters: Pieces
 
 
-def gather(comm: MPI.Intracomm, header: Header, record: Record) -> Record | str | None:
+def named(stage: Stage, via: int, flat: Tensor) -> Pieces:
+    """What of a stage's parameters lies in a part by name, as copies; `flat`: laid out as the part is."""
+    if via < 0:
+        return {(stage.index, name, 0): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
+    return {
+        (stage.index, stage.names[piece.parameter], piece.begin): piece.within(flat).clone()
+        for piece in pieces(stage.layout, stage.spans[via])
+    }
+
+
+def gather(comm: MPI.Intracomm, header: Header, shapes: Sequence[Shape], record: Mine) -> Record | str | None:
     """On rank 0: the record of all stages, or a sentence where owners of a stage differ; None elsewhere.
 
     Each rank gives the parameters it owns; gradients come from the first owner.
     """
     hashes = {key: hashlib.sha256(_bytes(value)).hexdigest() for key, value in record.parameters.items()}
-    firsts = {key: value for key, value in record.parameters.items() if header.owners[key[0]][0] == comm.rank}
+    firsts = {
+        key: value
+        for key, value in record.parameters.items()
+        if header.parts(key[0]) != (-1,) or header.owners[key[0]][0] == comm.rank
+    }
     everything = comm.gather((hashes, [_numpy(gradients) for gradients in record.gradients], _numpy(firsts)))
     if everything is None:
         return None
-    parameters: Parameters = {}
-    gradients: list[Parameters] = [{} for _ in record.gradients]
+    parameters: Pieces = {}
+    gradients: list[Pieces] = [{} for _ in record.gradients]
     for _, of_steps, final in everything:
         parameters |= _torch(final)
         for merged, one in zip(gradients, of_steps, strict=True):
@@ -62,7 +82,21 @@ def gather(comm: MPI.Intracomm, header: Header, record: Record) -> Record | str 
         for key, digest in digests.items():
             if hashlib.sha256(_bytes(parameters[key])).hexdigest() != digest:
                 return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
-    return Record(record.losses, gradients, parameters)
+    return Record(record.losses, [_joined(shapes, one) for one in gradients], _joined(shapes, parameters))
+
+
+def _joined(shapes: Sequence[Shape], pieces: Pieces) -> Parameters:
+    """Whole parameters, in the order of the model."""
+    found: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
+    for (stage, name, begin), piece in pieces.items():
+        found.setdefault((stage, name), []).append((begin, piece.reshape(-1)))
+    whole = {}
+    for stage, shape in enumerate(shapes):
+        for name, (_, size) in zip(shape.names, shape.layout, strict=True):
+            of_one = sorted(found.get((stage, name), []), key=lambda piece: piece[0])
+            if of_one or not size.numel():
+                whole[stage, name] = torch.cat([piece for _, piece in of_one] or [torch.zeros(0)]).view(size)
+    return whole
 
 
 def reference(of: Training, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
@@ -109,7 +143,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
                     whole = whole + summed[key]
                 summed |= {key: whole.clone() for key in copies}
             total = {key: grad if walk == 0 else total[key] + grad for key, grad in summed.items()}
-        sizes = zip(total, norms(list(total.values())), strict=True)
+        sizes = zip(total, norms(list(total.values()), of.canonical), strict=True)
         once = [0.0 if name in shared_before(of.model, stage) else size for (stage, name), size in sizes]
         if not np.isfinite([*losses[-1], *once]).all():
             continue
@@ -255,7 +289,7 @@ def _bytes(value: Tensor) -> bytes:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
-def _numpy(values: Parameters) -> dict[tuple[int, str], tuple[torch.dtype, torch.Size, np.ndarray]]:
+def _numpy(values: Pieces) -> dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]:
     """Tensors as bytes: pickled quickly, and of types that numpy lacks."""
     return {
         key: (v.dtype, v.shape, v.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
@@ -263,5 +297,5 @@ def _numpy(values: Parameters) -> dict[tuple[int, str], tuple[torch.dtype, torch
     }
 
 
-def _torch(values: dict[tuple[int, str], tuple[torch.dtype, torch.Size, np.ndarray]]) -> Parameters:
+def _torch(values: dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]) -> Pieces:
     return {key: torch.from_numpy(data).view(dtype).view(shape) for key, (dtype, shape, data) in values.items()}

@@ -76,6 +76,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--chunks", type=count, metavar="V", help="stages a worker (looped schemes)")
     sub.add_argument("--replicas", type=counts, metavar="R,R,...", help="workers of each stage (1f1b-rr, pipedream)")
     sub.add_argument(
+        "--shards", type=counts, metavar="K",
+        help="parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
+    )  # fmt: skip
+    sub.add_argument(
         "--layers", type=counts, metavar="L,L,...", help="layers of the model in each stage; default: mpirun's cut"
     )
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")

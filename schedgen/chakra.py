@@ -132,31 +132,35 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
     """What an instruction reads, and what it defines or changes."""
     s, b = i.stage, i.mb
     version = i.peer if i.op in (*VERSIONED, Op.FREE) else -1
-    weights, gradient, saved, half = (Kind.W, s, version), (Kind.DW, s), ("saved", s, b), ("half", s, b)
+    weights, gradient, saved, half = (Kind.W, s, version, i.via), (Kind.DW, s, i.via), ("saved", s, b), ("half", s, b)
+    sums = [(Kind.DW, s, part) for part in header.parts(s)] if s >= 0 and i.kind != Kind.T else []
     inputs: list[Name] = []
     back: list[Name] = []
     given: list[Name] = []
     if i.op in COMPUTE:
-        inputs = [weights, *((Kind.X, p, b, header.part(p, s)) for p in header.producers[s])]
+        inputs = [
+            *((Kind.W, s, version, part) for part in header.parts(s)),
+            *((Kind.X, p, b, header.part(p, s)) for p in header.producers[s]),
+        ]
         back = [*inputs, saved, *((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])]
         given = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
-    named: Name = (i.kind, s)
+    named: Name = (i.kind, s, i.via)
     if i.kind in (Kind.X, Kind.G):
         named = (i.kind, s, b, i.via)
     elif i.kind == Kind.W:
         named = weights
-    partial: Name = ("partial", s, i.peer)
+    partial: Name = ("partial", s, i.via, i.peer)
     match i.op:
         case Op.FWD:
             return inputs, [*((Kind.X, s, b, via) for via in header.vias(s)), saved]
         case Op.RECOMPUTE:
             return inputs, [saved]
         case Op.BWD:
-            return [*back, gradient], [*given, gradient]
+            return [*back, *sums], [*given, *sums]
         case Op.BWD_I:
             return back, [*given, half]
         case Op.BWD_W:
-            return [*back, half, gradient], [gradient]
+            return [*back, half, *sums], [*sums]
         case Op.RECV | Op.FETCH_W:
             return [], [partial if i.kind == Kind.DW else named]
         case Op.SEND | Op.FREE:
@@ -164,12 +168,12 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
         case Op.ADD:
             return [gradient, partial], [gradient]
         case Op.ALLREDUCE if i.kind == Kind.T:
-            sums: list[Name] = [(Kind.DW, stage) for stage in header.tied[s]]
-            return sums, sums
+            summed: list[Name] = [(Kind.DW, stage, -1) for stage in header.tied[s]]
+            return summed, summed
         case Op.ALLREDUCE:
             return [gradient], [gradient]
         case Op.STEP:
-            return [(Kind.W, s, max(version - 1, -1)), gradient], [weights]
+            return [(Kind.W, s, max(version - 1, -1), i.via), gradient], [weights]
     return [], []  # NORM
 
 

@@ -67,7 +67,11 @@ def compile_scheme(
     if mode == "strict" and (limits is not None or memory is not None):
         what = "--memory-limit" if limits is None else "cap"
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
-    weights, compute, workers = place(scheme, S, batches, directions)
+    shards = _counts(sizes.shards, S)
+    weights, compute, workers, owners = place(scheme, S, batches, directions, shards)
+    if owners and (tied or updates != "flush"):
+        what = "--tied: stages that share parameters have them" if tied else f"--updates {updates}: an owner steps them"
+        raise UsageError(f"--shards does not go with {what} as a whole")
     edges = chain(S) if scheme.edges is None else scheme.edges
     jobs = graph(S, batches, directions, edges)
     ranks = priorities(scheme, S, batches, directions).ravel()
@@ -88,7 +92,10 @@ def compile_scheme(
         late[: S * batches] = paired.ravel()
         start = strict(jobs, compute.ravel(), ranks, length, late)
     header = Header(
-        scheme={"name": scheme.name, "workers": workers, "stages": S, "microbatches": batches, **scheme.parameters},
+        scheme={
+            "name": scheme.name, "workers": workers, "stages": S, "microbatches": batches,
+            **({"shards": shards[0] if len(set(shards)) == 1 else shards} if owners else {}), **scheme.parameters,
+        },
         mode=mode,
         n=scheme.order,
         cost=cost,
@@ -106,8 +113,9 @@ def compile_scheme(
         weights=weights,
         generator=f"schedgen {schedgen.__version__}",
         apart=scheme.apart,
-    )
-    several = {owners for owners in header.owners if len(owners) > 1}
+        shards=owners,
+    )  # fmt: skip
+    several = {ranks for ranks, more in zip(header.owners, header.several, strict=True) if more}
     several |= {header.sharers(tie) for tie in range(len(header.tied))}
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
     options = Options(whole, paired, redo, weight_slots, fan_out, prefetch)
@@ -115,6 +123,14 @@ def compile_scheme(
     if header.versions and several:
         _goes(program)
     return program
+
+
+def _counts(shards: Sequence[int] | None, stages: int) -> list[int]:
+    """Parts of the weights of each stage."""
+    counts = list(shards or (1,))
+    if len(counts) not in (1, stages):
+        raise UsageError(f"--shards has {len(counts)} numbers, but there are {stages} stages")
+    return counts * stages if len(counts) == 1 else counts
 
 
 def _goes(program: Program) -> None:

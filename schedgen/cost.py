@@ -53,7 +53,7 @@ class Machine(NamedTuple):
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
     step: Amount = 0  # time a STEP takes
-    parts: Amount | None = None  # bytes of x.s.b.c where outputs are apart, by edge; None: all of x.s.b
+    apart: Amount | None = None  # bytes of x.s.b.c where outputs are apart, by edge; None: all of x.s.b
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
@@ -64,7 +64,7 @@ def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
 def read_profile(text: str, name: str, stages: int, edges: int = 0) -> tuple[dict[str, Amount], Machine]:
     """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
 
-    Times and bytes are numbers, or lists by stage (parts: by edge); workspace may be an object with these for some of
+    Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
     F, B, I, W.
     Raises UsageError for anything else.
     """
@@ -84,8 +84,8 @@ def read_profile(text: str, name: str, stages: int, edges: int = 0) -> tuple[dic
                     raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{clip(direction)}'")
                 _check(amount, f"{name}: workspace of {direction}", stages)
             continue
-        if key == "parts":
-            _check(value, f"{name}: parts", edges, what_for="edges")
+        if key == "apart":
+            _check(value, f"{name}: apart", edges, what_for="edges")
             continue
         numbers = _check(value, f"{name}: {key}", stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < one < 1e12 for one in numbers):

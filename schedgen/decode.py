@@ -34,6 +34,7 @@ from schedgen.program import (
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
+OPTIONAL = ("apart", "shards")
 
 _KIND = {name: kind for kind, name in KIND_NAME.items()}
 # How many numbers follow the kind in a buffer's name.
@@ -57,6 +58,11 @@ class Bounds(NamedTuple):
     groups: int
     ties: int
     versions: int  # 0: weights have none
+    parts: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
+
+    def divided(self, stage: object) -> bool:
+        """Whether the weights of a stage have parts; False for what is no stage."""
+        return isinstance(stage, int) and 0 <= stage < len(self.parts) and self.parts[stage] > 1
 
 
 def instruction(item: object, bounds: Bounds) -> Instruction:
@@ -65,6 +71,8 @@ def instruction(item: object, bounds: Bounds) -> Instruction:
         raise ValueError("no such instruction")
     op = Op[item["op"]]
     operands = (*OPERANDS[op], *["version"] * (bounds.versions > 0 and op in VERSIONED))
+    if not bounds.divided(item.get("stage")):
+        operands = tuple(name for name in operands if name != "shard")
     if set(item) != {"op", *operands}:
         raise ValueError(f"{op.name} takes {', '.join(operands)}")
     kind, stage, mb, via, peer = int(Kind.NONE), -1, -1, -1, -1
@@ -74,6 +82,8 @@ def instruction(item: object, bounds: Bounds) -> Instruction:
             kind, stage, mb, via, peer = _buffer(op, value, bounds, peer)
         elif operand == "stage":
             stage = _number(value, operand, bounds.stages)
+        elif operand == "shard":
+            via = _number(value, operand, bounds.parts[stage])
         elif operand == "mb":
             mb = _number(value, operand, bounds.microbatches)
         elif operand == "version":
@@ -93,7 +103,7 @@ def _number(value: object, what: str, limit: int) -> int:
 
 def _buffer(op: Op, value: object, bounds: Bounds, peer: int) -> tuple[int, int, int, int, int]:
     """Kind, stage, microbatch, consumer; and the version, or `peer` where there is none."""
-    form = r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})(?:@(0|[1-9][0-9]{0,9}))?"
+    form = r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})(?:@(0|[1-9][0-9]{0,9}))?(?:/(0|[1-9][0-9]{0,9}))?"
     match = re.fullmatch(form, value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"no buffer is called {_said(value)}")
@@ -115,6 +125,11 @@ def _buffer(op: Op, value: object, bounds: Bounds, peer: int) -> tuple[int, int,
         if number >= limit:
             raise ValueError(f"{value}: {what} {number} is not in 0..{limit - 1}")
     stage, mb, via = [*numbers, -1, -1][:3]
+    divided = kind in (Kind.W, Kind.DW) and bounds.divided(stage)
+    if (match[4] is not None) != divided:
+        raise ValueError(f"{value}: {'the weights of this stage have parts' if divided else 'it has no parts'}")
+    if match[4] is not None:
+        via = _number(int(match[4]), f"{value}: shard", bounds.parts[stage])
     return int(kind), stage, mb, via, peer
 
 
@@ -145,7 +160,21 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
     lowering = raw.get("lowering")
     versions = isinstance(lowering, dict) and "updates" in lowering
     values.append(values[2] + 1 if versions else 0)
-    return Bounds(*values)
+    parts = _parts(raw["shards"], values[0], values[1]) if "shards" in raw else ()
+    sizes = (values[0], values[1], values[2], values[3], values[4], values[5])
+    return Bounds(*sizes, parts)
+
+
+def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
+    """How many parts the weights of each stage have."""
+    if not isinstance(value, list) or len(value) != stages or not all(isinstance(ranks, list) for ranks in value):
+        raise Wrong("shards", f"shards must be a list of {stages} lists of ranks")
+    if not all(ranks and all(type(rank) is int and 0 <= rank < workers for rank in ranks) for ranks in value):
+        raise Wrong("shards", f"shards must name an owner in 0..{workers - 1} of every part of every stage")
+    counts = tuple(len(ranks) for ranks in value)
+    if max(counts) == 1:
+        raise Wrong("shards", "shards must divide a stage, or not be there")
+    return counts
 
 
 def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
@@ -165,6 +194,8 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     shape = (len(cost), bounds.stages, bounds.microbatches)
     if shape[0] * shape[1] * shape[2] > jobs or bounds.workers > jobs or bounds.workers * bounds.stages > MOST_PAIRS:
         raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
+    if bounds.workers * sum(bounds.parts) > MOST_PAIRS or sum(bounds.parts) > jobs:  # every part has a STEP
+        raise Wrong("shards", f"shards ask for more parts than {jobs} instructions can be for")
     generator = raw.get("generator")
     if not isinstance(generator, str) or not _printable(generator):
         raise Wrong("generator", "generator must be a printable string")
@@ -184,10 +215,16 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         compute=_placement(raw, "compute", shape, bounds),
         weights=_placement(raw, "weights", shape, bounds),
         generator=generator,
+        shards=tuple(map(tuple, raw.get("shards", ()))),
     )
+    for stage, ranks in enumerate(found.shards):
+        if (found.weights[:, stage] != ranks[0]).any():
+            raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
+    if found.shards and (found.tied or found.versions):
+        raise Wrong("shards", "shards: weights that are tied, or have versions, have no parts")
     if _rank_lists("owners", raw.get("owners"), bounds) != found.owners:
         raise Wrong("owners", "owners do not agree with weights")
-    if set(raw) - {"schedgen", "programs", "sha256", "apart"} != set(KEYS):
+    if set(raw) - {"schedgen", "programs", "sha256", *OPTIONAL} != set(KEYS):
         raise Wrong("schedgen", f"the header must have exactly {', '.join(KEYS)}")
     return found
 

@@ -101,4 +101,5 @@ def name(i: Instruction) -> str:
     """The opcode and what it is about: FWD 0 3, SEND x.0.3, STEP 2."""
     if i.kind > 0:
         return f"{Op(i.op).name} {i.buffer}"
-    return " ".join([Op(i.op).name, *(str(part) for part in (i.stage, i.mb) if part >= 0)])
+    shard = f"/{i.via}" if i.via >= 0 else ""
+    return " ".join([Op(i.op).name, *(str(part) for part in (i.stage, i.mb) if part >= 0)]) + shard

@@ -82,6 +82,8 @@ def header_lines(header: Header) -> list[str]:
         lines.append(f' "{key}": {json.dumps(value)},')
         if key == "edges" and header.apart:
             lines.append(f' "apart": {json.dumps(header.apart)},')
+    if header.shards:
+        lines.append(f' "shards": {json.dumps(header.shards)},')
     for key, placement in (("weights", header.weights), ("compute", header.compute)):
         lines += _placement_lines(key, placement)
     return [*lines, _PROGRAMS]
@@ -262,7 +264,8 @@ def _programs(lines: _Lines, bounds: Bounds) -> Rows:
     with counted("read", None, " instructions") as done:
         while state.rank < bounds.workers:
             more = lines.more()
-            found, size, count, state, wrong = text.parse(np.frombuffer(lines.rest, np.uint8), state, bounds)
+            block = np.frombuffer(lines.rest, np.uint8)
+            found, size, count, state, wrong = text.parse(block, state, bounds[:6], bounds.parts)
             parts.append(found)
             length += len(found.op)
             if length > MOST_ROWS:

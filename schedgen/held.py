@@ -13,8 +13,8 @@ from schedgen.check.lives import (
     EVENTS,
     INPUTS,
     NAMED,
+    OUTPUTS,
     PARTIAL,
-    PARTS,
     SAVED,
     USE,
     WEIGHT,
@@ -50,12 +50,12 @@ def held(program: Program, bytes: Bytes) -> Held:
     if program.header.tied:
         subject, origin = spelled_out(subject)
     header, table = program.header, subject.program.rows
-    sizes = bytes.by_kind(header)
-    outputs, ends = sizes[0], np.array(header.edges, np.int64).reshape(-1, 2)
-    inputs, parts = np.zeros((2, header.stages), np.int64)
+    sizes, (w, _) = bytes.by_kind(header), bytes.by_unit(header)
+    outputs, ends = bytes.outputs(header), np.array(header.edges, np.int64).reshape(-1, 2)
+    inputs, given_out = np.zeros((2, header.stages), np.int64)
     np.add.at(inputs, ends[:, 1], outputs[header.stages :])
-    np.add.at(parts, ends[:, 0], outputs[header.stages :])
-    parts = np.where(header.is_apart, parts, outputs[: header.stages])
+    np.add.at(given_out, ends[:, 0], outputs[header.stages :])
+    given_out = np.where(header.is_apart, given_out, outputs[: header.stages])
     redone = header.compute[F] != header.compute[B]  # such a forward saves nothing, its RECOMPUTE does
     again = subject.having(Op.RECOMPUTE)
     redone[table.stage[again], table.mb[again]] = True
@@ -71,22 +71,27 @@ def held(program: Program, bytes: Bytes) -> Held:
             if which == NAMED:
                 things = table.kind[rows].astype(np.int64) - 1
                 things[(things == Kind.DW - 1) & (op == Op.RECV)] = PARTIAL
-            column = stage.astype(np.int64)
+            column = np.where(np.isin(things, (WEIGHT, DW, PARTIAL)), subject.unit(rows), stage)
             if which == NAMED:
                 travels = things <= G
-                column[travels] = header.columns(table.stage[rows][travels], table.via[rows][travels])
-            whole = {(G, INPUTS): inputs, (X, PARTS): parts}.get((thing, which))
-            amount = sizes[things, column] if whole is None else whole[stage]
+                column[travels] = header.columns(stage[travels], table.via[rows][travels])
+            of_stage = {(G, INPUTS): inputs, (X, OUTPUTS): given_out}.get((thing, which))
+            amount = sizes[things, column] if of_stage is None else of_stage[stage]
             np.add.at(taken if what == DEFINE else given, (origin[rows], things), amount)
-    # The first part of a sum, and the first behind a FREE of it, defines it.
+    # The first part of a sum, and the first behind a FREE of it, defines it. A backward adds to all units of its stage.
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
     ends = subject.having(Op.FREE)
     ends = ends[table.kind[ends] == Kind.DW]
     rows = np.sort(np.concatenate([subject.having(*adding), ends]))
-    rows = rows[np.argsort(table.rank[rows].astype(np.int64) * header.stages + table.stage[rows], kind="stable")]
-    rank, stage, free = table.rank[rows], table.stage[rows], table.op[rows] == Op.FREE
-    begins = np.append(True, (rank[1:] != rank[:-1]) | (stage[1:] != stage[:-1]) | free[:-1]) & ~free
-    np.add.at(taken[:, DW], origin[rows[begins]], bytes.weight[stage[begins]])
+    whole = np.isin(table.op[rows], (Op.BWD, Op.BWD_W))
+    counts = np.where(whole, np.diff(subject.first_unit)[table.stage[rows]], 1)
+    rows, part = np.repeat(rows, counts), np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    unit = subject.unit(rows) + part
+    order = np.argsort(table.rank[rows].astype(np.int64) * len(w) + unit, kind="stable")
+    rows, unit = rows[order], unit[order]
+    rank, free = table.rank[rows], table.op[rows] == Op.FREE
+    begins = np.append(True, (rank[1:] != rank[:-1]) | (unit[1:] != unit[:-1]) | free[:-1]) & ~free
+    np.add.at(taken[:, DW], origin[rows[begins]], w[unit[begins]])
     stashed = np.flatnonzero(kept(subject))
     np.add.at(taken[:, WEIGHT], origin[stashed], bytes.weight[table.stage[stashed]])
     return Held(taken, given)

@@ -6,11 +6,12 @@ such buffers at once. Of a fetched stage every copy has the same place: what a
 forward saves points to the weights and stays valid when they are freed and
 fetched again. Two stages share a place where no copy of the one is ever held
 together with a copy of the other; stages take, in the order of their first
-fetch, the first place that is possible.
+fetch, the first place that is possible. Of a divided stage all parts together have one, with room for those that
+the rank owns: it computes with all of them, one behind the other.
 
 Weight gradients have places too: an owner's own, which is its for the whole run
-and counts as owned, and elsewhere one from the first backward to the FREE. So
-have versions of weights: an owner's own place, and one more for every version
+and counts as owned, and elsewhere one from the first backward to the FREE, of the
+last part of them if they are divided. So have versions of weights: an owner's own place, and one more for every version
 that is alive besides. Of what else a rank computes there is only the most at once.
 """
 
@@ -25,9 +26,9 @@ from schedgen.check.lives import Lives, lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
-from schedgen.program import F, Header, Ints, Kind, Op, Program, Small
+from schedgen.program import LINE, F, Header, Ints, Kind, Op, Program, Small
 
-LINE = 64  # bytes: where a rank's part of a sum begins is a multiple
+FEW = 16  # copies of the weights with less than this part of them beside are copies
 MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
 
 
@@ -35,27 +36,37 @@ class Bytes(NamedTuple):
     """The bytes of what a schedule handles, each an array by stage, shape (S,) of int64."""
 
     activation: Numbers  # x.s.b and g.s.b
-    weight: Numbers  # a copy of w.s; dw.s too
-    partial: Numbers  # a received dw.s
+    weight: Numbers  # a copy of w.s, with all its parts; dw.s too
+    partial: Numbers  # a received dw.s; where that is divided, a multiple of w.s, and so is a part of it
     saved: Numbers  # what a forward keeps for its backward
     half: Numbers  # what BWD_I keeps in addition until BWD_W
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
-    parts: Numbers | None = None  # by edge: x.s.b.c, where it is apart, and g.s.b.c; None: all of x.s.b
+    apart: Numbers | None = None  # by edge: x.s.b.c, where it is apart, and g.s.b.c; None: all of x.s.b
 
     def outputs(self, header: Header) -> Numbers:
         """Of x and g: by stage, and behind that by edge."""
         producers = np.array(header.edges, np.int64).reshape(-1, 2)[:, 0]
         whole = self.activation[producers]
-        parts = whole if self.parts is None else np.where(header.is_apart[producers], self.parts, whole)
-        return np.concatenate([self.activation, parts])
+        by_edge = whole if self.apart is None else np.where(header.is_apart[producers], self.apart, whole)
+        return np.concatenate([self.activation, by_edge])
 
     def by_kind(self, header: Header) -> Numbers:
-        """As `lives` takes them: by kind of `check.Memory`, and by stage and then by edge."""
-        x = self.outputs(header)
-        rest = np.zeros((5, len(x)), np.int64)
-        rest[:, : header.stages] = self.weight, self.weight, self.partial, self.saved, self.half
-        return np.concatenate([[x, x], rest])
+        """As `lives` takes them: by kind of `check.Memory`, and by stage and then edge, of weights by unit."""
+        x, (w, partial) = self.outputs(header), self.by_unit(header)
+        amounts = (x, x, w, w, partial, self.saved, self.half)
+        found = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
+        for row, amount in zip(found, amounts, strict=True):
+            row[: len(amount)] = amount
+        return found
+
+    def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
+        """weight and partial of every unit: a stage, or a part of its weights."""
+        weight = header.weight_sizes(self.weight)
+        if not header.shards:
+            return weight, self.partial
+        counts = np.diff(header.first_unit)
+        return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), counts)
 
 
 class Places(NamedTuple):
@@ -105,7 +116,7 @@ def measured(machine: Machine, stages: int, edges: int = 0) -> Bytes:
         half=count(machine.half),
         workspace=workspace,
         owned=weight if machine.owned is None else count(machine.owned),
-        parts=None if machine.parts is None else by_stage(machine.parts, edges).astype(np.int64),
+        apart=None if machine.apart is None else by_stage(machine.apart, edges).astype(np.int64),
     )
 
 
@@ -133,14 +144,30 @@ def footprint(program: Program, bytes: Bytes) -> Footprint:
 def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footprint:
     """The same from what `follow` and `plan` gave."""
     owned = np.zeros(header.workers, np.int64)
-    for stage, ranks in enumerate(header.owners):
+    weight, _ = bytes.by_unit(header)
+    for size, (stage, via) in zip(weight.tolist(), header.units, strict=True):
+        ranks = header.holders(stage, via)
         parts = len(ranks)  # each owner adds up one of so many, and receives that of all others
-        part = -(-bytes.weight[stage] // (parts * LINE)) * LINE
-        owned[list(ranks)] += bytes.owned[stage] + bytes.weight[stage] + (parts - 1) * part
+        part = -(-size // (parts * LINE)) * LINE
+        held = int(bytes.owned[stage])
+        if via >= 0:
+            held = _owned(held, int(bytes.weight[stage]), size)
+        owned[list(ranks)] += held + size + (parts - 1) * part
+    for stage in range(header.stages):
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
+
+
+def _owned(owned: int, weight: int, size: int) -> int:
+    """What the owner of a part of `size` bytes holds throughout, where it is `owned` for all `weight` bytes.
+
+    Beside copies of the weights an optimizer keeps a few bytes a parameter: all parameters may be in this part.
+    """
+    few = owned % max(weight, 1)
+    few = min(few, weight - few)
+    return -(-owned * size // max(weight, 1)) + (few if FEW * few < weight else 0)
 
 
 def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
@@ -162,11 +189,14 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
 
 
 def message_sizes(program: Program, bytes: Bytes, rows: Numbers) -> Numbers:
-    """Bytes of what SEND, RECV and FETCH_W rows name."""
+    """Bytes of what SEND, RECV and FETCH_W rows name; where a dw is received, of its partial."""
     header, table = program.header, program.rows.take(rows)
-    column = np.where(table.kind <= Kind.G, header.columns(table.stage, table.via), table.stage)
-    x, g, w, _, partial = bytes.by_kind(header)[:5]
-    return np.stack([0 * x, x, g, w, partial])[table.kind, column]
+    column = header.first_unit[table.stage] + np.maximum(table.via, 0)
+    light = table.kind <= Kind.G
+    column[light] = header.columns(table.stage[light], table.via[light])
+    x, g, w, dw, partial = bytes.by_kind(header)[:5]
+    of_kind = np.stack([0 * x, x, g, w, dw, partial])
+    return of_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 
 def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:
@@ -176,20 +206,31 @@ def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: In
     adds = np.isin(part.op, (Op.BWD, Op.BWD_W, Op.ADD)) | ((part.op == Op.FREE) & (part.kind == Kind.DW))
     sizes: list[int] = []
     held: dict[int, int] = {}  # by stage: its place
+    alive: dict[int, set[int]] = {}  # by stage: the parts in it that are not freed
+    foreign: dict[int, set[int]] = {}  # by stage: the parts that the rank does not own
     given_back: dict[int, list[int]] = {}  # places by size
     for at in np.flatnonzero(adds).tolist():
-        stage = int(part.stage[at])
-        if rank in program.header.owners[stage]:
+        stage, via = int(part.stage[at]), int(part.via[at])
+        if stage not in foreign:
+            header = program.header
+            foreign[stage] = {one for one in header.parts(stage) if rank not in header.holders(stage, one)}
+        jobs = part.op[at] != Op.ADD and part.op[at] != Op.FREE
+        touched = foreign[stage] if jobs else foreign[stage] & {via}
+        if not touched:
             continue
         size = int(weight[stage])
         if part.op[at] == Op.FREE:
-            given_back.setdefault(size, []).append(held.pop(stage))
-        elif stage not in held:
+            alive[stage] -= touched
+            if not alive[stage]:
+                given_back.setdefault(size, []).append(held.pop(stage))
+            continue
+        if stage not in held:
             if not given_back.get(size):
                 given_back.setdefault(size, []).append(count + len(sizes))
                 sizes.append(size)
-            held[stage] = given_back[size].pop()
+            held[stage], alive[stage] = given_back[size].pop(), set()
             row[begin + at] = held[stage]
+        alive[stage] |= touched
     return np.array(sizes, np.int64)
 
 
@@ -267,9 +308,13 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
     held = np.empty(stages, np.int32)  # the stages held at a row
     order, number = np.empty(stages, np.int32), np.full(stages, -1, np.int32)  # stages by first fetch, and back
     few, fetched, pairs = 0, 0, 0
+    parts = np.zeros(stages, np.int32)  # held of each stage
     # Twice through the rows: how many pairs of stages are held together, then which.
     for row in range(rows[0], rows[1]):
         if op[row] == Op.FETCH_W:
+            parts[stage[row]] += 1
+            if parts[stage[row]] > 1:
+                continue
             pairs += few
             few += 1
             if number[stage[row]] < 0:
@@ -277,7 +322,9 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
                 number[stage[row]] = fetched
                 fetched += 1
         elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
-            few -= 1
+            parts[stage[row]] -= 1
+            if parts[stage[row]] == 0:
+                few -= 1
     group = np.full(stages, -1, np.int32)
     if pairs > MOST_TOGETHER:
         for a in range(fetched):
@@ -289,6 +336,9 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
     pairs = 0
     for row in range(rows[0], rows[1]):
         if op[row] == Op.FETCH_W:
+            parts[stage[row]] += 1
+            if parts[stage[row]] > 1:
+                continue
             for k in range(few):
                 a, b = number[stage[row]], number[held[k]]
                 other[pairs] = min(a, b)
@@ -298,6 +348,9 @@ def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: 
             held[few] = stage[row]
             few += 1
         elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
+            parts[stage[row]] -= 1
+            if parts[stage[row]] > 0:
+                continue
             k = 0
             while held[k] != stage[row]:
                 k += 1

@@ -32,7 +32,7 @@ DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W")}
 class Op(IntEnum):
     """Opcodes. Semantics in one line each; `schedgen/README.md` has the long form."""
 
-    FETCH_W = 0  # start receiving w.stage; the sender has a matching SEND
+    FETCH_W = 0  # start receiving w.stage, or one part of it; the sender has a matching SEND
     RECV = 1  # start receiving buf
     SEND = 2  # start sending buf
     FWD = 3  # x.stage.mb = stage(x.producer.mb, w.stage)
@@ -43,7 +43,7 @@ class Op(IntEnum):
     ADD = 8  # buf += the partial received from rank `from`
     ALLREDUCE = 9  # buf = sum of the group's buf; a missing one counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
-    STEP = 11  # optimizer step on this rank's w.stage, which becomes its next version
+    STEP = 11  # optimizer step on this rank's w.stage, or one part of it, which becomes its next version
     FREE = 12  # last use is past; waits for sends of buf still under way
 
 
@@ -53,20 +53,21 @@ class Kind(IntEnum):
     NONE = 0
     X = 1  # x.s.b    output activation of stage s; x.s.b.c the part of it that consumer c reads
     G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
-    W = 3  # w.s      weights; w.s@v where a schedule has versions of them
-    DW = 4  # dw.s     weight gradient gathered on this rank
+    W = 3  # w.s      weights; w.s@v where a schedule has versions of them, w.s/k a part of divided ones
+    DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
     T = 5  # t.k      the part of the dw of tie k's stages that belongs to what they share; never travels
 
 
 MOST_PAIRS = 2**25  # of a worker and a stage: what tables of these may have
 MOST_TIES = 16  # of one stage
+LINE = 64  # bytes: where a part of weights, or of a sum, begins is a multiple
 
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
 KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
 
-# Operands by opcode, in the order they are written.
+# Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided.
 OPERANDS: dict[Op, tuple[str, ...]] = {
-    Op.FETCH_W: ("stage", "from"),
+    Op.FETCH_W: ("stage", "shard", "from"),
     Op.RECV: ("buf", "from"),
     Op.SEND: ("buf", "to"),
     Op.FWD: ("stage", "mb"),
@@ -77,7 +78,7 @@ OPERANDS: dict[Op, tuple[str, ...]] = {
     Op.ADD: ("buf", "from"),
     Op.ALLREDUCE: ("buf", "group"),
     Op.NORM: ("group",),
-    Op.STEP: ("stage",),
+    Op.STEP: ("stage", "shard"),
     Op.FREE: ("buf",),
 }
 # The kinds of buffer an opcode may name.
@@ -104,8 +105,9 @@ class Rows(NamedTuple):
     """Instructions as columns of equal length; -1 where a field does not apply.
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
-    x.s.b.c and g.s.b.c; of t.k `stage` is no stage, but k); for compute and STEP `stage` and
-    `mb` are the job. `peer` is the operand `from`, `to`, `group` or `version`,
+    x.s.b.c and g.s.b.c, the part k of w.s/k and dw.s/k; of t.k `stage` is no stage,
+    but k); for compute and STEP `stage` and `mb` are the job, and `via` is STEP's
+    shard. `peer` is the operand `from`, `to`, `group` or `version`,
     and of w.s@v it is v.
     """
 
@@ -141,6 +143,8 @@ class Instruction(NamedTuple):
                 fields.append(f'"buf": "{self.buffer}"')
             elif name in ("stage", "mb"):
                 fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
+            elif name == "shard":
+                fields += [f'"shard": {self.via}'] * (self.via >= 0)
             else:
                 fields.append(f'"{name}": {self.peer}')
         if self.op in VERSIONED and self.peer >= 0:
@@ -155,10 +159,21 @@ class Instruction(NamedTuple):
 
 
 def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1, version: int = -1) -> str:
-    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s@v, dw.s or t.k."""
+    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, dw.s/k or t.k."""
+    if kind in (Kind.W, Kind.DW) and via >= 0:
+        return f"{KIND_NAME[Kind(kind)]}.{stage}/{via}"
     parts = [KIND_NAME[Kind(kind)], str(stage)]
     parts += [str(part) for part in (mb, via) if part >= 0]
     return ".".join(parts) + (f"@{version}" if version >= 0 else "")
+
+
+def cut(size: int, parts: int) -> list[int]:
+    """Where the parts of `size` bytes begin, and the end: all but the last that is not empty are equally long.
+
+    A part begins at a multiple of 64 bytes.
+    """
+    part = -(-size // (parts * LINE)) * LINE
+    return [min(k * part, size) for k in range(parts + 1)]
 
 
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
@@ -201,6 +216,8 @@ class Header:
     weights: Ints
     generator: str
     apart: tuple[int, ...] = ()  # stages of whose output each of several consumers reads a part of its own
+    # By stage, the owner of each part of its weights; a stage with one part is not divided. Empty: none is.
+    shards: tuple[tuple[int, ...], ...] = ()
 
     @property
     def workers(self) -> int:
@@ -234,8 +251,42 @@ class Header:
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """owners(s): every worker named by w_weights(s, ., .), ascending."""
+        """owners(s): every worker that w_weights names, ascending; of a divided stage, the owners of parts."""
+        if self.shards:
+            return tuple(tuple(sorted(set(ranks))) for ranks in self.shards)
         return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))
+
+    @property
+    def several(self) -> tuple[bool, ...]:
+        """By stage, whether it has several owners of all its weights, which sum up among themselves."""
+        return tuple(not self.shards and len(ranks) > 1 for ranks in self.owners)
+
+    def parts(self, stage: int) -> tuple[int, ...]:
+        """`via` of the parts of w.stage and dw.stage: (-1,) where they are not divided."""
+        count = len(self.shards[stage]) if self.shards else 1
+        return tuple(range(count)) if count > 1 else (-1,)
+
+    @cached_property
+    def first_unit(self) -> NDArray[np.int64]:
+        """Parts of weights are numbered as units: those of stage s from first_unit[s] to first_unit[s + 1] - 1."""
+        counts = [len(ranks) for ranks in self.shards] or [1] * self.stages
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @cached_property
+    def units(self) -> list[tuple[int, int]]:
+        """(stage, `via`) of every unit."""
+        return [(stage, via) for stage in range(self.stages) for via in self.parts(stage)]
+
+    def holders(self, stage: int, via: int) -> tuple[int, ...]:
+        """The owners of a unit, ascending."""
+        return self.owners[stage] if via < 0 else (self.shards[stage][via],)
+
+    def weight_sizes(self, by_stage: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of every unit, from those of all weights of each stage."""
+        if not self.shards:
+            return by_stage
+        cuts = [cut(int(size), len(ranks)) for size, ranks in zip(by_stage, self.shards, strict=True)]
+        return np.concatenate([np.diff(np.array(ends, np.int64)) for ends in cuts])
 
     def sharers(self, tie: int) -> tuple[int, ...]:
         """The owners of the stages of a tie, ascending: who enters its ALLREDUCE."""

@@ -13,6 +13,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,13 +39,15 @@ class Sizes(NamedTuple):
     groups: int | None = None
     chunks: int | None = None
     replicas: tuple[int, ...] | None = None  # of each stage
+    shards: tuple[int, ...] | None = None  # parts that the weights of all stages, or of each, are divided into
 
 
 class Scheme(NamedTuple):
     """A placement and an order, with what they need to be compiled.
 
     w(s, b, d) -> (weights_worker, compute_worker); n(s, b, d) -> number, the
-    smaller the sooner. `cap(s)`: at most so many microbatches in flight on a
+    smaller the sooner. Where weights are divided, part k lies k workers behind
+    w's; w(s, b, d, k) says itself where it lies. `cap(s)`: at most so many microbatches in flight on a
     stage, for each worker that computes it.
     """
 
@@ -82,24 +85,42 @@ def fill(function: Function, options: Mapping[str, Any]) -> Function:
                 )
             if options.get(parameter.name) is not None:
                 bound[parameter.name] = options[parameter.name]
-    return (lambda *args: function(*args, **bound)) if bound else function
+    return partial(function, **bound) if bound else function
 
 
-def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tuple[Ints, Ints, int]:
-    """(weights_worker, compute_worker, workers): w on every job, each array (D, S, B)."""
-    shape = (stages, microbatches, directions)
-    if stages * microbatches * directions > MOST_JOBS:
+class Placement(NamedTuple):
+    """w on every job."""
+
+    weights: Ints  # (D, S, B); of divided weights, where part 0 is
+    compute: Ints  # (D, S, B)
+    workers: int
+    shards: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: no stage is divided
+
+
+def place(
+    scheme: Scheme, stages: int, microbatches: int, directions: int, shards: Sequence[int] | None = None
+) -> Placement:
+    """`shards`: parts of each stage's weights."""
+    counts = [1] * stages if shards is None else list(shards)
+    own = _takes_k(scheme.w)
+    shape = (stages, microbatches, directions, max(counts))[: 3 + own]
+    if math.prod(shape) > MOST_JOBS:
         raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
     weights, compute = _evaluate("w", scheme.w, shape, parts=2)
     for part in (weights, compute):
         if not np.issubdtype(part.dtype, np.integer):
             raise UsageError(f"w must return whole numbers, not {part.dtype} ({_at(part, 0)}): use // instead of /")
+    if own:
+        for job in np.flatnonzero(compute != compute[..., :1])[:1]:
+            raise UsageError(f"w computes a job on one worker, whatever the part k of the weights: {_at(compute, job)}")
+        compute, parts = compute[..., 0], weights
+        weights = weights[..., 0]
     workers = scheme.workers
     if workers is None:
-        workers = max(int(weights.max()), int(compute.max())) + 1
-    if workers > MOST_WORKERS or workers * stages > MOST_PAIRS:
+        workers = max(int((parts if own else weights).max()), int(compute.max())) + 1
+    if workers > MOST_WORKERS or workers * sum(counts) > MOST_PAIRS:
         raise UsageError(f"{workers} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
-    for name, part in (("weights", weights), ("compute", compute)):
+    for name, part in (("weights", parts if own else weights), ("compute", compute)):
         wrong = np.flatnonzero((part < 0) | (part >= workers))
         if len(wrong):
             raise UsageError(f"w puts {name} on a worker outside 0..{workers - 1}: {_at(part, int(wrong[0]))}")
@@ -107,8 +128,24 @@ def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tu
         for job in np.flatnonzero(compute[..., B] != compute[..., W])[:1]:
             s, b = divmod(int(job), microbatches)
             raise UsageError(f"w puts I({s}, {b}) and W({s}, {b}) on different workers: W needs what I leaves there")
+    found: list[tuple[int, ...]] = []
+    for s, count in enumerate(counts if max(counts) > 1 else ()):
+        if (weights[s] != weights[s, 0, 0]).any() or (own and (parts[s] != parts[s, :1, :1]).any()):
+            raise UsageError(f"--shards: stage {s} has several owners of all its weights, and each part has one")
+        first = int(weights[s, 0, 0])
+        found.append(tuple(parts[s, 0, 0, :count].tolist() if own else ((first + k) % workers for k in range(count))))
     turned = [np.ascontiguousarray(part.transpose(2, 0, 1), np.int32) for part in (weights, compute)]
-    return turned[0], turned[1], workers
+    return Placement(turned[0], turned[1], workers, tuple(found))
+
+
+def _takes_k(w: Function) -> bool:
+    """Whether w says itself where the parts of divided weights lie."""
+    try:
+        parameters = inspect.signature(w).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return positional[3:] == ["k"]
 
 
 def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[np.generic]:
@@ -176,7 +213,7 @@ def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     except ValueError:
         raise UsageError(
             f"{name} returned an array of shape {np.shape(value)}, "
-            f"which does not fit (stages, microbatches, directions) = {shape}"
+            f"which does not fit (stages, microbatches, directions{', shards' * (len(shape) > 3)}) = {shape}"
         ) from None
 
 
@@ -200,7 +237,8 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: in
 
 
 def _words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]})"
+    part = f", k={job[3]}" if len(job) > 3 else ""
+    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]}{part})"
 
 
 def _at(part: NDArray[Any], flat: int) -> str:

@@ -57,7 +57,8 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
     stepped = np.flatnonzero(table.op == Op.STEP)
-    duration[stepped] = by_stage(machine.step, header.stages)[table.stage[stepped]]
+    parts = np.diff(header.first_unit)  # a part of the weights takes its part of the time
+    duration[stepped] = (by_stage(machine.step, header.stages) / parts)[table.stage[stepped]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards

@@ -34,8 +34,9 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     versions           where weights change without a flush, by stage: the most versions an owner holds
     staleness          and the most updates between the weights that a gradient was computed with and those it changes
 
-    Per worker: busy time; weight_storage, stages owned; weight_receives,
-    copies fetched; weight_uses_away_from_home, the seed's count of jobs whose
+    Per worker: busy time; weight_storage, stages owned, parts of one as
+    fractions; weight_receives, copies (or parts of them) fetched;
+    weight_uses_away_from_home, the seed's count of jobs whose
     weights live elsewhere; activation_receives, the seed's count of inputs
     that travel: activations forwards and their gradients backwards;
     gradient_receives, partial weight gradients received; receives, the same
@@ -55,8 +56,12 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     np.minimum.at(begins, worker, start)
     np.maximum.at(ends, worker, end)
     latency = float(end.max())
-    away = np.bincount(header.compute[header.weights != header.compute], minlength=header.workers)
-    stored = np.bincount([rank for ranks in header.owners for rank in ranks], minlength=header.workers)
+    divided = np.array([not more and len(ranks) > 1 for ranks, more in zip(header.owners, header.several, strict=True)])
+    elsewhere = (header.weights != header.compute) | divided[:, None]
+    away = np.bincount(header.compute[elsewhere], minlength=header.workers)
+    stored = np.zeros(header.workers)
+    for stage, via in header.units:
+        stored[list(header.holders(stage, via))] += 1 / len(header.parts(stage))
     receives = {
         words: np.bincount(
             table.rank[((table.op == Op.RECV) | (table.op == Op.FETCH_W)) & (table.kind == kind)],
@@ -84,7 +89,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
                 "worker": rank,
                 "busy": _plain(float(busy[rank])),
                 "peak_activations": int(memory.saved[rank]),
-                "weight_storage": int(stored[rank]),
+                "weight_storage": _plain(round(float(stored[rank]), 9)),
                 "weight_receives": int(receives["weight"][rank]),
                 "weight_uses_away_from_home": int(away[rank]),
                 "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),

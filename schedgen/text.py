@@ -7,6 +7,7 @@ stops at the first line that is anything else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,22 +20,27 @@ Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 
 LONGEST = 128  # bytes of a line: four numbers of ten digits, two names and what stands between
-STAGE, MB, PEER, BUFFER, VERSION = range(5)
-_FIELD = {"stage": STAGE, "mb": MB, "buf": BUFFER, "from": PEER, "to": PEER, "group": PEER, "version": VERSION}
-_BOUND = {"stage": 1, "mb": 2, "buf": 0, "from": 0, "to": 0, "group": 3, "version": 5}  # an index into decode.Bounds
+STAGE, MB, PEER, BUFFER, VERSION, SHARD = range(6)
+_FIELD = {
+    "stage": STAGE, "mb": MB, "buf": BUFFER, "from": PEER, "to": PEER, "group": PEER, "version": VERSION,
+    "shard": SHARD,
+}  # fmt: skip
+# An index into decode.Bounds; a shard's bound is that of its stage.
+_BOUND = {"stage": 1, "mb": 2, "buf": 0, "from": 0, "to": 0, "group": 3, "version": 5, "shard": 0}
 
 
 class Templates(NamedTuple):
     """A line is text, field, text, field, text; a buffer's name is letters and up to three numbers.
 
-    Where weights have no versions, a field VERSION and the text before it are left out.
+    Where weights have no versions, a field VERSION and the text before it are left out; where those of the stage are
+    not divided, a field SHARD.
     """
 
     letters: Bytes  # all texts, one behind the other
     begin: Numbers  # (opcodes, 4): where text k begins in `letters`, and behind the last field
     length: Numbers  # (opcodes, 4): 0 where an opcode has no such text
     fields: Numbers  # (opcodes,): how many
-    field: Numbers  # (opcodes, 3): STAGE, MB, PEER, BUFFER or VERSION
+    field: Numbers  # (opcodes, 3): STAGE, MB, PEER, BUFFER, VERSION or SHARD
     bound: Numbers  # (opcodes, 3): which size a number there is below
     kinds: NDArray[np.bool_]  # (opcodes, kinds): the kinds of buffer an opcode may name
     name_begin: Numbers  # (kinds,): the name's letters
@@ -84,7 +90,7 @@ def _write(
     for row in range(first_row, end_row):
         o = op[row]
         for k in range(fields[o] + 1):
-            if k < fields[o] and field[o, k] == 4 and peer[row] < 0:
+            if k < fields[o] and ((field[o, k] == 4 and peer[row] < 0) or (field[o, k] == 5 and via[row] < 0)):
                 continue
             for i in range(begin[o, k], begin[o, k] + length[o, k]):
                 out[at] = letters[i]
@@ -98,14 +104,19 @@ def _write(
                 at = digits(out, at, mb[row])
             elif what == 2 or what == 4:
                 at = digits(out, at, peer[row])
+            elif what == 5:
+                at = digits(out, at, via[row])
             else:
                 for i in range(name_begin[kind[row]], name_begin[kind[row]] + name_length[kind[row]]):
                     out[at] = letters[i]
                     at += 1
-                for number in (stage[row], mb[row], via[row]):
+                for number in (stage[row], mb[row]):
                     if number >= 0:
                         out[at] = 46  # .
                         at = digits(out, at + 1, number)
+                if via[row] >= 0:
+                    out[at] = 47 if kind[row] >= 3 else 46  # / of weights and their gradients
+                    at = digits(out, at + 1, via[row])
                 if o == 12 and peer[row] >= 0:  # FREE of a version
                     out[at] = 64  # @
                     at = digits(out, at + 1, peer[row])
@@ -141,17 +152,20 @@ class State(NamedTuple):
     comma: int = 0  # the line before has none: 0, or one: 1; or it is the list's first bracket: 2
 
 
-def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int, int]) -> tuple[Rows, int, int, State, bool]:
+def parse(
+    data: Bytes, state: State, sizes: tuple[int, int, int, int, int, int], parts: Sequence[int] = ()
+) -> tuple[Rows, int, int, State, bool]:
     """Read whole lines: (rows, bytes taken, lines taken, state behind them, whether a wrong line follows).
 
-    `sizes`: workers, stages, microbatches, groups, ties, versions. It ends behind the last
-    rank's list, where no whole line is left, or before the first line that
-    `lines` and the brackets around it would not give.
+    `sizes`: workers, stages, microbatches, groups, ties, versions; `parts` of the weights of each stage, or nothing
+    where none are divided. It ends behind the last rank's list, where no whole line is left, or before the first
+    line that `lines` and the brackets around it would not give.
     """
     most = len(data) // 24 + 1  # no line of an instruction is shorter
     columns: list[NDArray[Any]] = [np.empty(most, column.dtype) for column in EMPTY]
     read = _read.sized(len(data) // 4)
-    taken, count, length, rank, inside, comma, wrong = read(data, *state, *sizes, *columns, *TEMPLATES)
+    divided = np.array(parts, np.int64)
+    taken, count, length, rank, inside, comma, wrong = read(data, *state, *sizes, divided, *columns, *TEMPLATES)
     found = Rows(*(column[:length] for column in columns))
     return found, int(taken), int(count), State(int(rank), bool(inside), int(comma)), bool(wrong)
 
@@ -159,8 +173,8 @@ def parse(data: Bytes, state: State, sizes: tuple[int, int, int, int, int, int])
 @kernel
 def _read(
     data: Bytes, r: int, inside: bool, comma: int, workers: int, stages: int, batches: int, groups: int, ties: int,
-    versions: int, rank: Ints, op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints, via: Ints,
-    peer: Ints,
+    versions: int, divided: Numbers, rank: Ints, op: NDArray[np.int8], kind: NDArray[np.int8], stage: Ints, mb: Ints,
+    via: Ints, peer: Ints,
     letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, bound: Numbers,
     kinds: NDArray[np.bool_], name_begin: Numbers, name_length: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
@@ -203,6 +217,11 @@ def _read(
         for k in range(fields[found]):
             if field[found, k] == 4 and versions == 0:
                 break
+            shards = 1
+            if field[found, k] == 5:
+                shards = divided[stage[row]] if len(divided) else 1
+                if shards == 1:
+                    continue
             if k:
                 if at + length[found, k] >= stop or not matches(data, at, letters, begin[found, k], length[found, k]):
                     good = False
@@ -210,13 +229,15 @@ def _read(
                 at += length[found, k]
             if field[found, k] != 3:
                 number, at = natural(data, at, stop)
-                if number < 0 or number >= limits[bound[found, k]]:
+                if number < 0 or number >= (shards if field[found, k] == 5 else limits[bound[found, k]]):
                     good = False
                     break
                 if field[found, k] == 0:
                     stage[row] = number
                 elif field[found, k] == 1:
                     mb[row] = number
+                elif field[found, k] == 5:
+                    via[row] = number
                 else:
                     peer[row] = number
                 continue
@@ -243,6 +264,12 @@ def _read(
                 else:
                     via[row] = number
                 parts += 1
+            if good and len(divided) and (named == 3 or named == 4) and divided[stage[row]] > 1:  # w.s/k, dw.s/k
+                number = -1
+                if at < stop and data[at] == 47:
+                    number, at = natural(data, at + 1, stop)
+                good = 0 <= number < divided[stage[row]]
+                via[row] = number
             if named == 3 and found == 12 and versions > 0:  # FREE of w.s@v
                 number = -1
                 if at < stop and data[at] == 64:
@@ -252,7 +279,7 @@ def _read(
                 peer[row] = number
             elif named == 3 and versions > 0:
                 good = False
-            # x.s.b or x.s.b.c, g.s.b or g.s.b.c, w.s, dw.s, t.k
+            # x.s.b or x.s.b.c, g.s.b or g.s.b.c, w.s or w.s/k, dw.s or dw.s/k, t.k
             most = 1 if named >= 3 else 3
             least = 1 if named >= 3 else 2
             if not good or parts < least or parts > most or at >= stop or data[at] != 34:

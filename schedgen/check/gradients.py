@@ -4,6 +4,7 @@ dw.s on a rank takes in that rank's backwards and the partials it adds. Then
 it either is sent on, once and complete, or (on an owner) ends in STEP. Sums
 move forward in time only, so each ends at an owner, and every gradient is in
 exactly one sum; owners, where there are several, sum up once among themselves.
+Of divided weights this holds for every part: a backward adds to them all.
 Owners of tied stages then sum up what these share, once for every tie.
 """
 
@@ -20,26 +21,27 @@ def rule_5(subject: Subject) -> None:
     if subject.header.versions:
         return
     header, owner = subject.header, subject.owner
-    several = np.array([len(ranks) > 1 for ranks in header.owners])
+    several = np.array([not header.shards and len(ranks) > 1 for ranks in header.owners])[subject.stage_of]
     groups = {ranks: group for group, ranks in enumerate(header.groups)}
-    group_of = np.array([groups.get(ranks, -1) for ranks in header.owners])
+    group_of = np.array([groups.get(ranks, -1) for ranks in header.owners])[subject.stage_of]
 
-    parts = subject.having(Op.BWD, Op.BWD_W, Op.ADD)
+    backwards, adds = subject.having(Op.BWD, Op.BWD_W), subject.having(Op.ADD)
     sends = subject.having(Op.SEND)
     sends = sends[subject.kind[sends] == Kind.DW]
     sums, steps = subject.having(Op.ALLREDUCE), subject.having(Op.STEP)
     sums, ties = sums[subject.kind[sums] == Kind.DW], sums[subject.kind[sums] == Kind.T]
-    last_part, last_send, last_sum, last_step = (_last(subject, rows) for rows in (parts, sends, sums, steps))
+    last_add, last_send, last_sum, last_step = (_last(subject, rows) for rows in (adds, sends, sums, steps))
+    last_part = np.maximum(last_add, _of_stage(subject, _last(subject, backwards)))
 
-    def at(rows: Numbers) -> tuple[Ints, Ints]:
-        return subject.rank[rows], subject.stage[rows]
+    def at(rows: Numbers) -> tuple[Ints, Numbers]:
+        return subject.rank[rows], subject.unit(rows)
 
     for rows, wrong, words in (
         (sends, owner[at(sends)], "an owner keeps its sum and does not send it"),
         (sends, sends < last_send[at(sends)], "this sum is sent twice"),
         (sends, sends < last_part[at(sends)], "this sum is not complete here"),
-        (sums, ~several[subject.stage[sums]], "this stage has one owner"),
-        (sums, subject.peer[sums] != group_of[subject.stage[sums]], "this is not the group of the stage's owners"),
+        (sums, ~several[subject.unit(sums)], "this stage has one owner"),
+        (sums, subject.peer[sums] != group_of[subject.unit(sums)], "this is not the group of the stage's owners"),
         (sums, sums < last_sum[at(sums)], "this sum is reduced twice"),
         (sums, sums < last_part[at(sums)], "this sum is not complete here"),
         (steps, ~owner[at(steps)], "this rank does not own the stage"),
@@ -49,26 +51,42 @@ def rule_5(subject: Subject) -> None:
         for row in rows[wrong][:1]:
             subject.refuse(5, int(row), words)
     for missing, words in (
-        (owner & (last_step < 0), "STEP of stage {} is missing"),
+        (owner & (last_step < 0), "STEP of w.{} is missing" if header.shards else "STEP of stage {} is missing"),
         (owner & several & (last_sum < 0), "ALLREDUCE of dw.{} is missing"),
         (~owner & (last_part >= 0) & (last_send < 0), "dw.{} never leaves for an owner"),
     ):
-        for rank, stage in np.argwhere(missing)[:1]:
-            subject.refuse_rank(5, int(rank), words.format(stage))
+        for rank, unit in np.argwhere(missing)[:1].tolist():
+            subject.refuse_rank(5, rank, words.format(_said(subject, unit)))
     last_of_sum = np.maximum(last_part, last_sum)
     norm = norms(subject, last_of_sum, last_step)
     _ties(subject, ties, last_of_sum, norm)
     uses = np.flatnonzero(np.isin(subject.op, (Op.FWD, Op.RECOMPUTE, *BACKWARD)) | (subject.kind == Kind.W))
     stepped = last_step[at(uses)]
+    if header.shards:  # a job uses all parts
+        compute = subject.kind[uses] != Kind.W
+        owned = np.where(last_step < 0, len(subject.program), last_step)
+        first = np.minimum.reduceat(owned, subject.first_unit[:-1], axis=1)[subject.rank[uses], subject.stage[uses]]
+        stepped = np.where(compute, first, stepped)
     for row in uses[(stepped >= 0) & (stepped < uses)][:1]:
         subject.refuse(5, int(row), "this stage has stepped: its weights are the next step's")
 
 
 def _last(subject: Subject, rows: Numbers) -> Ints:
-    """The last of `rows` for every (rank, stage); -1 where there is none."""
-    last = np.full((subject.header.workers, subject.header.stages), -1, np.int32)
-    np.maximum.at(last, (subject.rank[rows], subject.stage[rows]), rows)
+    """The last of `rows` for every (rank, unit); -1 where there is none. A job counts for the first of its stage."""
+    last = np.full(subject.owner.shape, -1, np.int32)
+    np.maximum.at(last, (subject.rank[rows], subject.unit(rows)), rows)
     return last
+
+
+def _of_stage(subject: Subject, last: Ints) -> Ints:
+    """What counts for the first unit of each stage, for all of them."""
+    return last[:, subject.first_unit[subject.stage_of]] if subject.header.shards else last
+
+
+def _said(subject: Subject, unit: int) -> str:
+    """What follows w. and dw. in the name of a unit."""
+    stage, via = subject.header.units[unit]
+    return f"{stage}/{via}" if via >= 0 else f"{stage}"
 
 
 def norms(subject: Subject, last_sum: Ints, last_step: Ints) -> Numbers:
@@ -82,10 +100,10 @@ def norms(subject: Subject, last_sum: Ints, last_step: Ints) -> Numbers:
         norm[subject.rank[row]] = row
     for rank in np.flatnonzero(norm < 0)[:1]:
         subject.refuse_rank(5, int(rank), "NORM is missing")
-    for rank, stage in np.argwhere(last_sum > norm[:, None])[:1]:
-        subject.refuse(5, int(last_sum[rank, stage]), f"this adds to dw.{stage} behind NORM")
-    for rank, stage in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:
-        subject.refuse(5, int(last_step[rank, stage]), "this STEP stands before NORM")
+    for rank, unit in np.argwhere(last_sum > norm[:, None])[:1].tolist():
+        subject.refuse(5, int(last_sum[rank, unit]), f"this adds to dw.{_said(subject, unit)} behind NORM")
+    for rank, unit in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:
+        subject.refuse(5, int(last_step[rank, unit]), "this STEP stands before NORM")
     return norm
 
 

@@ -25,16 +25,16 @@ from schedgen.program import B, F, Ints, Kind, Op, Small, buffer_name
 X, G, WEIGHT, DW, PARTIAL, SAVED, HALF = range(7)
 DEFINE, ADD_TO, USE, END = range(4)
 # Which buffers of a kind: of this job; of the inputs of this stage; the shares of this stage's
-# gradient, one a consumer; of this stage; of this stage from rank `peer`; the one that is named; of this stage, the
-# version before; all parts of this stage's output.
-JOB, INPUTS, SHARES, STAGE, PEER, NAMED, BEFORE, PARTS = range(8)
+# gradient, one a consumer; all parts of this stage; the part that is named, or the stage where it has no parts; that
+# from rank `peer`; the buffer that is named; of this stage, the version before; what this stage gives.
+JOB, INPUTS, SHARES, STAGE, PART, PEER, NAMED, BEFORE, OUTPUTS = range(9)
 
 # By opcode, in the order in which memory is taken and given back.
 EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
-    Op.FETCH_W: ((DEFINE, WEIGHT, STAGE),),
+    Op.FETCH_W: ((DEFINE, WEIGHT, PART),),
     Op.RECV: ((DEFINE, NAMED, NAMED),),
     Op.SEND: ((USE, NAMED, NAMED),),
-    Op.FWD: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB), (DEFINE, X, PARTS)),
+    Op.FWD: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB), (DEFINE, X, OUTPUTS)),
     Op.RECOMPUTE: ((USE, WEIGHT, STAGE), (USE, X, INPUTS), (DEFINE, SAVED, JOB)),
     Op.BWD: (
         (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (DEFINE, G, INPUTS),
@@ -48,14 +48,14 @@ EVENTS: dict[Op, tuple[tuple[int, int, int], ...]] = {
         (USE, WEIGHT, STAGE), (USE, X, INPUTS), (USE, G, SHARES), (ADD_TO, DW, STAGE), (END, HALF, JOB),
         (END, SAVED, JOB),
     ),
-    Op.ADD: ((ADD_TO, DW, STAGE), (END, PARTIAL, PEER)),
-    Op.ALLREDUCE: ((ADD_TO, DW, STAGE),),
+    Op.ADD: ((ADD_TO, DW, PART), (END, PARTIAL, PEER)),
+    Op.ALLREDUCE: ((ADD_TO, DW, PART),),
     Op.NORM: (),
-    Op.STEP: ((USE, WEIGHT, STAGE), (USE, DW, STAGE)),
+    Op.STEP: ((USE, WEIGHT, PART), (USE, DW, PART)),
     Op.FREE: ((END, NAMED, NAMED),),
 }  # fmt: skip
 # Where weights have versions. The version before ends here, too, unless there is a FREE of it.
-STEP_OF_VERSIONS = ((END, WEIGHT, BEFORE), (DEFINE, WEIGHT, STAGE), (USE, DW, STAGE))
+STEP_OF_VERSIONS = ((END, WEIGHT, BEFORE), (DEFINE, WEIGHT, PART), (USE, DW, PART))
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)
 FAULTS = {
@@ -95,8 +95,8 @@ class Lives(NamedTuple):
 def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | None = None) -> Lives:
     """Follow every buffer of every rank through the program, up to the first fault.
 
-    sizes      what a buffer of each kind of `Memory` (rows) and stage (columns) counts, an x or g of an edge in the
-               columns behind these; default: one
+    sizes      what a buffer of each kind of `Memory` (rows) counts, by stage, an x or g of an edge behind these; of
+               weights and their gradients by unit (columns); default: one
     workspace  what an instruction of each opcode (rows) and stage (columns) takes while it runs; default: nothing
     """
     if subject.header.tied:
@@ -106,10 +106,11 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
     table = EVENTS | {Op.STEP: STEP_OF_VERSIONS} if header.versions else EVENTS
     events = [(o, what, thing, which) for o in Op for what, thing, which in table[o]]
     first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
-    # Rows that name a partial: a number for each (rank, stage, sender).
+    # Rows that name a partial: a number for each (rank, unit, sender).
     partial = np.full(len(op), -1, np.int32)
     named = np.flatnonzero((op == Op.ADD) | ((op == Op.RECV) & (kind == Kind.DW)))
-    key = (rank[named].astype(np.int64) * header.stages + stage[named]) * header.workers + peer[named]
+    units = len(subject.stage_of)
+    key = (rank[named].astype(np.int64) * units + subject.unit(named)) * header.workers + peer[named]
     partials, partial[named] = np.unique(key, return_inverse=True)
     redone = header.compute[F] != header.compute[B]  # there the rank of the backward has the RECOMPUTE
     again = subject.having(Op.RECOMPUTE)
@@ -120,12 +121,12 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
     first_in = np.searchsorted(ends[by_consumer, 1], np.arange(header.stages + 1))
     first_out = np.searchsorted(ends[:, 0], np.arange(header.stages + 1))
     if sizes is None:
-        sizes = np.ones((len(Memory._fields), header.stages + len(ends)), np.int64)
+        sizes = np.ones((len(Memory._fields), max(units, header.stages + len(ends))), np.int64)
     if workspace is None:
         workspace = np.zeros((len(Op), header.stages), np.int64)
     code, row, slot_of_fault, count, (peaks, used, received, chain, ended, computed) = _follow.sized(4 * len(op))(
         rank, op, kind, stage, mb, via, peer, partial, kept(subject), np.array(events, np.int64), first_event, ends,
-        by_consumer, first_in, first_out, header.is_apart, redone, subject.owner, sizes, workspace,
+        by_consumer, first_in, first_out, header.is_apart, redone, subject.owner, subject.first_unit, sizes, workspace,
         header.stages, header.microbatches,
         max(header.versions, 1), len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
         bool((op == Op.BWD_I).any()),
@@ -180,12 +181,15 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
     if thing == HALF:
         return f"what BWD_I of stage {first}, microbatch {mb} keeps for BWD_W"
     if thing == PARTIAL:
-        return f"dw.{subject.stage[row]} from rank {subject.peer[row]}"
+        name = buffer_name(Kind.DW, int(subject.stage[row]), via=int(subject.via[row]))
+        return f"{name} from rank {subject.peer[row]}"
     if thing == WEIGHT:
-        stage, version = divmod(number, max(subject.header.versions, 1))
-        return buffer_name(Kind.W, stage, version=version if subject.header.versions else -1)
+        unit, version = divmod(number, max(subject.header.versions, 1))
+        stage, via = subject.header.units[unit]
+        return buffer_name(Kind.W, stage, via=via, version=version if subject.header.versions else -1)
     if thing == DW:
-        return buffer_name(Kind.DW, number)
+        stage, via = subject.header.units[number]
+        return buffer_name(Kind.DW, stage, via=via)
     stages, kind = subject.header.stages, Kind.X if thing == X else Kind.G
     if number < 0:
         return buffer_name(kind, *(int(column[row]) for column in (subject.stage, subject.mb, subject.via)))
@@ -198,27 +202,19 @@ def _follow(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, partial: Ints,
     kept: NDArray[np.bool_], events: Numbers,
     first_event: Numbers, ends: Numbers, by_consumer: Numbers, first_in: Numbers, first_out: Numbers,
-    apart: NDArray[np.bool_], redone: NDArray[np.bool_], owner: NDArray[np.bool_], sizes: Numbers, workspace: Numbers,
+    apart: NDArray[np.bool_], redone: NDArray[np.bool_], owner: NDArray[np.bool_], first_unit: Numbers, sizes: Numbers,
+    workspace: Numbers,
     stages: int, batches: int, versions: int, partials: int, receives: int, split: bool,
 ) -> tuple[int, int, tuple[int, int], int, tuple[Numbers, Numbers, Numbers, Ints, Ints, Numbers]]:  # fmt: skip
     """(fault, row, (thing, number), how many used, what `Lives` holds); fault 0: none.
 
     Buffers are numbered within their kind: saved and half by job, x and g by job of
-    the producer, or of the edge where there are several, dw by stage, w by stage and version.
+    the producer, or of the edge where there are several, dw by unit, w by unit and version.
     """
-    edges, jobs = len(ends), stages * batches
+    edges, jobs, units = len(ends), stages * batches, first_unit[stages]
     base = np.zeros(8, np.int64)  # where each kind begins among all buffers
-    for thing, size in enumerate(
-        (
-            jobs + edges * batches * apart.any(),
-            jobs + edges * batches,
-            stages * versions,
-            stages,
-            partials,
-            jobs,
-            jobs * split,
-        )
-    ):
+    of_x = jobs + edges * batches * apart.any()
+    for thing, size in enumerate((of_x, jobs + edges * batches, units * versions, units, partials, jobs, jobs * split)):
         base[thing + 1] = base[thing] + size
     seen = np.full(base[7], -1, np.int32)  # the rank whose life a buffer's entry speaks of
     state = np.zeros(base[7], np.int8)  # 0 not defined, 1 alive, 2 ended
@@ -233,6 +229,7 @@ def _follow(
     total = np.int64(0)  # bytes of what is computed, apart from weight gradients
     for row in range(len(op)):
         o, r, s, b = op[row], rank[row], stage[row], mb[row]
+        part = first_unit[s] + max(via[row], 0) if s >= 0 else 0  # of w.s and dw.s
         given_back = np.int64(0)  # bytes
         for e in range(first_event[o], first_event[o + 1]):
             what, thing, which = events[e, 1], events[e, 2], events[e, 3]
@@ -241,7 +238,7 @@ def _follow(
             named = which == NAMED
             if named:
                 thing = kind[row] - 1  # X, G, WEIGHT, DW
-                which = JOB if thing in (X, G) else STAGE
+                which = JOB if thing in (X, G) else PART
                 if thing == DW and o == Op.RECV:
                     thing, which = PARTIAL, PEER
             if which == BEFORE and kept[row]:
@@ -249,27 +246,31 @@ def _follow(
             many = 1
             if which == INPUTS:
                 many = first_in[s + 1] - first_in[s]
-            elif which == SHARES or (which == PARTS and apart[s]):
+            elif which == SHARES or (which == OUTPUTS and apart[s]):
                 many = first_out[s + 1] - first_out[s]
+            elif which == STAGE:
+                many = first_unit[s + 1] - first_unit[s]
             for j in range(many):
-                number = s * batches + b
+                number, of = s * batches + b, s
                 if which == INPUTS:
                     edge = by_consumer[first_in[s] + j]
                     producer = ends[edge, 0]
                     number = producer * batches + b
                     if apart[producer] or (thing == G and first_out[producer + 1] - first_out[producer] > 1):
                         number = (stages + edge) * batches + b
-                elif which in (SHARES, PARTS):
+                elif which in (SHARES, OUTPUTS):
                     if many > 1:
                         number = (stages + first_out[s] + j) * batches + b
-                elif which in (STAGE, BEFORE) and thing == WEIGHT and versions > 1:
+                elif thing == WEIGHT and versions > 1:  # a stage is a unit there
                     number = s * versions + peer[row] - (which == BEFORE)
                     if number < s * versions:
                         return UNDEFINED, row, (thing, s * versions), count, found
                 elif which == STAGE:
-                    number = s
+                    number = of = first_unit[s] + j
+                elif which == PART:
+                    number = of = part
                 elif which == PEER:
-                    number = partial[row]
+                    number, of = partial[row], part
                 elif named:
                     # An x or g by name: the only one, or that of consumer `via`.
                     shares = first_out[s + 1] - first_out[s]
@@ -288,7 +289,7 @@ def _follow(
                     if number < 0:
                         return NOTHING, row, (thing, number), count, found
                 slot = base[thing] + number
-                own = thing == WEIGHT and owner[r, s] and (versions == 1 or number == s * versions)
+                own = thing == WEIGHT and owner[r, of] and (versions == 1 or number == s * versions)
                 now = state[slot] if seen[slot] == r else (1 if own else 0)
                 again = (thing == WEIGHT and what == DEFINE) or (versions > 1 and thing == DW and what == ADD_TO)
                 fault = 0
@@ -307,7 +308,7 @@ def _follow(
                     arrived[slot] = -1
                     sent[slot] = -1
                 if now != 1:
-                    size = sizes[thing, number // batches if thing <= G else s]
+                    size = sizes[thing, number // batches if thing <= G else of]
                     alive[thing] += size
                     peaks[r, thing] = max(peaks[r, thing], alive[thing])
                     arrived[slot] = row if o == Op.RECV or o == Op.FETCH_W else -1
@@ -326,7 +327,7 @@ def _follow(
                 if what == END:
                     state[slot] = 2
                     sent[slot] = -1
-                    size = sizes[thing, number // batches if thing <= G else s]
+                    size = sizes[thing, number // batches if thing <= G else of]
                     alive[thing] -= size
                     if arrived[slot] == -1:
                         given_back += size * (thing != DW and thing != WEIGHT)

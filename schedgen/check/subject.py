@@ -39,11 +39,29 @@ class Subject:
 
     @cached_property
     def owner(self) -> NDArray[np.bool_]:
-        """Whether a rank owns a stage, shape (workers, stages)."""
-        owner = np.zeros((self.header.workers, self.header.stages), bool)
-        for stage, ranks in enumerate(self.header.owners):
-            owner[list(ranks), stage] = True
+        """Whether a rank owns a unit, shape (workers, units): a stage, or one part of its weights."""
+        header = self.header
+        owner = np.zeros((header.workers, len(self.stage_of)), bool)
+        of_parts = [(rank,) for ranks in header.shards for rank in ranks]
+        for unit, ranks in enumerate(of_parts or header.owners):
+            owner[list(ranks), unit] = True
         return owner
+
+    @cached_property
+    def stage_of(self) -> Numbers:
+        """The stage of each unit."""
+        counts = [len(ranks) for ranks in self.header.shards] or [1] * self.header.stages
+        return np.repeat(np.arange(self.header.stages), counts)
+
+    @cached_property
+    def first_unit(self) -> Numbers:
+        """The units of stage s are first_unit[s] to first_unit[s + 1] - 1."""
+        return np.searchsorted(self.stage_of, np.arange(self.header.stages + 1))
+
+    def unit(self, rows: Numbers) -> Numbers:
+        """The unit that each row names; of compute, the first of its stage."""
+        found: Numbers = self.first_unit[self.stage[rows]] + np.maximum(self.via[rows], 0)
+        return found
 
     def where(self, row: int) -> str:
         return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"

@@ -119,7 +119,7 @@ def scene(name: str, file: str, program: Program, walk: Timeline, bytes: Bytes, 
     times = walk.start[row], walk.length[row]
     bars = Bars(row, table.rank[row], *times, look, table.stage[row], table.mb[row])
     one = np.ones(program.header.stages, np.int64)
-    counted = held(program, bytes._replace(activation=one, weight=one, partial=one, saved=one, half=one, parts=None))
+    counted = held(program, bytes._replace(activation=one, weight=one, partial=one, saved=one, half=one, apart=None))
     return Scene(name, file, program, walk, idle(program, walk), held(program, bytes), counted, seconds, bars)
 
 

@@ -32,7 +32,7 @@ def free(program: Program, _: Options) -> Program:
     most = int(outputs + (table.op == Op.RECV).sum() + inputs + sums.sum())
     last, buffer, count = _last_uses.sized(4 * len(program))(
         table.rank, table.op, table.kind, table.stage, table.mb, table.via, ends, order, first_in, first_out,
-        header.is_apart, stages, batches, most,
+        header.is_apart, header.first_unit, stages, batches, most,
     )  # fmt: skip
     last, buffer = last[:count], buffer[:count]
     number, mb = np.divmod(buffer, batches)
@@ -45,8 +45,8 @@ def free(program: Program, _: Options) -> Program:
         stage[share], via[share] = ends[(number[share] - 2 * stages) % len(ends)].T
     first_sum = 2 * (stages + len(ends)) * batches
     whole = buffer >= first_sum
-    kind[whole], stage[whole], via[whole] = Kind.DW, buffer[whole] - first_sum, -1
-    mb[whole] = -1
+    kind[whole], mb[whole] = Kind.DW, -1
+    stage[whole], via[whole] = np.array(header.units, np.int32)[buffer[whole] - first_sum].T
     new = rows(Op.FREE, table.rank[last], kind=kind, stage=stage, mb=mb, via=via)
     after = last.astype(np.int64)
     if header.versions:  # there every update has freed its dw
@@ -58,19 +58,21 @@ def free(program: Program, _: Options) -> Program:
 @kernel
 def _last_uses(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, ends: Numbers, order: Numbers,
-    first_in: Numbers, first_out: Numbers, apart: NDArray[np.bool_], stages: int, batches: int, most: int,
+    first_in: Numbers, first_out: Numbers, apart: NDArray[np.bool_], first_unit: Numbers, stages: int, batches: int,
+    most: int,
 ) -> tuple[Ints, Numbers, int]:  # fmt: skip
     """(row behind which to free, number of the buffer, how many), by row.
 
     Buffers are numbered: x by job, then g by job or, where several stages read
-    an output, by edge and microbatch, then x where it is apart by these, then dw by stage.
+    an output, by edge and microbatch, then x where it is apart by these, then dw by unit.
     """
     g, shares = stages * batches, 2 * stages * batches
-    parts = shares + len(ends) * batches
-    dw = parts + len(ends) * batches
-    seen = np.full(dw + stages, -1, np.int32)  # the rank that last touched a buffer ...
-    last = np.zeros(dw + stages, np.int32)  # ... and its row
-    following = np.full(dw + stages, -1, np.int32)  # buffers that are freed behind the same row, as lists
+    outputs = shares + len(ends) * batches
+    dw = outputs + len(ends) * batches
+    size = dw + first_unit[stages]
+    seen = np.full(size, -1, np.int32)  # the rank that last touched a buffer ...
+    last = np.zeros(size, np.int32)  # ... and its row
+    following = np.full(size, -1, np.int32)  # buffers that are freed behind the same row, as lists
     length = len(op)
     head = np.full(length, -1, np.int32)
     next_compute = np.zeros(length, np.int32)
@@ -81,7 +83,7 @@ def _last_uses(
             next_compute[row] = row
         else:
             next_compute[row] = row + 1 if Op.FWD <= op[row + 1] <= Op.RECOMPUTE else next_compute[row + 1]
-    touched = np.empty(dw + stages, np.int32)
+    touched = np.empty(size, np.int32)
     found = np.empty(8, np.int64)
     behind, buffer = np.empty(most, np.int32), np.empty(most, np.int64)
     count, total, begin = 0, 0, 0
@@ -93,18 +95,19 @@ def _last_uses(
                 found[0], few = (0 if kind[row] == Kind.X else g) + s * batches + b, 1
                 for edge in range(first_out[s], first_out[s + 1]):
                     if ends[edge, 1] == via[row]:
-                        found[0] = (parts if kind[row] == Kind.X else shares) + edge * batches + b
+                        found[0] = (outputs if kind[row] == Kind.X else shares) + edge * batches + b
             elif kind[row] == Kind.DW and o == Op.SEND:
-                found[0], few = dw + s, 1
+                found[0], few = dw + first_unit[s] + max(via[row], 0), 1
         elif o == Op.ADD or (o == Op.ALLREDUCE and kind[row] == Kind.DW) or o == Op.STEP:  # t.k: STEP comes later
-            found[0], few = dw + s, 1
+            found[0], few = dw + first_unit[s] + max(via[row], 0), 1
         elif Op.FWD <= o <= Op.RECOMPUTE:
             ins, outs = first_in[s + 1] - first_in[s], first_out[s + 1] - first_out[s]
-            if len(found) < 2 * (ins + outs) + 1:
-                found = np.empty(4 * (ins + outs), np.int64)
+            parts = first_unit[s + 1] - first_unit[s]
+            if len(found) < 2 * (ins + outs) + parts:
+                found = np.empty(4 * (ins + outs + parts), np.int64)
             for k in range(first_in[s], first_in[s + 1]):
                 producer = ends[order[k], 0]
-                found[few] = parts + order[k] * batches + b if apart[producer] else producer * batches + b
+                found[few] = outputs + order[k] * batches + b if apart[producer] else producer * batches + b
                 few += 1
                 if o == Op.BWD or o == Op.BWD_I:
                     several = first_out[producer + 1] - first_out[producer] > 1
@@ -112,15 +115,16 @@ def _last_uses(
                     few += 1
             if o == Op.FWD:
                 for k in range(outs if apart[s] else 1):
-                    found[few] = parts + (first_out[s] + k) * batches + b if apart[s] else s * batches + b
+                    found[few] = outputs + (first_out[s] + k) * batches + b if apart[s] else s * batches + b
                     few += 1
             if o == Op.BWD or o == Op.BWD_I or o == Op.BWD_W:
                 for edge in range(first_out[s], first_out[s + 1]):
                     found[few] = shares + edge * batches + b if outs > 1 else g + s * batches + b
                     few += 1
             if o == Op.BWD or o == Op.BWD_W:
-                found[few] = dw + s
-                few += 1
+                for unit in range(first_unit[s], first_unit[s + 1]):
+                    found[few] = dw + unit
+                    few += 1
         for k in range(few):
             slot = found[k]
             if seen[slot] != rank[row]:

@@ -1,5 +1,8 @@
 """Weights: a worker that computes a stage it does not own fetches w.s from someone who has it.
 
+Where w.s is divided it fetches the parts that it does not own, those of its nearest neighbours upwards first, so
+that workers which begin together ask different ones.
+
 At most `weight_slots` foreign copies are held at a time. The future is known,
 so the copy needed furthest ahead goes first, which gives the fewest fetches
 possible [Belady, "A study of replacement algorithms", 1966].
@@ -7,7 +10,7 @@ possible [Belady, "A study of replacement algorithms", 1966].
 A fetch stands `prefetch` jobs before the one that needs the copy, or before the
 job its server is busy with then: there the server can still send it in time.
 It never stands earlier than the slot it takes is empty. Owner and copies each serve at most `fan_out` fetches
-at a time; who comes later asks a copy, so that the copies form a tree.
+at a time; who comes later asks a copy, so that the copies form a tree. K parts count as one fetch.
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ class Copy(NamedTuple):
     job: int  # the first job that needs it
     rank: int
     stage: int
-    owner: int
     room: int  # its slot is empty behind this row
     wanted: int  # the job before which it should be on its way
     end: int  # its last use
@@ -43,15 +45,15 @@ class Held:
     rank: int
     at: int  # it is there behind this row ...
     end: int  # ... and up to this
-    direct: bool  # it came from the owner
+    depth: int  # copies between it and the owner
     served: int = 0  # copies it has sent out
 
 
 def weights(program: Program, options: Options) -> Program:
     header, table = program.header, program.rows
-    owned = np.zeros((header.workers, header.stages), bool)
+    owned = np.zeros((header.workers, header.stages), bool)  # as a whole
     for stage, ranks in enumerate(header.owners):
-        owned[list(ranks), stage] = True
+        owned[list(ranks), stage] = header.several[stage] or len(ranks) == 1
     compute = np.flatnonzero(np.isin(table.op, COMPUTE))
     compute = compute[np.argsort(table.rank[compute], kind="stable")]
     busy = np.split(compute, np.searchsorted(table.rank[compute], np.arange(1, header.workers)))
@@ -60,13 +62,28 @@ def weights(program: Program, options: Options) -> Program:
         foreign = jobs[~owned[rank, table.stage[jobs]]]
         if len(foreign):
             copies += _copies(program, rank, foreign, jobs, options)
-    fields: list[tuple[int, int, int, int, int]] = []  # op, rank, stage, peer, after
+    fields: list[tuple[int, int, int, int, int, int]] = []  # op, rank, stage, via, peer, after
+    sources = {(copy.rank, copy.stage): _sources(program, copy.rank, copy.stage) for copy in copies}
     # What is freed behind a row makes room for what is fetched there.
-    fields += [(Op.FREE, copy.rank, copy.stage, -1, copy.end) for copy in copies]
-    for copy, server, at in _served(program, copies, busy, options.fan_out):
-        fields += [(Op.SEND, server, copy.stage, copy.rank, at), (Op.FETCH_W, copy.rank, copy.stage, server, at)]
-    op, rank_, stage_, peer, after = np.array(fields, np.int64).reshape(-1, 5).T
-    return program.insert(rows(op, rank_, kind=Kind.W, stage=stage_, peer=peer), after=after)
+    for copy in copies:
+        fields += [(Op.FREE, copy.rank, copy.stage, via, -1, copy.end) for via, _ in sources[copy.rank, copy.stage]]
+    served = _served(program, copies, sources, busy, options.fan_out)
+    if header.shards:  # behind one row: what comes from an owner, nearest neighbours first, and then what is passed on
+        served.sort(key=lambda one: (one[3], one[4], (one[2] - one[0].rank) % header.workers))
+    for copy, via, server, at, _ in served:
+        fields.append((Op.SEND, server, copy.stage, via, copy.rank, at))
+        fields.append((Op.FETCH_W, copy.rank, copy.stage, via, server, at))
+    op, rank_, stage_, via_, peer, after = np.array(fields, np.int64).reshape(-1, 6).T
+    return program.insert(rows(op, rank_, kind=Kind.W, stage=stage_, via=via_, peer=peer), after=after)
+
+
+def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
+    """(`via`, owner) of the parts of a stage that `rank` fetches, in the order in which it does."""
+    header = program.header
+    if header.parts(stage) == (-1,):
+        return [(-1, home(program, rank, stage))]
+    parts = [(via, owner) for via, owner in enumerate(header.shards[stage]) if owner != rank]
+    return sorted(parts, key=lambda part: ((part[1] - rank) % header.workers, part[0]))
 
 
 def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options: Options) -> list[Copy]:
@@ -75,10 +92,9 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
     next_use = _next_uses(uses)
     places = np.searchsorted(jobs, foreign)
     wanted = jobs[np.maximum(places - options.prefetch, 0)].tolist()
-    owners = {stage: home(program, rank, stage) for stage in set(uses)}
     begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row behind which there is room
     last: dict[int, int] = {}  # by held stage: index of its last use so far
-    empty = [-1] * min(options.weight_slots, len(owners))  # rows behind which the free slots are empty
+    empty = [-1] * min(options.weight_slots, len(set(uses)))  # rows behind which the free slots are empty
     left: dict[int, int] = {}  # stage -> row behind which its last copy went
     copies: list[Copy] = []
 
@@ -86,7 +102,7 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
         first, room = begun.pop(stage)
         left[stage] = int(foreign[last.pop(stage)])
         heappush(empty, left[stage])
-        copies.append(Copy(int(foreign[first]), rank, stage, owners[stage], room, wanted[first], left[stage]))
+        copies.append(Copy(int(foreign[first]), rank, stage, room, wanted[first], left[stage]))
 
     for i, stage in enumerate(uses):
         if stage not in begun:
@@ -99,16 +115,24 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
     return copies
 
 
-def _served(program: Program, copies: list[Copy], busy: list[Places], fan_out: int) -> list[tuple[Copy, int, int]]:
-    """(copy, who sends it, behind which row): the owner, or else the oldest copy that can in time."""
+def _served(
+    program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]], busy: list[Places],
+    fan_out: int,
+) -> list[tuple[Copy, int, int, int, int]]:  # fmt: skip
+    """(copy, `via`, who sends that part, behind which row, copies it has gone through).
+
+    The owner sends, or else the oldest copy that can in time.
+    """
     time = program.time
     assert time is not None
     length = np.array([program.header.cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
     begins = [time[jobs] for jobs in busy]
     ends = [time[jobs] + length[program.rows.op[jobs]] for jobs in busy]
-    found: list[tuple[Copy, int, int]] = []
-    held: dict[tuple[int, int], list[Held]] = {}
-    for copy in sorted(copies):
+    found: list[tuple[Copy, int, int, int, int]] = []
+    held: dict[tuple[int, int, int], list[Held]] = {}
+    wanted = [(one, *part) for one in sorted(copies) for part in sources[one.rank, one.stage]]
+    for copy, via, owner in wanted:
+        most = fan_out * len(program.header.parts(copy.stage))
 
         def place(server: int, copy: Copy = copy) -> int:
             """Behind which row `server` can send the copy in time."""
@@ -118,17 +142,17 @@ def _served(program: Program, copies: list[Copy], busy: list[Places], fan_out: i
             row = int(busy[server][before - 1]) if late else int(np.searchsorted(time, then))
             return max(row - 1, copy.room)
 
-        alive = held.setdefault((copy.stage, copy.owner), [])
-        server, at = copy.owner, place(copy.owner)
+        alive = held.setdefault((copy.stage, via, owner), [])
+        server, at, depth = owner, place(owner), 0
         alive[:] = [one for one in alive if one.end > copy.room and one.end > at]
-        if sum(one.direct for one in alive) >= fan_out:
+        if sum(one.depth == 0 for one in alive) >= most:
             for one in alive:
-                if one.served < fan_out and one.at <= (relayed := place(one.rank)) < one.end:
-                    server, at = one.rank, relayed
+                if one.served < most and one.at <= (relayed := place(one.rank)) < one.end:
+                    server, at, depth = one.rank, relayed, one.depth + 1
                     one.served += 1
                     break
-        found.append((copy, server, at))
-        alive.append(Held(copy.rank, at, copy.end, direct=server == copy.owner))
+        found.append((copy, via, server, at, depth))
+        alive.append(Held(copy.rank, at, copy.end, depth))
     return found
 
 

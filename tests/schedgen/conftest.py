@@ -195,9 +195,9 @@ STEPPED = object()  # a weight gradient that its STEP has used
 class Executor:
     """Runs a program as the instruction set says, every SEND a rendezvous, and asserts what must hold.
 
-    Buffers are tuples (kind, stage, microbatch, via), of weights (kind, stage, -1,
-    version); None stands for a message not here yet, a Counter of microbatches for
-    a weight gradient.
+    Buffers are tuples (kind, stage, microbatch, via), of weights (kind, stage, part,
+    version), of their gradients (kind, stage, part, -1); what is owned is (stage, part).
+    None stands for a message not here yet, a Counter of microbatches for a weight gradient.
     """
 
     FIELDS = ("activation", "gradient", "weight", "weight_gradient", "partial", "saved", "half")
@@ -207,11 +207,11 @@ class Executor:
         ranks = range(header.workers)
         self.lists = [program.instructions(rank) for rank in ranks]
         self.at = [0 for _ in ranks]
-        self.own = [{s for s, owners in enumerate(header.owners) if rank in owners} for rank in ranks]
+        self.own = [{unit for unit in header.units if rank in header.holders(*unit)} for rank in ranks]
         self.first = 0 if header.versions else -1
-        self.held = [{(Kind.W, s, -1, self.first): True for s in own} for own in self.own]
+        self.held = [{(Kind.W, s, k, self.first): True for s, k in own} for own in self.own]
         self.freed = [{(i.stage, i.peer) for i in part if i.op == Op.FREE and i.kind == Kind.W} for part in self.lists]
-        self.newest = [dict.fromkeys(own, self.first) for own in self.own]
+        self.newest = [{s: self.first for s, _ in own} for own in self.own]
         self.used, self.there = {}, {}  # by job: the version of its forward, and the newest where that ran
         self.stepped = [set() for _ in ranks]
         self.tied = [[] for _ in ranks]
@@ -231,7 +231,7 @@ class Executor:
                     moved = True
         assert self.at == [len(part) for part in self.lists], f"stuck at {self.at}"
         assert self.stepped == self.own, "an owner did not step"
-        last = [{(Kind.W, s, -1, newest[s]) for s in own} for own, newest in zip(self.own, self.newest, strict=True)]
+        last = [{(Kind.W, s, k, newest[s]) for s, k in own} for own, newest in zip(self.own, self.newest, strict=True)]
         assert [set(held) for held in self.held] == last, "left"
         if self.header.versions:
             self.versions()
@@ -252,7 +252,7 @@ class Executor:
     def operands(self, i):
         s, b, header = i.stage, i.mb, self.header
         if i.op in (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_I, Op.BWD_W):
-            yield (Kind.W, s, -1, i.peer)
+            yield from ((Kind.W, s, k, i.peer) for k in header.parts(s))
             yield from ((Kind.X, p, b, header.part(p, s)) for p in header.producers[s])
         if i.op in (Op.BWD, Op.BWD_I, Op.BWD_W):
             yield ("saved", s, b, -1)
@@ -260,12 +260,14 @@ class Executor:
         if i.op in (Op.SEND, Op.FREE):
             yield self.named(i)
         if i.op == Op.STEP:
-            yield from ((Kind.W, s, -1, max(i.peer - 1, self.first)), (Kind.DW, s, -1, -1))
+            yield from ((Kind.W, s, i.via, max(i.peer - 1, self.first)), (Kind.DW, s, i.via, -1))
         if i.op == Op.ADD:
-            yield ("partial", s, i.peer, -1)
+            yield ("partial", s, i.peer, i.via)
 
     def named(self, i):
-        return (i.kind, i.stage, i.mb, i.peer if i.op == Op.FREE and i.kind == Kind.W else i.via)
+        if i.kind in (Kind.W, Kind.DW):
+            return (i.kind, i.stage, i.via, i.peer if i.op == Op.FREE and i.kind == Kind.W else -1)
+        return (i.kind, i.stage, i.mb, i.via)
 
     def define(self, rank, name, value) -> None:
         held = self.held[rank]
@@ -274,8 +276,8 @@ class Executor:
         alive = sum(other[0] == name[0] for other in held) - len(self.own[rank]) * (name[0] == Kind.W)
         self.peaks[rank][name[0]] = max(self.peaks[rank][name[0]], alive)
 
-    def add(self, rank, stage, more: Counter) -> None:
-        name = (Kind.DW, stage, -1, -1)
+    def add(self, rank, stage, part, more: Counter) -> None:
+        name = (Kind.DW, stage, part, -1)
         assert self.held[rank].get(name) is not STEPPED, f"rank {rank}: dw.{stage} is that of the step before"
         if name not in self.held[rank]:
             self.define(rank, name, Counter())
@@ -283,22 +285,22 @@ class Executor:
 
     def step(self, rank, i) -> bool:
         """Execute one instruction; False where it has to wait."""
-        s, b, held, header = i.stage, i.mb, self.held[rank], self.header
+        s, held, header = i.stage, self.held[rank], self.header
         for name in self.operands(i):
             assert name in held, f"rank {rank}: {name} is not there for {i}"
-            late = name[0] == Kind.W and not header.versions and s in self.stepped[rank]
+            late = name[0] == Kind.W and not header.versions and name[1:3] in self.stepped[rank]
             assert not late, f"rank {rank}: {i} after STEP"
             if held[name] is None:
                 return False
         if i.op in (Op.RECV, Op.FETCH_W):
-            name = ("partial", s, i.peer, -1) if i.kind == Kind.DW else (i.kind, s, b, i.via)
+            name = ("partial", s, i.peer, i.via) if i.kind == Kind.DW else self.named(i)
             self.define(rank, name, None)
-            self.posted[i.peer, rank, i.kind].append((name, (i.kind, s, b, i.via)))
+            self.posted[i.peer, rank, i.kind].append((name, self.named(i)))
         elif i.op == Op.SEND:
             if not self.posted[rank, i.peer, i.kind]:
                 return False
             name, expected = self.posted[rank, i.peer, i.kind].popleft()
-            assert expected == (i.kind, s, b, i.via), f"rank {rank}: {i} meets the RECV of {expected}"
+            assert expected == self.named(i), f"rank {rank}: {i} meets the RECV of {expected}"
             self.held[i.peer][name] = held[expected]
         elif i.op in (Op.ALLREDUCE, Op.NORM):
             members = header.groups[i.peer]
@@ -310,23 +312,25 @@ class Executor:
             elif i.op == Op.ALLREDUCE:
                 total = sum((self.held[m].get((Kind.DW, s, -1, -1), Counter()) for m in members), Counter())
                 for m in members:
-                    self.add(m, s, total - self.held[m].get((Kind.DW, s, -1, -1), Counter()))
+                    self.add(m, s, -1, total - self.held[m].get((Kind.DW, s, -1, -1), Counter()))
             for m in members:
                 self.at[m] += m != rank
         elif i.op == Op.FREE:
-            assert i.kind != Kind.W or s not in self.own[rank] or i.peer < self.newest[rank][s]
+            assert i.kind != Kind.W or (s, i.via) not in self.own[rank] or i.peer < self.newest[rank][s]
             assert i.kind != Kind.DW or not header.versions or held[self.named(i)] is STEPPED, f"rank {rank}: {i}"
             del held[self.named(i)]
         elif i.op == Op.STEP and header.versions:
             self.make(rank, i)
         elif i.op == Op.STEP:
-            assert held[Kind.DW, s, -1, -1] == Counter(range(header.microbatches)), f"rank {rank}: {i} on a wrong sum"
-            ties = [k for k, stages in enumerate(header.tied) if self.own[rank] & set(stages)]
+            assert held[Kind.DW, s, i.via, -1] == Counter(range(header.microbatches)), (
+                f"rank {rank}: {i} on a wrong sum"
+            )
+            ties = [k for k, stages in enumerate(header.tied) if self.newest[rank].keys() & set(stages)]
             assert sorted(self.tied[rank]) == ties, f"rank {rank}: {i} before its ties are summed"
-            self.stepped[rank].add(s)
+            self.stepped[rank].add((s, i.via))
         elif i.op == Op.ADD:
-            self.add(rank, s, held["partial", s, i.peer, -1])
-            del held["partial", s, i.peer, -1]
+            self.add(rank, s, i.via, held["partial", s, i.peer, i.via])
+            del held["partial", s, i.peer, i.via]
         else:
             self.compute(rank, i)
         return True
@@ -334,7 +338,9 @@ class Executor:
     def make(self, rank, i) -> None:
         """The next version of a stage, from the gradients of its microbatches."""
         s, m, held = i.stage, len(self.header.owners[i.stage]), self.held[rank]
-        assert s in self.own[rank] and i.peer == self.newest[rank][s] + 1, f"rank {rank}: {i} is not the next version"
+        assert (s, -1) in self.own[rank] and i.peer == self.newest[rank][s] + 1, (
+            f"rank {rank}: {i} is not the next version"
+        )
         right = Counter(range(m * (i.peer - 1), min(m * i.peer, self.header.microbatches)))
         assert held[Kind.DW, s, -1, -1] == right, f"rank {rank}: {i} on a wrong sum"
         held[Kind.DW, s, -1, -1] = STEPPED
@@ -343,11 +349,11 @@ class Executor:
         self.define(rank, (Kind.W, s, -1, i.peer), True)
         self.newest[rank][s] = i.peer
         if m * i.peer >= self.header.microbatches:
-            self.stepped[rank].add(s)
+            self.stepped[rank].add((s, -1))
 
     def tie(self, rank, i) -> None:
         self.tied[rank].append(i.stage)
-        stages = self.own[rank] & set(self.header.tied[i.stage])
+        stages = self.newest[rank].keys() & set(self.header.tied[i.stage])
         assert stages, f"rank {rank}: {i} is not of its stages"
         for s in stages:
             whole = self.held[rank][Kind.DW, s, -1, -1] == Counter(range(self.header.microbatches))
@@ -369,7 +375,8 @@ class Executor:
         if i.op == Op.BWD_I:
             self.define(rank, ("half", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_W):
-            self.add(rank, s, Counter({b: 1}))
+            for k in self.header.parts(s):
+                self.add(rank, s, k, Counter({b: 1}))
             del self.held[rank]["saved", s, b, -1]
         if i.op == Op.BWD_W:
             del self.held[rank]["half", s, b, -1]

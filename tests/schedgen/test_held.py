@@ -15,8 +15,8 @@ def peaks_of_held(program, data):
     stages = program.header.stages
     sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
     edges = len(program.header.edges)
-    parts = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
-    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}, parts=parts)
+    apart = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
+    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}, apart=apart)
     found = held(program, measured(machine, stages, edges))
     peak = np.zeros((program.header.workers, found.taken.shape[1]), np.int64)
     np.maximum.at(peak, program.rows.rank, found.during)

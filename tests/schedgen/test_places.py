@@ -18,8 +18,8 @@ import schedgen.kernels
 from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
 from schedgen.file import read, write
-from schedgen.places import LINE, Bytes, footprint, measured, places
-from schedgen.program import Kind, Op, Program
+from schedgen.places import Bytes, footprint, measured, places
+from schedgen.program import LINE, Kind, Op, Program, cut
 from schedgen.scheme import Sizes
 from schedgen.schemes import load
 
@@ -50,6 +50,7 @@ class Life(NamedTuple):
     begin: int
     end: int
     placed: bool  # received, or the gradient of weights that another rank owns
+    via: int = -1  # of weights and what is received of their gradients: the part; -1: all
 
 
 def lives(program, rank):
@@ -61,7 +62,7 @@ def lives(program, rank):
     for at, i in enumerate(part):
         s, b, starts, ends = i.stage, i.mb, [], []
         if i.op in (Op.RECV, Op.FETCH_W):
-            starts = [("partial", s, i.peer) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
+            starts = [("partial", s, i.peer, i.via) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
         if i.op == Op.FWD:
             starts = [(Kind.X, s, b, via) for via in header.vias(s)]
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
@@ -71,25 +72,36 @@ def lives(program, rank):
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE):
-            tied = i.kind == Kind.T
-            sums = [
-                (Kind.DW, t, -1, -1) for t in (header.tied[s] if tied else [s]) if not tied or rank in header.owners[t]
-            ]
+            sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.parts(s))]
+            if i.kind == Kind.T:
+                sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
             starts += [one for one in sums if one not in begun]
         if i.op in (Op.BWD, Op.BWD_W):
             ends = [("saved", s, b)] + [("half", s, b)] * (i.op == Op.BWD_W)
         if i.op == Op.ADD:
-            ends = [("partial", s, i.peer)]
+            ends = [("partial", s, i.peer, i.via)]
         if i.op == Op.FREE:
             ends = [(i.kind, s, b, i.via)]
         begun |= dict.fromkeys(starts, at)
         for name in ends:
             begin = begun.pop(name)
-            foreign = name[0] == Kind.DW and rank not in header.owners[name[1]]
+            foreign = name[0] == Kind.DW and rank not in header.holders(name[1], name[3])
+            via = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
             column = header.columns(np.array([name[1]]), np.array([name[3]]))[0] if name[0] in (Kind.X, Kind.G) else -1
-            found.append(Life(name[0], name[1], column, begin, at, foreign or part[begin].op in (Op.RECV, Op.FETCH_W)))
+            placed = foreign or part[begin].op in (Op.RECV, Op.FETCH_W)
+            found.append(Life(name[0], name[1], column, begin, at, placed, via))
     assert not begun
+    # All that a rank gathers of others' parts of a stage lies together.
+    for stage in {life.stage for life in found if life.kind == Kind.DW and life.placed and life.via >= 0}:
+        parts = [life for life in found if life.kind == Kind.DW and life.placed and life.stage == stage]
+        found = [life for life in found if life not in parts]
+        found.append(Life(Kind.DW, stage, -1, min(one.begin for one in parts), max(one.end for one in parts), True))
     return found
+
+
+def part_of(amount, header, stage, via):
+    """The bytes of a part of so many."""
+    return int(np.diff(cut(int(amount), len(header.parts(stage))))[via]) if via >= 0 else int(amount)
 
 
 def size(life, bytes, header):
@@ -99,6 +111,9 @@ def size(life, bytes, header):
         Kind.W: bytes.weight, Kind.DW: bytes.weight,
         "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,
     }  # fmt: skip
+    if life.via >= 0:
+        rows = bytes.partial[life.stage] // bytes.weight[life.stage] if life.kind == "partial" else 1
+        return rows * part_of(bytes.weight[life.stage], header, life.stage, life.via)
     return int(by_kind[life.kind][life.stage])
 
 
@@ -119,8 +134,13 @@ def peak(program, rank, found, planned, bytes):
         running.append(alive + workspace)
     losses = [s for s in range(header.stages) if not header.consumers[s]]
     owned = sum(bytes.activation[i.stage] for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses)
-    for stage, owners in enumerate(header.owners):
-        if rank in owners:  # with its gradient, and what the other owners send of theirs
+    for stage, k in header.units:
+        owners = header.holders(stage, k)
+        if rank in owners and k >= 0:
+            weight, mine = bytes.weight[stage], part_of(bytes.weight[stage], header, stage, k)
+            few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
+            owned += -(-bytes.owned[stage] * mine // weight) + (few if 16 * few < weight else 0) + mine
+        elif rank in owners:  # with its gradient, and what the other owners send of theirs
             part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE
             owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
     return owned + sum(planned.sizes[rank]) + max(running)
@@ -140,6 +160,8 @@ def hold(program, bytes):
             assert size(life, bytes, program.header) <= sizes[row[life.begin]]
         for one, other in combinations(received, 2):
             apart = one.end < other.begin or other.end < one.begin
+            if one.kind == other.kind == Kind.W and one.stage == other.stage and one.via != other.via:
+                continue  # parts of one copy
             assert apart or row[one.begin] != row[other.begin], (one, other)
         # A place for every buffer of a size that is there at once, and none that is not filled.
         pools = defaultdict(list)

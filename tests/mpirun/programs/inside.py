@@ -38,9 +38,9 @@ class Run(mpirun.train.Run):
         super().__init__(WORLD, options)
         self.record = record
 
-    def _verify(self, record: verify.Record) -> int:
+    def _verify(self, record: verify.Mine) -> int:
         code = super()._verify(record)
-        whole = verify.gather(self.comm, self.header, record)
+        whole = verify.gather(self.comm, self.header, self.training.shapes, record)
         if self.record is not None and WORLD.rank == 0:
             assert isinstance(whole, verify.Record), whole
             torch.save(whole._asdict(), self.record)
@@ -48,7 +48,12 @@ class Run(mpirun.train.Run):
 
     def weights(self) -> str:
         """A hash of the weights of all stages, on all ranks that own them."""
-        mine = {s: bytes(one.weights.view(torch.uint8).numpy()) for s, one in self.interpreter.optimizer.stages.items()}
+        stages = self.interpreter.optimizer.stages
+        mine = {
+            f"{s}/{k}" if k >= 0 else s: bytes(part.view(torch.uint8).numpy())
+            for s, one in stages.items()
+            for k, part in one.own.items()
+        }
         everything = WORLD.allgather({s: hashlib.sha256(data).hexdigest() for s, data in mine.items()})
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
