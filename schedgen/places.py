@@ -176,6 +176,8 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
     receives = np.flatnonzero((table.op == Op.RECV) | (table.op == Op.FETCH_W))
     size = np.zeros(len(program), np.int64)
     size[receives] = message_sizes(program, bytes, receives)
+    fetches = receives[table.op[receives] == Op.FETCH_W]
+    size[fetches] = bytes.weight[table.stage[fetches]]  # the place of a part is in that of them all
     pools = np.full(len(program), -1, np.int32)  # by RECV row: the number of its size
     pooled = receives[table.op[receives] == Op.RECV]
     found_sizes, pools[pooled] = np.unique(size[pooled], return_inverse=True)
