@@ -61,7 +61,7 @@ def untraceable(module: nn.Module, error: BaseException) -> UsageError:
         for one in chain
         for frame in reversed(traceback.extract_tb(one.__traceback__))
     ]
-    where = _last(frames[::-1]) or _forward(module)
+    where = _last(frames[::-1]) or forward(module)
     if any(word in type(one).__name__ for one in chain for word in DATA):
         why = "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
         return UsageError(f"{where}: {why} a Sequential")
@@ -87,6 +87,7 @@ def _last(places: Iterable[Place]) -> Place | None:
     return users[-1] if users else None
 
 
-def _forward(module: nn.Module) -> Place:
+def forward(module: nn.Module) -> Place:
+    """Where its forward begins."""
     code = type(module).forward.__code__
     return Place(code.co_filename, code.co_firstlineno, code.co_name)

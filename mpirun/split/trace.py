@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from mpirun.split.cut import Inputs, Output, constant
-from mpirun.split.errors import place, untraceable
+from mpirun.split.errors import forward, place, untraceable
 from schedgen.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
@@ -72,13 +72,8 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         program.call_spec.out_spec,
     )
     if not traced.output()[0]:
-        raise UsageError(f"{untraceable_output(module)} returns no tensor")
+        raise UsageError(f"{forward(module)}: returns no tensor")
     return traced
-
-
-def untraceable_output(module: nn.Module) -> str:
-    """Who returned it."""
-    return f"{type(module).__name__}.forward"
 
 
 def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,7 +126,7 @@ def _quiet() -> Iterator[None]:
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -6,15 +6,19 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as nnf
 import torch.utils._pytree as pytree
+import untraceable
 from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
 from torch import Tensor, nn
 
+from mpirun.model import Model
 from mpirun.split import Cut, MpirunWarning, batch_coupled, split, split_sequential
 from mpirun.wiring import Input, Value
 from schedgen.errors import UsageError
@@ -33,13 +37,13 @@ def score(output: Any) -> Tensor:
 
 def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
     """The output and the gradients by parameter, stage after stage, with nothing between stages but what is sent."""
-    stages = copy.deepcopy(cut.stages)  # as mpirun does
+    stages = [copy.deepcopy(stage) for stage in cut.stages]  # as mpirun does
     leaves = cut.leaves(data)
     sent: dict[Value, Tensor] = {}
     made: list[tuple[Tensor, ...]] = []
     read: list[list[Tensor]] = []
     for stage, (module, sources) in enumerate(zip(stages, cut.reads, strict=True)):
-        read.append([leaves[one.index] if isinstance(one, Input) else sent[one].detach() for one in sources])
+        read.append([(leaves[one.index] if isinstance(one, Input) else sent[one]).detach() for one in sources])
         for one in read[-1]:
             one.requires_grad_(one.is_floating_point())
         outputs = module(*(one.clone() for one in read[-1]))
@@ -177,3 +181,361 @@ def test_transformers(name: str, attention: str, stages: int, shared: str) -> No
     for value in cut.bytes:  # masks and positions are made where they are used
         output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
         assert "mask" not in str(output)
+
+
+# Where it is cut
+
+
+def test_points() -> None:
+    module = GPT2Like()
+    cut = split(module, (TOKENS, MASK), points=["blocks.1", "blocks.3"])
+    assert [sorted({name[:8] for name, _ in stage.named_parameters()}) for stage in cut.stages] == [
+        ["blocks.0", "places.w", "words.we"],
+        ["blocks.1", "blocks.2"],
+        ["blocks.3", "head.wei", "norm.bia", "norm.wei"],
+    ]
+    assert cut.edges == [(0, 1), (1, 2)]
+    assert cut.bytes == {Value(0, 0): TOKENS.numel() * WIDTH * 4, Value(1, 0): TOKENS.numel() * WIDTH * 4}
+    assert cut.reads[1] == [Input(0), Input(1), Value(0, 0)] or cut.reads[1] == [Input(1), Value(0, 0)]
+    agree(module, cut, (TOKENS, MASK))
+
+
+def test_pipe_split_and_a_change_in_place_behind_it() -> None:
+    module = Marked()
+    cut = split(module, X)
+    assert cut.edges == [(0, 1), (1, 2)]
+    travels(cut)
+    agree(module, cut, (X,))
+
+
+def test_a_point_at_a_change_in_place() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.relu, self.two = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            z = self.relu(y)
+            return self.two(z) + y
+
+    module = Change()
+    for point in ("relu", "two"):
+        cut = split(module, X, points=[point])
+        travels(cut)
+        agree(module, cut, (X,))
+
+
+def test_an_input_changed_in_place() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            y = self.one(x)
+            x.add_(1)
+            return self.two(y + x)
+
+    module = Change()
+    cut = split(module, X, stages=2)
+    torch.testing.assert_close(train(cut, X.clone())[0], module(X.clone()))
+
+
+def test_memory_that_trained_values_are_written_to() -> None:
+    class Fill(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(2, *x.shape)
+            out[0] = self.layers[0](x)
+            out[1] = self.layers[1](x)
+            return self.layers[3](self.layers[2](out))
+
+    module = Fill()
+    for stages in (2, 3):
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        agree(module, cut, (X,))
+
+
+def test_towers_do_not_wait_for_each_other() -> None:
+    make, args, kwargs = PLAIN["two-tower"]
+    module = make()
+    cut = split(module, args, kwargs, points=["text.1", "image", "image.3"])
+    assert cut.edges == [(0, 1), (1, 3), (2, 3)]
+    assert cut.reads[2] == [Input(1)]
+    agree(module, cut, args, kwargs)
+
+
+def test_costs_by_submodule() -> None:
+    module = GPT2Like()
+    costs = {"blocks.0": 1.0, "blocks.1": 1.0, "blocks.2": 1.0, "blocks.3": 3.0}
+    cut = split(module, (TOKENS, MASK), stages=2, costs=costs)
+    assert {name.split(".")[1] for name, _ in cut.stages[1].named_parameters() if "blocks" in name} == {"3"}
+    agree(module, cut, (TOKENS, MASK))
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn_like(x)
+            return self.two(self.one(x + noise)) * noise
+
+    module = Noise()
+    cut = split(module, X, points=["two"])
+    assert len(cut.bytes) == 2
+    agree(module, cut, (X,))
+
+
+def test_frozen_parameters() -> None:
+    module = EncoderDecoder()
+    module.source.requires_grad_(False)
+    module.encoder.requires_grad_(False)
+    module.head.weight = module.source.weight
+    cut = split(module, (TOKENS, TOKENS), stages=4)
+    assert cut.tied == []
+    agree(module, cut, (TOKENS, TOKENS))
+
+
+def test_without_gradients_and_mixed_precision_inside() -> None:
+    class Regions(nn.Module):
+        ema: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+            self.register_buffer("ema", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[1](self.layers[0](x))
+            with torch.no_grad():
+                self.ema.mul_(0.9).add_(x.mean(0), alpha=0.1)
+                y = x.argmax(-1, keepdim=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layers[2](x)
+            return self.layers[3](x.float()) * y
+
+    module = Regions()
+    for stages in (2, 3):
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        agree(module, cut, (X,))
+        module(X)  # changes its own buffer only
+        assert not any(stage.get_buffer("ema").any() for stage in cut.stages if "ema" in dict(stage.named_buffers()))
+        module.ema.zero_()
+
+
+def test_statistics_of_batches() -> None:
+    module = ResNetLike()
+    assert batch_coupled(module)[:2] == ["down1.norm1", "down1.norm2"]
+    assert batch_coupled(nn.Sequential(nn.InstanceNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))) == ["1"]
+    assert batch_coupled(module.eval()) == []
+    args = PLAIN["resnet"][1]
+    with pytest.warns(MpirunWarning, match=r"down1.norm1, down1.norm2, down2.norm1 and 7 more: statistics are those"):
+        cut = split(module.train(), args, stages=3)
+    module(*args)
+    sent: dict[Any, Tensor] = {Input(0): args[0]}
+    for stage, (part, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = part(*(sent[one] for one in sources))
+        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    buffers = {name: one for stage in cut.stages for name, one in stage.named_buffers()}
+    assert buffers.keys() == dict(module.named_buffers()).keys()
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer)
+    with pytest.warns(MpirunWarning, match="eval mode"):
+        split(module.eval(), args, stages=2)
+
+
+def test_summary() -> None:
+    text = split(Tied(), (TOKENS, MASK), points=["blocks.2"], shared="replicate").summary()
+    assert re.search(r"^    0 +\d+ +\d+  1024 to 1 +words to blocks.1", text, re.M)
+    assert "tied: words.weight of stage 0 = words.weight of stage 1" in text
+
+
+def test_shared_by_name() -> None:
+    module = Tied()
+    assert split(module, (TOKENS, MASK), stages=2, shared={"words.weight": "replicate"}).tied
+    assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
+
+
+# What cannot be
+
+
+def line_of(name: str) -> str:
+    """file:line of the first `# here` behind the class of this name."""
+    lines = Path(untraceable.__file__).read_text().splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith(f"class {name}("))
+    return f"untraceable.py:{next(k for k in range(start, len(lines)) if '# here' in lines[k]) + 1}: in "
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Branch", r"`if x.sum\(\) > 0:  # here`: its outcome depends on data, which tracing cannot follow"),
+        ("Helped", "in flipped: .*depends on data"),
+        ("Loop", "depends on data"),
+        ("Item", "a number is taken out of a tensor"),
+        ("Numpy", "cannot be traced: RuntimeError"),
+        ("Selected", "the shape depends on data"),
+        ("Wrong", "cannot be traced: RuntimeError: .*16"),
+        ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
+        ("Counted", "changes the buffer seen, which several stages would use"),
+        ("First", "would have no computation"),
+        ("Twice", "would have no computation"),
+        ("Last", "would have no computation"),
+        ("Returns", "cannot be traced: .*list_iterator"),
+        ("Nothing", "no tensor"),
+    ],
+)
+def test_untraceable(name: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        split(getattr(untraceable, name)(), X, stages=None if name in MARKED else 2)
+    assert line_of(name) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+
+
+MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"points": ["blocks.9"]}, "the submodule 'blocks.9' does not exist; did you mean blocks.[0-3]"),
+        ({"points": ["blocks.0.dropout"]}, "'blocks.0.dropout' runs 2 times"),
+        ({"points": ["blocks"]}, "'blocks' computes nothing"),
+        ({"points": ["words"]}, "'words': the stage that ends here would have no computation"),
+        ({"points": ["blocks.1", "blocks.1.norm1"]}, "'blocks.1' and 'blocks.1.norm1' begin at the same place"),
+        ({"points": ["blocks.1"], "stages": 4}, "make 2 stages, not 4"),
+        ({"points": ["blocks.1"], "costs": {"head": 1}}, "costs choose where stages begin, but points"),
+        ({}, "say how many stages, or at which points to cut"),
+        ({"stages": 0}, "0 stages: there should be one at least"),
+        ({"stages": 4000}, r"can be cut into \d+ stages at most, not 4000"),
+        ({"stages": 2, "costs": {"hed": 1}}, "costs: the submodule 'hed' does not exist; did you mean head"),
+        ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
+        ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
+        ({"stages": 2, "shared": {"wrds.weight": "replicate"}}, "'wrds.weight' does not exist; did you mean words.weight"),
+    ],
+)
+def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(GPT2Like(), (TOKENS, MASK), **arguments)
+
+
+def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
+    with pytest.raises(UsageError, match=r"'one' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.one\(x\)`\)"):
+        split(untraceable.Repeated(), X, points=["one"])
+
+
+def test_inputs() -> None:
+    class Options(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, pair: tuple[Tensor, Tensor], times: int, *, bias: Any = None, last: Tensor) -> Tensor:
+            return self.two(self.one(pair[0]) * times + pair[1]) + last
+
+    args, kwargs = ((X, X + 1), 3), {"last": X - 1, "bias": None}
+    module = Options()
+    cut = split(module, args, kwargs, stages=2)
+    agree(module, cut, args, kwargs)
+    for data, why in [
+        ((((X, X), 4), kwargs), "leaf 2 of the batch's input is 4, but was traced as 3"),
+        (((X, 3), kwargs), "is nested as"),
+        ((args, {"last": X}), r"inputs are \['last'\]"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            cut.leaves(data)
+    with pytest.raises(UsageError, match=r"example_kwargs\['last'\] is of type object: inputs are tensors"):
+        split(module, args, {"last": object()}, stages=2)
+
+
+# Sequential
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "runs"),
+    [
+        (4, None, ["01", "23", "4", "5"]),
+        (3, [5, 1, 1, 1, 1, 1], ["0", "12", "345"]),
+        (2, [1, 1, 1, 1, 1, 5], ["01234", "5"]),
+        ([2, "5"], None, ["01", "234", "5"]),
+        (["0", "3"], None, ["012", "345"]),
+    ],
+)
+def test_sequential(stages: Any, costs: Any, runs: list[str]) -> None:
+    module = layers()
+    cut = split_sequential(module, stages, costs)
+    assert ["".join(stage._modules) for stage in cut.stages] == runs
+    assert cut.reads == [[Input(0)], *([Value(k, 0)] for k in range(len(runs) - 1))]
+    agree(module, cut, (X,))
+
+
+def test_sequential_by_a_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"F": [1, 1, 1, 1, 1, 1], "B": [2, 2, 2, 2, 2, 9], "step": [0, 0, 0, 0, 0, 0]}')
+    assert "".join(split_sequential(layers(), 2, profile).stages[1]._modules) == "45"
+    with pytest.raises(UsageError, match="is no profile of mpirun profile"):
+        split_sequential(layers(), 2, tmp_path / "none.json")
+
+
+def test_sequential_with_a_child_that_appears_twice() -> None:
+    one = nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(one, nn.Tanh(), one, nn.Linear(WIDTH, WIDTH))
+    for stages in (1, 2, 3):
+        cut = split_sequential(module, stages)
+        agree(module, cut, (X,))
+    assert cut.tied == [[(0, "0.weight"), (1, "2.weight")], [(0, "0.bias"), (1, "2.bias")]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "why"),
+    [
+        (7, None, "has 6 children, too few for 7 stages"),
+        (0, None, "0 stages"),
+        (2, [1, 2], "costs has 2 numbers, but the Sequential 6 children"),
+        (2, [1, 2, 3, 4, 5, -1], "not negative"),
+        (["9"], None, "the child '9' does not exist"),
+        ([3, 2], None, "'2' is not behind '3'"),
+        ([3], [1] * 6, "but the stages are named"),
+    ],
+)
+def test_sequential_that_cannot_be_cut(stages: Any, costs: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split_sequential(layers(), stages, costs)
+    with pytest.raises(UsageError, match="takes an nn.Sequential, not Linear"):
+        split_sequential(nn.Linear(1, 1), 1)  # type: ignore[arg-type]
+
+
+# As mpirun takes it
+
+
+def test_model() -> None:
+    if "reads" not in Model._fields:
+        pytest.skip("Model has no reads yet")
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
+        return {"mask": MASK, "tokens": TOKENS}, TOKENS
+
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return nnf.cross_entropy(output["scores"].flatten(0, 1), target.flatten())
+
+    cut = split(GPT2Like(), (), {"tokens": TOKENS, "mask": MASK}, stages=2)
+    model = cut.model(loss, batch)
+    data, _ = model.batch(TOKENS, np.random.default_rng(0))
+    assert data[0] is TOKENS
+    assert data[1] is MASK
+    assert model.reads == cut.reads
