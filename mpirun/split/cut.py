@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.model import Model
 from mpirun.wiring import Source, Value
 from schedgen.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpirun.model import Model
 
 Batch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
 
@@ -109,11 +111,13 @@ class Cut(NamedTuple):
         return lambda outputs, target: function(rebuild(outputs), target)
 
     def model(self, loss: Callable[[Any, Any], Tensor], batch: Batch, length: int = 1) -> Model:
-        """As mpirun takes it. `loss` takes the module's own output; `batch` returns the module's own input."""
+        """For mpirun. `loss` takes the module's own output; `batch` returns the module's own input."""
 
         def flat(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
             data, target = batch(text, rng)
             return self.leaves(data), target
+
+        from mpirun.model import Model  # imports MPI, which a cut does without
 
         return Model(  # type: ignore[call-arg, unused-ignore]
             stages=[_layers(stage) for stage in self.stages],

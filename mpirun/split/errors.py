@@ -63,7 +63,9 @@ def untraceable(module: nn.Module, error: BaseException) -> UsageError:
     ]
     where = _last(frames[::-1]) or forward(module)
     if any(word in type(one).__name__ for one in chain for word in DATA):
-        why = "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
+        why = (
+            "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
+        )
         return UsageError(f"{where}: {why} a Sequential")
     return UsageError(f"{where}: cannot be traced: {type(error).__name__}: {one_line(error)[:300]}")
 

@@ -7,7 +7,7 @@ the graph, are computed once, each in its stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpirun.split.trace import Traced
@@ -26,7 +26,7 @@ CHEAP = 16  # flops a byte of output: a free node does no more
 
 
 class Flow:
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced, flops: Mapping[fx.Node, int] | None = None) -> None:
         self.traced, self.graph = traced, traced.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
         self.roots: dict[fx.Node, fx.Node] = {}  # of a node that shares memory with an earlier one
@@ -40,7 +40,7 @@ class Flow:
                 self.roots[node] = self.root(one)
             for root in written:
                 self.writes.setdefault(root, []).append(node)
-        self.flops = _flops(traced)
+        self.flops = _flops(traced) if flops is None else flops
         self.free: set[fx.Node] = set()
         spoiled: set[fx.Node] = set()  # memory that something not free writes to
         while True:
@@ -127,7 +127,7 @@ def _written(node: fx.Node, state: dict[str, Any]) -> list[fx.Node]:
         for index, argument in enumerate(node.target._schema.arguments):
             given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            found += [given] * (isinstance(given, fx.Node) and (writes or index in hidden))  # type: ignore[list-item]
+            found += [given] * (isinstance(given, fx.Node) and (writes or index in hidden))
     return found
 
 
@@ -144,6 +144,7 @@ def _shared(node: fx.Node) -> list[fx.Node]:
 def _flops(traced: Traced) -> dict[fx.Node, int]:
     """Of the nodes that have any, as torch counts them."""
     found: dict[fx.Node, int] = {}
+    known: dict[str, int] = {}  # of an operator on these shapes
     values = [node.meta.get("val") for node in traced.graph.nodes]
     fake = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
     if fake is None:
@@ -156,8 +157,13 @@ def _flops(traced: Traced) -> dict[fx.Node, int]:
         for node in traced.graph.nodes:
             if node.op != "call_function" or node.target is getitem or not node.all_input_nodes:
                 continue
-            before = counter.get_total_flops()
-            node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
-            if flops := counter.get_total_flops() - before:
-                found[node] = flops
+            given = fx.node.map_arg((node.args, node.kwargs), value)
+            shapes = tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, given)
+            key = f"{node.target} {shapes}"
+            if key not in known:
+                before = counter.get_total_flops()
+                node.target(*given[0], **given[1])
+                known[key] = counter.get_total_flops() - before
+            if known[key]:
+                found[node] = known[key]
     return found

@@ -18,21 +18,24 @@ def separate_inputs(flow: Flow) -> Flow:
     roots = [root for root in flow.writes if root.op == "placeholder"]
     for root in roots:
         _separate(flow, root, "changes the input in place, which other stages read")
-    return Flow(flow.traced) if roots else flow
+    return Flow(flow.traced, flow.flops) if roots else flow
 
 
 def separate(flow: Flow, starts: Sequence[fx.Node]) -> tuple[Flow, list[fx.Node]]:
     """Where a stage would change what an earlier one made, it changes a copy, which is what later ones read."""
-    renewed = list(starts)
+    renewed, changed = list(starts), False
     for root, first, last in regions(flow):
         if not any(start in flow.body[first + 1 : last + 1] for start in renewed):
             continue
         if persistent(root):
             where = place(flow.writes[root][0])
-            raise UsageError(f"{where}: changes the buffer {root.target}, which several stages would use; cut elsewhere")
+            raise UsageError(
+                f"{where}: changes the buffer {root.target}, which several stages would use; cut elsewhere"
+            )
         copies = _separate(flow, root, "changes in place what an earlier stage has made")
+        changed = True
         renewed = [copies.get(start, start) for start in renewed]
-    return (Flow(flow.traced), renewed) if renewed or starts else (flow, renewed)
+    return Flow(flow.traced, flow.flops) if changed else flow, renewed
 
 
 def _separate(flow: Flow, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
@@ -40,7 +43,9 @@ def _separate(flow: Flow, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
     writes = flow.writes[root]
     same = [root, *(node for node, one in flow.roots.items() if one is root)]
     if any(node not in writes for node in same[1:]):
-        raise UsageError(f"{place(writes[0])}: {why}, and there are views of it; write it out of place, or cut elsewhere")
+        raise UsageError(
+            f"{place(writes[0])}: {why}, and there are views of it; write it out of place, or cut elsewhere"
+        )
     copies = {}
     for write in writes:
         given = next(node for node in write.all_input_nodes if node in same)

@@ -31,7 +31,9 @@ def split_sequential(
     Without them stages have even numbers of children. Parameters that several children share are tied.
     """
     if not isinstance(module, nn.Sequential):
-        raise UsageError(f"split_sequential takes an nn.Sequential, not {type(module).__name__}; split takes any module")
+        raise UsageError(
+            f"split_sequential takes an nn.Sequential, not {type(module).__name__}; split takes any module"
+        )
     names = list(module._modules)
     if isinstance(stages, int):
         starts = _starts(names, stages, None if costs is None else _costs(costs, len(names)))
@@ -46,7 +48,7 @@ def split_sequential(
     warn(module)
     return Cut(
         parts,
-        [[Input(0)], *([Value(stage, 0)] for stage in range(len(parts) - 1))],
+        [[Input(0) if stage == 0 else Value(stage - 1, 0)] for stage in range(len(parts))],
         _ties(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
     )
@@ -70,7 +72,9 @@ def _named(names: Sequence[str], points: Sequence[str | int]) -> list[int]:
         if start == 0 and starts == [0]:
             continue
         if start <= starts[-1]:
-            raise UsageError(f"stages begin at children in their order, but {name!r} is not behind {names[starts[-1]]!r}")
+            raise UsageError(
+                f"stages begin at children in their order, but {name!r} is not behind {names[starts[-1]]!r}"
+            )
         starts.append(start)
     return starts
 

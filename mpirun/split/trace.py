@@ -79,10 +79,9 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
         if leaf is not None and not isinstance(leaf, Tensor | bool | int | float | str):
-            kind, where = ("example_kwargs", "example_args")[path[0].idx == 0], pytree.keystr(path[1:])
             raise UsageError(
-                f"{kind}{where} is of type {type(leaf).__name__}: inputs are tensors, or numbers, strings and None, "
-                "which are constants"
+                f"the example's input {pytree.keystr(path[1:])} is of type {type(leaf).__name__}: "
+                "inputs are tensors, or numbers, strings and None, which are constants"
             )
 
 
@@ -91,7 +90,9 @@ def _check(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise UsageError(f"{place(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors")
+            raise UsageError(
+                f"{place(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"
+            )
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
             raise UsageError(f"{place(node)}: the shape depends on data, but should be the same for every microbatch")
 

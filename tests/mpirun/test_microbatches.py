@@ -18,7 +18,14 @@ DIMS = {"a": (0, [-1]), "mask": None, "name": None, "none": None}
 
 @pytest.mark.parametrize(
     ("rows", "count", "sizes"),
-    [(10, 1, [10]), (10, 2, [5, 5]), (10, 4, [3, 3, 3, 1]), (5, 4, [2, 1, 1, 1]), (6, 4, [2, 2, 1, 1]), (3, 3, [1] * 3)],
+    [
+        (10, 1, [10]),
+        (10, 2, [5, 5]),
+        (10, 4, [3, 3, 3, 1]),
+        (5, 4, [2, 1, 1, 1]),
+        (6, 4, [2, 2, 1, 1]),
+        (3, 3, [1] * 3),
+    ],
 )
 def test_sizes(rows: int, count: int, sizes: list[int]) -> None:
     parts = chunk(ROWS[:rows], count)
@@ -53,7 +60,13 @@ def test_a_dimension_for_a_whole_part_and_replicated_keys() -> None:
         (ROWS, 11, 0, (), "the minibatch has 10 samples, too few for 11 microbatches"),
         (ROWS, 2, 2, (), "the minibatch has 2 dimensions, so none is 2"),
         ((ROWS, torch.tensor(1)), 2, 0, (), r"the minibatch\[1\] has 0 dimensions, so none is 0"),
-        ({"x": ROWS, "y": ROWS.T}, 2, 0, (), r"minibatch\['y'\] has 2 samples in dimension 0, but the minibatch\['x'\] has 10"),
+        (
+            {"x": ROWS, "y": ROWS.T},
+            2,
+            0,
+            (),
+            r"minibatch\['y'\] has 2 samples in dimension 0, but the minibatch\['x'\] has 10",
+        ),
         (("x", None), 2, 0, (), "has no tensor that could be cut"),
         ((ROWS, ROWS), 2, (0, 0, 0), (), "is not nested as the minibatch"),
         (ROWS, 2, "rows", (), "'rows' is neither a dimension nor None"),

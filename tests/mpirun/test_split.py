@@ -32,7 +32,9 @@ X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 def score(output: Any) -> Tensor:
     """A loss that depends on all of an output, and on each part otherwise."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return sum(((leaf.float() ** 2).mean() * (k + 1) + leaf.float().mean() for k, leaf in enumerate(leaves)), X.new_zeros(()))
+    return sum(
+        ((leaf.float() ** 2).mean() * (k + 1) + leaf.float().mean() for k, leaf in enumerate(leaves)), X.new_zeros(())
+    )
 
 
 def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -360,6 +362,15 @@ def test_summary() -> None:
     assert "tied: words.weight of stage 0 = words.weight of stage 1" in text
 
 
+def test_stages_run_wherever_they_are_moved_to() -> None:
+    cut = split(GPT2Like(), (TOKENS, MASK), stages=2)
+    sent: dict[Any, Tensor] = {Input(0): TOKENS.to("meta"), Input(1): MASK.to("meta")}
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = copy.deepcopy(module).to("meta")(*(sent[one] for one in sources))
+        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    assert all(one.is_meta for one in sent.values())
+
+
 def test_shared_by_name() -> None:
     module = Tied()
     assert split(module, (TOKENS, MASK), stages=2, shared={"words.weight": "replicate"}).tied
@@ -422,7 +433,10 @@ MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
         ({"stages": 2, "costs": {"hed": 1}}, "costs: the submodule 'hed' does not exist; did you mean head"),
         ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
         ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
-        ({"stages": 2, "shared": {"wrds.weight": "replicate"}}, "'wrds.weight' does not exist; did you mean words.weight"),
+        (
+            {"stages": 2, "shared": {"wrds.weight": "replicate"}},
+            "'wrds.weight' does not exist; did you mean words.weight",
+        ),
     ],
 )
 def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
@@ -431,7 +445,9 @@ def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
 
 
 def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
-    with pytest.raises(UsageError, match=r"'one' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.one\(x\)`\)"):
+    with pytest.raises(
+        UsageError, match=r"'one' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.one\(x\)`\)"
+    ):
         split(untraceable.Repeated(), X, points=["one"])
 
 
@@ -455,7 +471,7 @@ def test_inputs() -> None:
     ]:
         with pytest.raises(UsageError, match=why):
             cut.leaves(data)
-    with pytest.raises(UsageError, match=r"example_kwargs\['last'\] is of type object: inputs are tensors"):
+    with pytest.raises(UsageError, match=r"the example's input \['last'\] is of type object: inputs are tensors"):
         split(module, args, {"last": object()}, stages=2)
 
 
@@ -516,7 +532,7 @@ def test_sequential_with_a_child_that_appears_twice() -> None:
 def test_sequential_that_cannot_be_cut(stages: Any, costs: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         split_sequential(layers(), stages, costs)
-    with pytest.raises(UsageError, match="takes an nn.Sequential, not Linear"):
+    with pytest.raises(UsageError, match=r"takes an nn\.Sequential, not Linear"):
         split_sequential(nn.Linear(1, 1), 1)  # type: ignore[arg-type]
 
 
