@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ class Inputs(NamedTuple):
     """The example that a module was traced on."""
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]  # tensors in both are replaced by None
+    kwargs: dict[str, Any]  # tensors in both have no data
 
     def leaves(self, data: Any) -> tuple[Any, ...]:
         """Those of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor."""
@@ -37,14 +36,14 @@ class Inputs(NamedTuple):
             args, kwargs = data if isinstance(data, tuple) else (data,), {}
         if kwargs.keys() != self.kwargs.keys():
             raise UsageError(f"the batch's inputs are {sorted(kwargs)}, but those of the example {sorted(self.kwargs)}")
-        given, example = ((args, {name: kwargs[name] for name in self.kwargs}), (self.args, self.kwargs))
-        leaves, structure = pytree.tree_flatten(given)
-        expected, wanted = pytree.tree_flatten(example)
+        leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
+        expected, wanted = pytree.tree_flatten((self.args, self.kwargs))
         if structure != wanted:
             raise UsageError(f"the batch's input is nested as {structure}, but that of the example as {wanted}")
-        for index, (leaf, constant) in enumerate(zip(leaves, expected, strict=True)):
-            if not isinstance(leaf, Tensor) and leaf != constant:
-                raise UsageError(f"leaf {index} of the batch's input is {leaf!r}, but was traced as {constant!r}")
+        for index, pair in enumerate(zip(leaves, expected, strict=True)):
+            given, example = map(_seen, pair)
+            if given != example:
+                raise UsageError(f"leaf {index} of the batch's input is {given}, but was traced as {example}")
         return tuple(leaves)
 
 
@@ -111,7 +110,10 @@ class Cut(NamedTuple):
         return lambda outputs, target: function(rebuild(outputs), target)
 
     def model(self, loss: Callable[[Any, Any], Tensor], batch: Batch, length: int = 1) -> Model:
-        """For mpirun. `loss` takes the module's own output; `batch` returns the module's own input."""
+        """For mpirun. `loss` takes the module's own output; the input that `batch` returns is the module's own.
+
+        That is a tuple of args, a dict of kwargs, (args, kwargs) where the example had both, or the one tensor.
+        """
 
         def flat(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
             data, target = batch(text, rng)
@@ -152,6 +154,6 @@ def _layers(stage: nn.Module) -> nn.Module | dict[str, Callable[[], nn.Module]]:
     return {name: partial(copy.deepcopy, child) for name, child in stage.named_children()}
 
 
-def constant(leaf: Any) -> Any:
-    """What is kept of an example's leaf: nothing of a tensor."""
-    return None if isinstance(leaf, torch.Tensor) else leaf
+def _seen(leaf: Any) -> str:
+    """What of a leaf of the input is part of the traced graph."""
+    return f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from mpirun.split.cut import Inputs, Output, constant
+from mpirun.split.cut import Inputs, Output
 from mpirun.split.errors import forward, place, untraceable
 from schedgen.errors import UsageError
 
@@ -68,7 +68,7 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         state,
         {name: parameter for name, parameter in module.named_parameters() if state.get(name) is parameter},
         {name for name, _ in module.named_buffers() if name not in module.state_dict()} | {*program.constants},
-        Inputs(pytree.tree_map(constant, args), pytree.tree_map(constant, kwargs)),
+        Inputs(*pytree.tree_map_only(Tensor, lambda one: torch.empty_like(one, device="meta"), (args, kwargs))),
         program.call_spec.out_spec,
     )
     if not traced.output()[0]:

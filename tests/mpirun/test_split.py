@@ -45,7 +45,7 @@ def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
     made: list[tuple[Tensor, ...]] = []
     read: list[list[Tensor]] = []
     for stage, (module, sources) in enumerate(zip(stages, cut.reads, strict=True)):
-        read.append([(leaves[one.index] if isinstance(one, Input) else sent[one]).detach() for one in sources])
+        read.append([(leaves[one[0]] if isinstance(one, Input) else sent[one]).detach() for one in sources])
         for one in read[-1]:
             one.requires_grad_(one.is_floating_point())
         outputs = module(*(one.clone() for one in read[-1]))
@@ -466,6 +466,7 @@ def test_inputs() -> None:
     agree(module, cut, args, kwargs)
     for data, why in [
         ((((X, X), 4), kwargs), "leaf 2 of the batch's input is 4, but was traced as 3"),
+        ((((X[:3], X), 3), kwargs), r"leaf 0 .* is torch.float32 of shape \(3, 16\), but was traced as .*\(4, 16\)"),
         (((X, 3), kwargs), "is nested as"),
         ((args, {"last": X}), r"inputs are \['last'\]"),
     ]:
