@@ -26,8 +26,11 @@ class Inputs(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]  # tensors in both have no data
 
-    def leaves(self, data: Any) -> tuple[Any, ...]:
-        """Those of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor."""
+    def leaves(self, data: Any, whole: bool = False) -> tuple[Any, ...]:
+        """Those of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
+
+        `whole`: it is a minibatch's, whose shapes are other ones.
+        """
         if self.args and self.kwargs:
             args, kwargs = data
         elif isinstance(data, Mapping) and not self.args:
@@ -42,7 +45,7 @@ class Inputs(NamedTuple):
             raise UsageError(f"the batch's input is nested as {structure}, but that of the example as {wanted}")
         for index, pair in enumerate(zip(leaves, expected, strict=True)):
             given, example = map(_seen, pair)
-            if given != example:
+            if given != example and not (whole and isinstance(leaves[index], Tensor)):
                 raise UsageError(f"leaf {index} of the batch's input is {given}, but was traced as {example}")
         return tuple(leaves)
 
@@ -98,9 +101,9 @@ class Cut(NamedTuple):
             }
         )
 
-    def leaves(self, data: Any) -> tuple[Any, ...]:
-        """The leaves of a microbatch's input, which Input counts."""
-        return tuple(pytree.tree_leaves(data)) if self.inputs is None else self.inputs.leaves(data)
+    def leaves(self, data: Any, whole: bool = False) -> tuple[Any, ...]:
+        """The leaves of the input of a microbatch, or of a `whole` minibatch, which Input counts."""
+        return tuple(pytree.tree_leaves(data)) if self.inputs is None else self.inputs.leaves(data, whole)
 
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A loss on the last stage's outputs, of one that takes the module's own output."""
@@ -109,22 +112,25 @@ class Cut(NamedTuple):
         rebuild = self.output.rebuild
         return lambda outputs, target: function(rebuild(outputs), target)
 
-    def model(self, loss: Callable[[Any, Any], Tensor], batch: Batch, length: int = 1) -> Model:
+    def model(self, loss: Callable[[Any, Any], Tensor], batch: Any, length: int = 1) -> Model:
         """For mpirun. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
         That is a tuple of args, a dict of kwargs, (args, kwargs) where the example had both, or the one tensor.
+        Of a Minibatch, `make` returns so much for all microbatches; its dims are one number, or count leaves.
         """
+        whole = hasattr(batch, "make")
+        make: Batch = batch.make if whole else batch
 
         def flat(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
-            data, target = batch(text, rng)
-            return self.leaves(data), target
+            data, target = make(text, rng)
+            return self.leaves(data, whole), target
 
         from mpirun.model import Model  # imports MPI, which a cut does without
 
         return Model(  # type: ignore[call-arg, unused-ignore]
             stages=[_layers(stage) for stage in self.stages],
             loss=self.loss(loss),
-            batch=flat,
+            batch=batch._replace(make=flat) if whole else flat,
             length=length,
             tied=self.tied,
             reads=self.reads,

@@ -54,8 +54,10 @@ class Flow:
             spoiled = found
         results = traced.output()[0]
         kept = [node for root, nodes in self.writes.items() if persistent(root) for node in nodes]
-        alive = self.closure([*results, *self.final(results), *kept], lambda node: True)
-        self.body = [node for node in self.graph.nodes if node in alive - self.free and node.op == "call_function"]
+        ends = [one for node in results for one in self.writes.get(self.root(node), [])]
+        self.alive = self.closure([*results, *ends, *kept], lambda node: True)
+        body = self.alive - self.free
+        self.body = [node for node in self.graph.nodes if node in body and node.op == "call_function"]
 
     def root(self, node: fx.Node) -> fx.Node:
         """Whose memory it is."""
@@ -63,7 +65,7 @@ class Flow:
 
     def final(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The writes to their memory, after which they are what later stages see."""
-        return [one for node in nodes for one in self.writes.get(self.root(node), [])]
+        return [one for node in nodes for one in self.writes.get(self.root(node), []) if one in self.alive]
 
     def closure(self, nodes: Iterable[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
         """`nodes` and what they need, and so on for what is `inside`."""

@@ -245,6 +245,22 @@ def test_an_input_changed_in_place() -> None:
     torch.testing.assert_close(train(cut, X.clone())[0], module(X.clone()))
 
 
+def test_a_change_in_place_that_nobody_sees() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).sin()
+            z = self.two(y)
+            y.detach().zero_()
+            return z.sum(1)
+
+    cut = split(Change(), X, points=["two"])
+    assert cut.stages[0](X).any()
+
+
 def test_memory_that_trained_values_are_written_to() -> None:
     class Fill(nn.Module):
         def __init__(self) -> None:
