@@ -77,6 +77,8 @@ class Builder:
         for node in nodes:
             if node not in new:
                 new[node] = graph.node_copy(node, new.__getitem__)
+                if node.target is aten.view.default and self.flow.root(node) not in self.flow.writes:
+                    new[node].target = aten.reshape.default  # what is received is contiguous, whatever was traced
                 new[node].meta = {"stack_trace": node.meta.get("stack_trace")}  # others hold fake tensors
                 if node.op == "get_attr":
                     self._put(root, str(node.target))

@@ -50,7 +50,7 @@ def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
             one.requires_grad_(one.is_floating_point())
         outputs = module(*(one.clone() for one in read[-1]))
         made.append((outputs,) if isinstance(outputs, Tensor) else outputs)
-        sent |= {Value(stage, index): output for index, output in enumerate(made[-1])}
+        sent |= {Value(stage, index): output.contiguous() for index, output in enumerate(made[-1])}
     whole: list[Any] = []
 
     def loss(output: Any, _: None) -> Tensor:
@@ -243,6 +243,22 @@ def test_an_input_changed_in_place() -> None:
     module = Change()
     cut = split(module, X, stages=2)
     torch.testing.assert_close(train(cut, X.clone())[0], module(X.clone()))
+
+
+def test_values_and_inputs_of_other_strides() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).t()
+            return self.two(y.t().view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH))
+
+    module = Turned()
+    wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
+    for stages in (2, 3, 4, 5):
+        agree(module, split(module, X, stages=stages), (wide[:, :WIDTH],))
 
 
 def test_a_change_in_place_that_nobody_sees() -> None:
