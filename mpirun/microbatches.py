@@ -1,55 +1,65 @@
-"""Cutting a minibatch, any pytree of tensors, into microbatches."""
+"""A minibatch, nested as it may be, cut into microbatches along its batch dimension."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from schedgen.errors import UsageError
 
+Dims = Any  # an int or None, or a pytree of them whose leaves stand for whole parts of the minibatch
 
-def samples(tree: Any, dims: Any = 0) -> int:
-    """How many samples its tensors have along their batch dimension.
 
-    dims  that dimension: a number for all tensors, or a pytree of numbers which is the beginning of `tree`'s; None
-          stands for what has none and goes to every microbatch as it is, as whatever is no tensor does.
+def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
+    """`count` microbatches, views, nested as the minibatch; if samples do not divide, the first have one more.
+
+    `dims`: the batch dimension of all tensors, or of each or of each part of `tree`; None: whole in every
+    microbatch, as what is no tensor always is.
     """
-    found: int | None = None
-    for leaf, dim in _cut(tree, dims)[0]:
-        if dim is not None:
-            size = leaf.shape[dim]
-            if found not in (None, size):
-                raise UsageError(f"the minibatch has tensors of {found} samples and of {size}")
-            found = size
-    if found is None:
-        raise UsageError("the minibatch has no tensor with a batch dimension")
-    return found
-
-
-def chunk(tree: Any, count: int, dims: Any = 0) -> list[Any]:
-    """`count` microbatches, views: of as many samples each, or where that cannot be, the first have one more."""
+    if count < 1:
+        raise UsageError(f"{count} microbatches: there should be one at least")
     size = samples(tree, dims)
     if size < count:
         raise UsageError(f"the minibatch has {size} samples, too few for {count} microbatches")
-    leaves, spec = _cut(tree, dims)
-    parts = [[leaf] * count if dim is None else list(leaf.tensor_split(count, dim)) for leaf, dim in leaves]
-    return [tree_unflatten([part[number] for part in parts], spec) for number in range(count)]
+    leaves, spec = pytree.tree_flatten(tree)
+    pieces = [
+        [leaf] * count if dim is None else leaf.tensor_split(count, dim)
+        for leaf, dim in zip(leaves, _of_leaves(tree, dims), strict=True)
+    ]
+    return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
 
 
-def _cut(tree: Any, dims: Any) -> tuple[list[tuple[Any, int | None]], TreeSpec]:
-    """The leaves, each with its batch dimension."""
-    leaves, spec = tree_flatten(tree)
-    given = _broadcast_to_and_flatten(dims, spec)
-    if given is None:
-        raise UsageError("the minibatch's dims are no beginning of its structure")
-    found: list[tuple[Any, int | None]] = []
-    for leaf, dim in zip(leaves, given, strict=True):
-        if not isinstance(leaf, Tensor) or dim is None:
-            found.append((leaf, None))
+def samples(tree: Any, dims: Dims = 0) -> int:
+    """How many samples a minibatch has."""
+    first: tuple[int, str] | None = None
+    for (path, leaf), dim in zip(pytree.tree_leaves_with_path(tree), _of_leaves(tree, dims), strict=True):
+        if dim is None:
             continue
-        if type(dim) is not int or not -leaf.dim() <= dim < leaf.dim():
-            raise UsageError(f"the minibatch cannot be cut along dimension {dim!r} of a tensor of {leaf.dim()}")
-        found.append((leaf, dim))
-    return found, spec
+        where = f"the minibatch{pytree.keystr(path)}"
+        if not -leaf.ndim <= dim < leaf.ndim:
+            raise UsageError(f"{where} has {leaf.ndim} dimensions, so none is {dim}")
+        size = leaf.shape[dim]
+        if first is None:
+            first = size, where
+        elif size != first[0]:
+            raise UsageError(f"{where} has {size} samples in dimension {dim}, but {first[1]} has {first[0]}")
+    if first is None:
+        raise UsageError("the minibatch has no tensor that could be cut into microbatches")
+    return first[0]
+
+
+def _of_leaves(tree: Any, dims: Dims) -> list[int | None]:
+    """The batch dimension of each leaf."""
+    leaves, spec = pytree.tree_flatten(tree)
+    try:
+        found = pytree._broadcast_to_and_flatten(dims, spec)
+    except ValueError:
+        found = None
+    if found is None:
+        raise UsageError(f"dims: {dims} is not nested as the minibatch, {spec}")
+    for one in found:
+        if one is not None and type(one) is not int:
+            raise UsageError(f"dims: {one!r} is neither a dimension nor None")
+    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, found, strict=True)]

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from mpirun.batches import Microbatches, Minibatch
-from mpirun.microbatches import chunk, samples
 from mpirun.wiring import Bundle, Input, Like, Value, dag
-from schedgen.errors import UsageError
 
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 
@@ -98,36 +96,8 @@ def minibatch(size: int) -> tuple[dict[str, object], torch.Tensor]:
 DIMS = ({"x": 1, "all": None, "no": None}, 0)
 
 
-@pytest.mark.parametrize(("size", "count"), [(8, 4), (10, 4), (4, 4), (9, 1), (7, 3)])
-def test_microbatches_are_all_of_the_minibatch(size, count):
-    pieces = chunk(minibatch(size), count, DIMS)
-    sizes = [samples(one, DIMS) for one in pieces]
-    assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
-    assert torch.equal(torch.cat([data["x"] for data, _ in pieces], 1), minibatch(size)[0]["x"])
-    assert torch.equal(torch.cat([target for _, target in pieces]), torch.arange(size))
-    assert all(torch.equal(data["all"], torch.ones(2)) and data["no"] == "tensor" for data, _ in pieces)
-
-
 def test_a_sample_weighs_the_same_in_every_microbatch():
     found = Microbatches(Minibatch(lambda text, rng: minibatch(10), DIMS), torch.zeros(1), 0, 4)
     parts = [found(0, number).parts for number in range(4)]
     assert parts == [10 / 3, 10 / 3, 5, 5]
     assert found.tokens == 10
-
-
-@pytest.mark.parametrize(
-    ("tree", "dims", "sentence"),
-    [
-        ((torch.zeros(3), torch.zeros(4)), 0, "the minibatch has tensors of 3 samples and of 4"),
-        ((torch.zeros(1), "a"), 0, "the minibatch has 1 samples, too few for 2 microbatches"),
-        (torch.zeros(3), 1, "the minibatch cannot be cut along dimension 1 of a tensor of 1"),
-        (torch.zeros(()), 0, "the minibatch cannot be cut along dimension 0 of a tensor of 0"),
-        (torch.zeros(3), "x", "the minibatch cannot be cut along dimension 'x' of a tensor of 1"),
-        ({"a": torch.zeros(3)}, {"b": 0}, "the minibatch's dims are no beginning of its structure"),
-        (3, 0, "the minibatch has no tensor with a batch dimension"),
-    ],
-)
-def test_what_cannot_be_cut_is_one_sentence(tree, dims, sentence):
-    with pytest.raises(UsageError) as refused:
-        chunk(tree, 2, dims)
-    assert str(refused.value) == sentence

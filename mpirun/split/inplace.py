@@ -1,0 +1,61 @@
+"""Changes in place, and cuts between a value and its change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from mpirun.split.errors import place
+from mpirun.split.flow import Flow, persistent
+from mpirun.split.places import regions
+from schedgen.errors import UsageError
+
+
+def separate_inputs(flow: Flow) -> Flow:
+    """Where the input is changed in place, a copy is changed: other stages read the input, too."""
+    roots = [root for root in flow.writes if root.op == "placeholder"]
+    for root in roots:
+        _separate(flow, root, "changes the input in place, which other stages read")
+    return Flow(flow.traced, flow.flops) if roots else flow
+
+
+def separate(flow: Flow, starts: Sequence[fx.Node]) -> tuple[Flow, list[fx.Node]]:
+    """Where a stage would change what an earlier one made, it changes a copy, which is what later ones read."""
+    renewed, changed = list(starts), False
+    for root, first, last in regions(flow):
+        if not any(start in flow.body[first + 1 : last + 1] for start in renewed):
+            continue
+        if persistent(root):
+            where = place(flow.writes[root][0])
+            raise UsageError(
+                f"{where}: changes the buffer {root.target}, which several stages would use; cut elsewhere"
+            )
+        copies = _separate(flow, root, "changes in place what an earlier stage has made")
+        changed = True
+        renewed = [copies.get(start, start) for start in renewed]
+    return Flow(flow.traced, flow.flops) if changed else flow, renewed
+
+
+def _separate(flow: Flow, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
+    """By write the copy that it now changes."""
+    writes = flow.writes[root]
+    same = [root, *(node for node, one in flow.roots.items() if one is root)]
+    if any(node not in writes for node in same[1:]):
+        raise UsageError(
+            f"{place(writes[0])}: {why}, and there are views of it; write it out of place, or cut elsewhere"
+        )
+    copies = {}
+    for write in writes:
+        given = next(node for node in write.all_input_nodes if node in same)
+        with flow.graph.inserting_before(write):
+            copies[write] = flow.graph.call_function(torch.ops.aten.clone.default, (given,))
+        copies[write].meta = dict(given.meta) | {"nn_module_stack": write.meta.get("nn_module_stack", {})}
+        write.replace_input_with(given, copies[write])
+        for node in flow.graph.nodes:
+            if flow.position.get(node, -1) > flow.position[write] or node.op == "output":
+                for one in same:
+                    if one is not write and flow.position[one] < flow.position[write]:
+                        node.replace_input_with(one, write)
+    return copies

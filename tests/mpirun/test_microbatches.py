@@ -1,0 +1,76 @@
+"""Minibatches are cut into as many microbatches as are asked for, and nothing of them is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+from mpirun.microbatches import chunk, samples
+from schedgen.errors import UsageError
+
+ROWS = torch.arange(20).view(10, 2)
+TREE = {"a": (ROWS, [ROWS.T]), "mask": torch.ones(3), "name": "x", "none": None}
+DIMS = {"a": (0, [-1]), "mask": None, "name": None, "none": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "sizes"),
+    [
+        (10, 1, [10]),
+        (10, 2, [5, 5]),
+        (10, 4, [3, 3, 2, 2]),
+        (5, 4, [2, 1, 1, 1]),
+        (6, 4, [2, 2, 1, 1]),
+        (3, 3, [1] * 3),
+    ],
+)
+def test_sizes(rows: int, count: int, sizes: list[int]) -> None:
+    parts = chunk(ROWS[:rows], count)
+    assert [len(part) for part in parts] == sizes
+    assert torch.equal(torch.cat(parts), ROWS[:rows])
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_nested(count: int) -> None:
+    parts = chunk(TREE, count, DIMS)
+    assert len(parts) == count
+    assert torch.equal(torch.cat([part["a"][0] for part in parts]), ROWS)
+    assert torch.equal(torch.cat([part["a"][1][0] for part in parts], 1), ROWS.T)
+    for part in parts:
+        assert pytree.tree_structure(part) == pytree.tree_structure(TREE)
+        assert part["mask"] is TREE["mask"]
+        assert (part["name"], part["none"]) == ("x", None)
+
+
+def test_a_dimension_for_a_whole_part() -> None:
+    tree = ({"x": ROWS, "bias": ROWS[:3]}, {"y": ROWS.T, "z": ROWS.T})
+    parts = chunk(tree, 5, ({"x": 0, "bias": None}, 1))
+    assert [len(part[0]["x"]) for part in parts] == [2] * 5
+    assert all(part[0]["bias"].shape == (3, 2) and part[1]["z"].shape == (2, 2) for part in parts)
+    assert samples(tree, ({"x": 0, "bias": None}, 1)) == 10
+
+
+@pytest.mark.parametrize(
+    ("tree", "count", "dims", "why"),
+    [
+        (ROWS, 0, 0, "0 microbatches: there should be one at least"),
+        (ROWS, 11, 0, "the minibatch has 10 samples, too few for 11 microbatches"),
+        (ROWS, 2, 2, "the minibatch has 2 dimensions, so none is 2"),
+        ((ROWS, torch.tensor(1)), 2, 0, r"the minibatch\[1\] has 0 dimensions, so none is 0"),
+        (
+            {"x": ROWS, "y": ROWS.T},
+            2,
+            0,
+            r"minibatch\['y'\] has 2 samples in dimension 0, but the minibatch\['x'\] has 10",
+        ),
+        (("x", None), 2, 0, "has no tensor that could be cut"),
+        ((ROWS, ROWS), 2, (0, 0, 0), "is not nested as the minibatch"),
+        (ROWS, 2, "rows", "'rows' is neither a dimension nor None"),
+    ],
+)
+def test_what_cannot_be_cut(tree: Any, count: int, dims: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        chunk(tree, count, dims)

@@ -1,0 +1,590 @@
+"""Stages that a module is split into compute what it computes, forwards and backwards."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as nnf
+import torch.utils._pytree as pytree
+import untraceable
+from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
+from torch import Tensor, nn
+
+from mpirun.model import Model
+from mpirun.split import Cut, MpirunWarning, batch_coupled, split, split_sequential
+from mpirun.wiring import Input, Value
+from schedgen.errors import UsageError
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % WORDS
+MASK = torch.ones(2, LENGTH, dtype=torch.long)
+MASK[0, 5:] = 0
+X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def score(output: Any) -> Tensor:
+    """A loss that depends on all of an output, and on each part otherwise."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return sum(
+        ((leaf.float() ** 2).mean() * (k + 1) + leaf.float().mean() for k, leaf in enumerate(leaves)), X.new_zeros(())
+    )
+
+
+def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The output and the gradients by parameter, stage after stage, with nothing between stages but what is sent."""
+    stages = [copy.deepcopy(stage) for stage in cut.stages]  # as mpirun does
+    leaves = cut.leaves(data)
+    sent: dict[Value, Tensor] = {}
+    made: list[tuple[Tensor, ...]] = []
+    read: list[list[Tensor]] = []
+    for stage, (module, sources) in enumerate(zip(stages, cut.reads, strict=True)):
+        read.append([(leaves[one[0]] if isinstance(one, Input) else sent[one]).detach() for one in sources])
+        for one in read[-1]:
+            one.requires_grad_(one.is_floating_point())
+        outputs = module(*(one.clone() for one in read[-1]))
+        made.append((outputs,) if isinstance(outputs, Tensor) else outputs)
+        sent |= {Value(stage, index): output.contiguous() for index, output in enumerate(made[-1])}
+    whole: list[Any] = []
+
+    def loss(output: Any, _: None) -> Tensor:
+        whole.append(output)
+        return score(output)
+
+    last = made[-1] if len(made[-1]) > 1 else made[-1][0]
+    gradients: dict[Value, Tensor] = {}
+    made[-1] = (cut.loss(loss)(last, None),)
+    gradients[Value(len(stages) - 1, 0)] = torch.ones(())
+    for stage in reversed(range(len(stages))):
+        graded = [
+            (output, gradients[Value(stage, index)])
+            for index, output in enumerate(made[stage])
+            if output.requires_grad and Value(stage, index) in gradients
+        ]
+        if graded:
+            torch.autograd.backward(*zip(*graded, strict=True))
+        for source, one in zip(cut.reads[stage], read[stage], strict=True):
+            if isinstance(source, Value) and one.grad is not None:
+                gradients[source] = gradients.get(source, 0) + one.grad
+    found: dict[str, Tensor] = {}
+    tied = {place: places[0] for places in cut.tied for place in places}
+    for stage, module in enumerate(stages):
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                key = tied.get((stage, name), (stage, name))[1]
+                found[key] = found.get(key, 0) + parameter.grad
+    return whole[0], found
+
+
+def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    """The same output and gradients as those of the module."""
+    plain, kwargs = copy.deepcopy(module), kwargs or {}
+    data = (args, kwargs) if args and kwargs else kwargs or args
+    torch.manual_seed(1)
+    output, gradients = train(cut, data)
+    torch.manual_seed(1)
+    expected = plain(*args, **kwargs)
+    score(expected).backward()
+    assert type(output) is type(expected)
+    torch.testing.assert_close(pytree.tree_leaves(output), pytree.tree_leaves(expected))
+    wanted = {name: one.grad for name, one in plain.named_parameters() if one.grad is not None}
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
+
+
+def travels(cut: Cut) -> None:
+    """Every value goes from its producer to those who use it, and is used."""
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        assert len(set(sources)) == len(sources)
+        assert all(isinstance(one, Input) or one.stage < stage for one in sources)
+        used = {node for node in module.graph.nodes if node.op == "placeholder" and node.users}  # type: ignore[union-attr]
+        assert len(used) == len(sources)
+    sent = {one for sources in cut.reads for one in sources if isinstance(one, Value)}
+    for stage, module in enumerate(cut.stages[:-1]):
+        output = module.graph.output_node().args[0]  # type: ignore[union-attr, operator]
+        count = len(output) if isinstance(output, tuple) else 1
+        assert {one for one in sent if one.stage == stage} == {Value(stage, index) for index in range(count)}
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
+    "gpt2": (GPT2Like, (TOKENS, MASK), {}),
+    "tied": (Tied, (TOKENS,), {"mask": MASK}),
+    "resnet": (ResNetLike, (torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8),), {}),
+    "encoder-decoder": (EncoderDecoder, (TOKENS, TOKENS.flip(1)), {}),
+    "two-tower": (TwoTower, (TOKENS,), {"image": torch.linspace(-1, 1, 2 * 192).view(2, 3, 8, 8)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
+        yield
+
+
+@pytest.mark.parametrize("shared", ["transmit", "replicate"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", PLAIN)
+def test_traced(name: str, stages: int, shared: str) -> None:
+    make, args, kwargs = PLAIN[name]
+    module = make()
+    cut = split(module, args, kwargs, stages=stages, shared=shared)
+    assert len(cut.stages) == stages
+    travels(cut)
+    agree(module, cut, args, kwargs)
+    names = {name for stage in cut.stages for name, _ in stage.named_parameters()}
+    assert names == {name for name, _ in module.named_parameters()}
+
+
+def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    inputs = {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "attn_implementation": attention, "use_cache": False}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **sizes)
+        return transformers.GPT2LMHeadModel(config), inputs
+    if name == "bert":
+        config = transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, **sizes
+        )
+        return transformers.BertForMaskedLM(config), inputs
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, **sizes
+        )
+        return transformers.LlamaForCausalLM(config), inputs
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, **sizes
+    )
+    return transformers.T5ForConditionalGeneration(config), inputs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shared", ["transmit", "replicate"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
+    module, inputs = transformer(name, attention)
+    module.train()
+    cut = split(module, (), inputs, stages=stages, shared=shared)
+    travels(cut)
+    agree(module, cut, (), inputs)
+    for value in cut.bytes:  # masks and positions are made where they are used
+        output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
+        assert "mask" not in str(output)
+
+
+# Where it is cut
+
+
+def test_points() -> None:
+    module = GPT2Like()
+    cut = split(module, (TOKENS, MASK), points=["blocks.1", "blocks.3"])
+    assert [sorted({name[:8] for name, _ in stage.named_parameters()}) for stage in cut.stages] == [
+        ["blocks.0", "places.w", "words.we"],
+        ["blocks.1", "blocks.2"],
+        ["blocks.3", "head.wei", "norm.bia", "norm.wei"],
+    ]
+    assert cut.edges == [(0, 1), (1, 2)]
+    assert cut.bytes == {Value(0, 0): TOKENS.numel() * WIDTH * 4, Value(1, 0): TOKENS.numel() * WIDTH * 4}
+    assert cut.reads[1] == [Input(0), Input(1), Value(0, 0)] or cut.reads[1] == [Input(1), Value(0, 0)]
+    agree(module, cut, (TOKENS, MASK))
+
+
+def test_pipe_split_and_a_change_in_place_behind_it() -> None:
+    module = Marked()
+    cut = split(module, X)
+    assert cut.edges == [(0, 1), (1, 2)]
+    travels(cut)
+    agree(module, cut, (X,))
+
+
+def test_a_point_at_a_change_in_place() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.relu, self.two = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            z = self.relu(y)
+            return self.two(z) + y
+
+    module = Change()
+    for point in ("relu", "two"):
+        cut = split(module, X, points=[point])
+        travels(cut)
+        agree(module, cut, (X,))
+
+
+def test_an_input_changed_in_place() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            y = self.one(x)
+            x.add_(1)
+            return self.two(y + x)
+
+    module = Change()
+    cut = split(module, X, stages=2)
+    torch.testing.assert_close(train(cut, X.clone())[0], module(X.clone()))
+
+
+def test_values_and_inputs_of_other_strides() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).t()
+            return self.two(y.t().view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH))
+
+    module = Turned()
+    wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
+    for stages in (2, 3, 4, 5):
+        agree(module, split(module, X, stages=stages), (wide[:, :WIDTH],))
+
+
+def test_a_change_in_place_that_nobody_sees() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).sin()
+            z = self.two(y)
+            y.detach().zero_()
+            return z.sum(1)
+
+    cut = split(Change(), X, points=["two"])
+    assert cut.stages[0](X).any()
+
+
+def test_memory_that_trained_values_are_written_to() -> None:
+    class Fill(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(2, *x.shape)
+            out[0] = self.layers[0](x)
+            out[1] = self.layers[1](x)
+            return self.layers[3](self.layers[2](out))
+
+    module = Fill()
+    for stages in (2, 3):
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        agree(module, cut, (X,))
+
+
+def test_towers_do_not_wait_for_each_other() -> None:
+    make, args, kwargs = PLAIN["two-tower"]
+    module = make()
+    cut = split(module, args, kwargs, points=["text.1", "image", "image.3"])
+    assert cut.edges == [(0, 1), (1, 3), (2, 3)]
+    assert cut.reads[2] == [Input(1)]
+    agree(module, cut, args, kwargs)
+
+
+def test_costs_by_submodule() -> None:
+    module = GPT2Like()
+    costs = {"blocks.0": 1.0, "blocks.1": 1.0, "blocks.2": 1.0, "blocks.3": 3.0}
+    cut = split(module, (TOKENS, MASK), stages=2, costs=costs)
+    assert {name.split(".")[1] for name, _ in cut.stages[1].named_parameters() if "blocks" in name} == {"3"}
+    agree(module, cut, (TOKENS, MASK))
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn_like(x)
+            return self.two(self.one(x + noise)) * noise
+
+    module = Noise()
+    cut = split(module, X, points=["two"])
+    assert len(cut.bytes) == 2
+    agree(module, cut, (X,))
+
+
+def test_frozen_parameters() -> None:
+    module = EncoderDecoder()
+    module.source.requires_grad_(False)
+    module.encoder.requires_grad_(False)
+    module.head.weight = module.source.weight
+    cut = split(module, (TOKENS, TOKENS), stages=4)
+    assert cut.tied == []
+    agree(module, cut, (TOKENS, TOKENS))
+
+
+def test_without_gradients_and_mixed_precision_inside() -> None:
+    class Regions(nn.Module):
+        ema: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+            self.register_buffer("ema", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[1](self.layers[0](x))
+            with torch.no_grad():
+                self.ema.mul_(0.9).add_(x.mean(0), alpha=0.1)
+                y = x.argmax(-1, keepdim=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layers[2](x)
+            return self.layers[3](x.float()) * y
+
+    module = Regions()
+    for stages in (2, 3):
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        agree(module, cut, (X,))
+        module(X)  # changes its own buffer only
+        assert not any(stage.get_buffer("ema").any() for stage in cut.stages if "ema" in dict(stage.named_buffers()))
+        module.ema.zero_()
+
+
+def test_statistics_of_batches() -> None:
+    module = ResNetLike()
+    assert batch_coupled(module)[:2] == ["down1.norm1", "down1.norm2"]
+    assert batch_coupled(nn.Sequential(nn.InstanceNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))) == ["1"]
+    assert batch_coupled(module.eval()) == []
+    args = PLAIN["resnet"][1]
+    with pytest.warns(MpirunWarning, match=r"down1.norm1, down1.norm2, down2.norm1 and 7 more: statistics are those"):
+        cut = split(module.train(), args, stages=3)
+    module(*args)
+    sent: dict[Any, Tensor] = {Input(0): args[0]}
+    for stage, (part, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = part(*(sent[one] for one in sources))
+        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    buffers = {name: one for stage in cut.stages for name, one in stage.named_buffers()}
+    assert buffers.keys() == dict(module.named_buffers()).keys()
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer)
+    with pytest.warns(MpirunWarning, match="eval mode"):
+        split(module.eval(), args, stages=2)
+
+
+def test_summary() -> None:
+    text = split(Tied(), (TOKENS, MASK), points=["blocks.2"], shared="replicate").summary()
+    assert re.search(r"^    0 +\d+ +\d+  1024 to 1 +words to blocks.1", text, re.M)
+    assert "tied: words.weight of stage 0 = words.weight of stage 1" in text
+
+
+def test_stages_run_wherever_they_are_moved_to() -> None:
+    cut = split(GPT2Like(), (TOKENS, MASK), stages=2)
+    sent: dict[Any, Tensor] = {Input(0): TOKENS.to("meta"), Input(1): MASK.to("meta")}
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = copy.deepcopy(module).to("meta")(*(sent[one] for one in sources))
+        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    assert all(one.is_meta for one in sent.values())
+
+
+def test_shared_by_name() -> None:
+    module = Tied()
+    assert split(module, (TOKENS, MASK), stages=2, shared={"words.weight": "replicate"}).tied
+    assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
+
+
+# What cannot be
+
+
+def line_of(name: str) -> str:
+    """file:line of the first `# here` behind the class of this name."""
+    lines = Path(untraceable.__file__).read_text().splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith(f"class {name}("))
+    return f"untraceable.py:{next(k for k in range(start, len(lines)) if '# here' in lines[k]) + 1}: in "
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Branch", r"`if x.sum\(\) > 0:  # here`: its outcome depends on data, which tracing cannot follow"),
+        ("Helped", "in flipped: .*depends on data"),
+        ("Loop", "depends on data"),
+        ("Item", "a number is taken out of a tensor"),
+        ("Numpy", "cannot be traced: RuntimeError"),
+        ("Selected", "the shape depends on data"),
+        ("Wrong", "cannot be traced: RuntimeError: .*16"),
+        ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
+        ("Counted", "changes the buffer seen, which several stages would use"),
+        ("First", "would have no computation"),
+        ("Twice", "would have no computation"),
+        ("Last", "would have no computation"),
+        ("Returns", "cannot be traced: .*list_iterator"),
+        ("Nothing", "no tensor"),
+    ],
+)
+def test_untraceable(name: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        split(getattr(untraceable, name)(), X, stages=None if name in MARKED else 2)
+    assert line_of(name) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+
+
+MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"points": ["blocks.9"]}, "the submodule 'blocks.9' does not exist; did you mean blocks.[0-3]"),
+        ({"points": ["blocks.0.dropout"]}, "'blocks.0.dropout' runs 2 times"),
+        ({"points": ["blocks"]}, "'blocks' computes nothing"),
+        ({"points": ["words"]}, "'words': the stage that ends here would have no computation"),
+        ({"points": ["blocks.1", "blocks.1.norm1"]}, "'blocks.1' and 'blocks.1.norm1' begin at the same place"),
+        ({"points": ["blocks.1"], "stages": 4}, "make 2 stages, not 4"),
+        ({"points": ["blocks.1"], "costs": {"head": 1}}, "costs choose where stages begin, but points"),
+        ({}, "say how many stages, or at which points to cut"),
+        ({"stages": 0}, "0 stages: there should be one at least"),
+        ({"stages": 4000}, r"can be cut into \d+ stages at most, not 4000"),
+        ({"stages": 2, "costs": {"hed": 1}}, "costs: the submodule 'hed' does not exist; did you mean head"),
+        ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
+        ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
+        (
+            {"stages": 2, "shared": {"wrds.weight": "replicate"}},
+            "'wrds.weight' does not exist; did you mean words.weight",
+        ),
+    ],
+)
+def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(GPT2Like(), (TOKENS, MASK), **arguments)
+
+
+def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
+    with pytest.raises(
+        UsageError, match=r"'one' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.one\(x\)`\)"
+    ):
+        split(untraceable.Repeated(), X, points=["one"])
+
+
+def test_inputs() -> None:
+    class Options(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, pair: tuple[Tensor, Tensor], times: int, *, bias: Any = None, last: Tensor) -> Tensor:
+            return self.two(self.one(pair[0]) * times + pair[1]) + last
+
+    args, kwargs = ((X, X + 1), 3), {"last": X - 1, "bias": None}
+    module = Options()
+    cut = split(module, args, kwargs, stages=2)
+    agree(module, cut, args, kwargs)
+    for data, why in [
+        ((((X, X), 4), kwargs), "leaf 2 of the batch's input is 4, but was traced as 3"),
+        ((((X[:3], X), 3), kwargs), r"leaf 0 .* is torch.float32 of shape \(3, 16\), but was traced as .*\(4, 16\)"),
+        (((X, 3), kwargs), "is nested as"),
+        ((args, {"last": X}), r"inputs are \['last'\]"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            cut.leaves(data)
+    with pytest.raises(UsageError, match=r"the example's input \['last'\] is of type object: inputs are tensors"):
+        split(module, args, {"last": object()}, stages=2)
+
+
+# Sequential
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "runs"),
+    [
+        (4, None, ["01", "23", "4", "5"]),
+        (3, [5, 1, 1, 1, 1, 1], ["0", "12", "345"]),
+        (2, [1, 1, 1, 1, 1, 5], ["01234", "5"]),
+        ([2, "5"], None, ["01", "234", "5"]),
+        (["0", "3"], None, ["012", "345"]),
+    ],
+)
+def test_sequential(stages: Any, costs: Any, runs: list[str]) -> None:
+    module = layers()
+    cut = split_sequential(module, stages, costs)
+    assert ["".join(stage._modules) for stage in cut.stages] == runs
+    assert cut.reads == [[Input(0)], *([Value(k, 0)] for k in range(len(runs) - 1))]
+    agree(module, cut, (X,))
+
+
+def test_sequential_by_a_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"F": [1, 1, 1, 1, 1, 1], "B": [2, 2, 2, 2, 2, 9], "step": [0, 0, 0, 0, 0, 0]}')
+    assert "".join(split_sequential(layers(), 2, profile).stages[1]._modules) == "45"
+    with pytest.raises(UsageError, match="is no profile of mpirun profile"):
+        split_sequential(layers(), 2, tmp_path / "none.json")
+
+
+def test_sequential_with_a_child_that_appears_twice() -> None:
+    one = nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(one, nn.Tanh(), one, nn.Linear(WIDTH, WIDTH))
+    for stages in (1, 2, 3):
+        cut = split_sequential(module, stages)
+        agree(module, cut, (X,))
+    assert cut.tied == [[(0, "0.weight"), (1, "2.weight")], [(0, "0.bias"), (1, "2.bias")]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "why"),
+    [
+        (7, None, "has 6 children, too few for 7 stages"),
+        (0, None, "0 stages"),
+        (2, [1, 2], "costs has 2 numbers, but the Sequential 6 children"),
+        (2, [1, 2, 3, 4, 5, -1], "not negative"),
+        (["9"], None, "the child '9' does not exist"),
+        ([3, 2], None, "'2' is not behind '3'"),
+        ([3], [1] * 6, "but the stages are named"),
+    ],
+)
+def test_sequential_that_cannot_be_cut(stages: Any, costs: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split_sequential(layers(), stages, costs)
+    with pytest.raises(UsageError, match=r"takes an nn\.Sequential, not Linear"):
+        split_sequential(nn.Linear(1, 1), 1)  # type: ignore[arg-type]
+
+
+# As mpirun takes it
+
+
+def test_model() -> None:
+    if "reads" not in Model._fields:
+        pytest.skip("Model has no reads yet")
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
+        return {"mask": MASK, "tokens": TOKENS}, TOKENS
+
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return nnf.cross_entropy(output["scores"].flatten(0, 1), target.flatten())
+
+    cut = split(GPT2Like(), (), {"tokens": TOKENS, "mask": MASK}, stages=2)
+    model = cut.model(loss, batch)
+    data, _ = model.batch(TOKENS, np.random.default_rng(0))
+    assert data[0] is TOKENS
+    assert data[1] is MASK
+    assert model.reads == cut.reads

@@ -1,0 +1,129 @@
+"""Modules that cannot be split; each line that is the reason ends in `# here`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpirun.split import pipe_split
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+class Branch(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # here
+            x = -x
+        return self.two(self.one(x))
+
+
+class Helped(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(flipped(self.one(x)))
+
+
+def flipped(x: Tensor) -> Tensor:
+    while bool(x.max() > 1):  # here
+        x = x / 2
+    return x
+
+
+class Loop(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().sum())):  # here
+            x = self.one(x)
+        return self.two(x)
+
+
+class Item(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        scale = x.max().item()  # here
+        return self.two(x * scale)
+
+
+class Numpy(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = torch.from_numpy(x.numpy())  # here
+        return self.two(x)
+
+
+class Selected(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        rows = x[x[:, 0] > 0]  # here
+        return self.two(rows)
+
+
+class Wrong(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x, x], 1)
+        return self.one(x)  # here
+
+
+class Viewed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        top = x[:1]
+        pipe_split()
+        top.zero_()  # here
+        return self.two(x)
+
+
+class Counted(Layers):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        self.seen.add_(x.detach().sum(0))  # here
+        pipe_split()
+        return self.two(x + self.seen)
+
+
+class First(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        pipe_split()  # here
+        return self.two(self.one(x))
+
+
+class Twice(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        pipe_split()
+        pipe_split()  # here
+        return self.two(x)
+
+
+class Last(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.two(self.one(x))
+        pipe_split()  # here
+        return x
+
+
+class Returns(Layers):
+    def forward(self, x: Tensor) -> Any:  # here
+        return iter([self.one(x)])
+
+
+class Nothing(Layers):
+    def forward(self, x: Tensor) -> Any:  # here
+        return {"number": 3}
+
+
+class Repeated(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.one(x)
+        return self.two(x)
