@@ -88,7 +88,7 @@ class Stage:
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
         elif self.apart:  # nor has one that only owns a part
             for _, parameter in named:
-                nothing = torch.zeros((), dtype=self.dtype).expand(parameter.shape)
+                nothing = torch.zeros((), dtype=self.dtype, device=device.torch).expand(parameter.shape)
                 _replace(module, parameter, nn.Parameter(nothing))
         module.to(device.torch)
         self.shared: set[str] = set()  # parameters that are tied to an earlier stage's

@@ -49,9 +49,11 @@ def _headers(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
     for key in dict.fromkeys([*a.scheme, *b.scheme]):
         if a.scheme.get(key) != b.scheme.get(key):
             yield key, a.scheme.get(key), b.scheme.get(key)
-    for what in ("mode", "n", "cost", "lowering", "edges", "tied", "owners", "shards", "groups", "generator"):
+    for what in ("mode", "n", "cost", "lowering", "edges", "tied", "owners", "groups", "generator"):
         if getattr(a, what) != getattr(b, what):
             yield what, getattr(a, what), getattr(b, what)
+    if a.shards != b.shards:
+        yield "owners of parts", a.shards, b.shards
     for what in ("weights", "compute"):
         old, new = getattr(a, what), getattr(b, what)
         common = tuple(slice(min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))

@@ -256,7 +256,7 @@ class Header:
             return tuple(tuple(sorted(set(ranks))) for ranks in self.shards)
         return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))
 
-    @property
+    @cached_property
     def several(self) -> tuple[bool, ...]:
         """By stage, whether it has several owners of all its weights, which sum up among themselves."""
         return tuple(not self.shards and len(ranks) > 1 for ranks in self.owners)

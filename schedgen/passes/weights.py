@@ -130,9 +130,10 @@ def _served(
     ends = [time[jobs] + length[program.rows.op[jobs]] for jobs in busy]
     found: list[tuple[Copy, int, int, int, int]] = []
     held: dict[tuple[int, int, int], list[Held]] = {}
+    parts = [len(program.header.parts(stage)) for stage in range(program.header.stages)]
     wanted = [(one, *part) for one in sorted(copies) for part in sources[one.rank, one.stage]]
     for copy, via, owner in wanted:
-        most = fan_out * len(program.header.parts(copy.stage))
+        most = fan_out * parts[copy.stage]
 
         def place(server: int, copy: Copy = copy) -> int:
             """Behind which row `server` can send the copy in time."""

@@ -45,6 +45,7 @@ class Task:
         self.seed: int = options.seed
         self.model: Model = load(options.model, self.stages, self.seed)
         self.text = mpirun.data.load(comm, None, self.model.length)
+        self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
 
     def stage(self, index: int) -> nn.Module:
         return build(self.model, index, self.seed)
@@ -125,6 +126,7 @@ def fsdp(task: Task, keep: bool) -> Step:
     for block in [part for part in module.modules() if isinstance(part, Block)]:
         fully_shard(block, reshard_after_forward=not keep)
     root = fully_shard(module, reshard_after_forward=False)  # of the root's own weights: they are needed again at once
+    task.owned = sum(one.to_local().nbytes for one in module.parameters())  # type: ignore[attr-defined]
     optimizer = task.optimizer(module)
     mine = range(task.rank, task.microbatches, task.ranks)
     share = torch.tensor(1 / len(mine))
@@ -202,8 +204,13 @@ def main() -> None:
         }
         for side in sorted(turns, reverse=bool(number % 2)):  # who goes first changes
             lap(side, turns[side])
+    mine = sum(part.nbytes for stage in ours.stages.values() for part in stage.own.values())
+    owned = {side: comm.allgather(size) for side, size in (("ours", mine), ("theirs", task.owned))}
     if comm.rank == 0:
-        print(json.dumps({side: {"seconds": laps[side][WARM:], "losses": losses[side][:WARM]} for side in laps}))
+        found = {
+            side: {"seconds": laps[side][WARM:], "losses": losses[side][:WARM], "weights": owned[side]} for side in laps
+        }
+        print(json.dumps(found))
     comm.Barrier()
     if dist.is_initialized():
         dist.destroy_process_group()

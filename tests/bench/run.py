@@ -51,6 +51,10 @@ PAIRS = {
         "fsdp", "FSDP2; ours holds one foreign stage", "fsdp", 4, {"compute": 0.55, "overhead": 0.55},
         ("--weight-slots", "1"),
     ),
+    "fsdp-shards": Pair(
+        "fsdp", "FSDP2; ours has half of each of two stages a rank", "fsdp", 2, {},
+        ("--shards", "2", "--weight-slots", "1"),
+    ),
     "fsdp-keep": Pair("fsdp-keep", "FSDP2 that gathers once a step", "fsdp", 4, {}),
     "floor": Pair("floor", "1F1B by hand, mpi4py", "1f1b", 2, {"compute": 1.03, "overhead": 1.03}),
 }  # fmt: skip
@@ -97,6 +101,9 @@ def measure(case: str, name: str, options: argparse.Namespace) -> None:
         f"{middle:6.3f}  {low:.3f} to {high:.3f}  {min(ours) / min(theirs):.3f} {target:>7}  {pair.about}",
         flush=True,
     )
+    if "--shards" in pair.options:
+        owned = [" ".join(f"{size / 1e6:.2f}" for size in found[side]["weights"]) for side in ("ours", "theirs")]
+        print(f"{'':22} MB of weights that each rank owns: ours {owned[0]}, theirs {owned[1]}", flush=True)
 
 
 def main() -> None:
