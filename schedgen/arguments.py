@@ -78,6 +78,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--layers", type=counts, metavar="L,L,...", help="layers of the model in each stage; default: mpirun's cut"
     )
+    sub.add_argument(
+        "--parts", type=count, default=1, metavar="P",
+        help="stages of the model in each stage, one behind the other; default: 1",
+    )  # fmt: skip
+    sub.add_argument(
+        "--tensor", type=count, default=1, metavar="T",
+        help="shards of every stage, each on a worker, that make a sum of it; default: 1",
+    )  # fmt: skip
+    sub.add_argument(
+        "--whole", type=tie, default=(), metavar="S,...",
+        help="stages that all shards compute alike instead; the last always is",
+    )  # fmt: skip
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
     sub.add_argument("--n", choices=tuple(ORDERS), help="what goes first; default: the scheme's own order")
     sub.add_argument(

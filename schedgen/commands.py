@@ -51,7 +51,7 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
             if given[name] is None:
                 raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
         sizes = Sizes(**given)
-        return load(options.scheme, sizes), sizes
+        return load(options.scheme, sizes, options.tensor), sizes
     scheme, sizes = read_actions(read_bytes(options.scheme).decode(errors="replace"), options.scheme)
     for name, value in given.items():
         if value not in (None, getattr(sizes, name)):
@@ -62,10 +62,11 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
 def run_compile(options: argparse.Namespace) -> int:
     scheme, sizes = _scheme(options)
     if options.layers is not None:
-        if len(options.layers) != sizes.stages:
-            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {sizes.stages} stages")
+        if len(options.layers) != sizes.stages * options.parts:
+            count = sizes.stages * options.parts
+            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {count} stages")
         scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(options.layers)})
-    recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
+    recompute = range(sizes.stages * options.parts) if options.recompute == "all" else options.recompute
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         program = compile_scheme(
@@ -81,6 +82,9 @@ def run_compile(options: argparse.Namespace) -> int:
             options.memory_limit,
             options.tied,
             options.updates,
+            options.tensor,
+            options.whole,
+            options.parts,
         )
     check(program, "internal error, the compiled schedule")
     with output(options.output) as out:

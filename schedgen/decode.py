@@ -30,9 +30,12 @@ from schedgen.program import (
     Kind,
     Op,
 )
+from schedgen.shards import check_apart
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
+
+TENSOR = "tensor"  # besides, where stages have shards; behind "groups"
 
 _KIND = {name: kind for kind, name in KIND_NAME.items()}
 # How many numbers follow the kind in a buffer's name.
@@ -128,7 +131,7 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
             raise Wrong("scheme", f"scheme: {key} must be a whole number from 1 to {LIMIT}")
         values.append(value)
     for text in (*scheme, *scheme.values()):
-        by_stage = isinstance(text, list) and len(text) == scheme["stages"]
+        by_stage = isinstance(text, list) and scheme["stages"] in _counts(raw, len(text))
         if by_stage and all(type(one) is int and 1 <= one <= LIMIT for one in text):
             continue
         if type(text) is not int and not _printable(text):
@@ -145,6 +148,33 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
     versions = isinstance(lowering, dict) and "updates" in lowering
     values.append(values[2] + 1 if versions else 0)
     return Bounds(*values)
+
+
+def _counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """The stages a file has where a list has a number for each stage of the scheme, of the model, or of the file."""
+    degree = raw[TENSOR].get("degree") if isinstance(raw.get(TENSOR), dict) else 1
+    parts = raw["scheme"].get("parts", 1)
+    return tuple(
+        length * degree * one for one in (1, parts) if type(degree) is int and type(one) is int and 1 <= one <= LIMIT
+    )
+
+
+def _tensor(raw: Mapping[str, Any], bounds: Bounds) -> tuple[int, tuple[int, ...]]:
+    """Shards of each stage, and the stages of the model that are whole."""
+    if TENSOR not in raw:
+        return 1, ()
+    value = raw[TENSOR]
+    if not isinstance(value, dict) or set(value) != {"degree", "whole"}:
+        raise Wrong(TENSOR, "tensor must have degree and whole")
+    degree, stages = value["degree"], value["whole"]
+    if type(degree) is not int or not 2 <= degree <= bounds.stages or bounds.stages % degree:
+        raise Wrong(TENSOR, f"tensor: degree must be at least 2 and divide the {bounds.stages} stages")
+    (whole,) = _lists(TENSOR, [stages], "stages", bounds.stages // degree)
+    if whole[-1] != bounds.stages // degree - 1:
+        raise Wrong(TENSOR, "tensor: the last stage, which ends in the loss, must be whole")
+    if bounds.versions:
+        raise Wrong(TENSOR, "tensor: weights that have versions have no shards")
+    return degree, whole
 
 
 def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
@@ -167,7 +197,8 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     generator = raw.get("generator")
     if not isinstance(generator, str) or not _printable(generator):
         raise Wrong("generator", "generator must be a printable string")
-    edges = _edges(raw.get("edges"), bounds)
+    degree, whole = _tensor(raw, bounds)
+    edges = _edges(raw.get("edges"), bounds, degree)
     if len(edges) * bounds.microbatches > jobs:  # each has a gradient, which somebody frees
         raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
     found = Header(
@@ -182,10 +213,17 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         compute=_placement(raw, "compute", shape, bounds),
         weights=_placement(raw, "weights", shape, bounds),
         generator=generator,
+        tensor=degree,
+        whole=whole,
     )
+    if degree > 1:
+        try:
+            check_apart(found.compute, degree, found.directions)
+        except UsageError as error:
+            raise Wrong("compute", str(error)) from None
     if _rank_lists("owners", raw.get("owners"), bounds) != found.owners:
         raise Wrong("owners", "owners do not agree with weights")
-    if set(raw) - {"schedgen", "programs", "sha256"} != set(KEYS):
+    if set(raw) - {"schedgen", "programs", "sha256", TENSOR} != set(KEYS):
         raise Wrong("schedgen", f"the header must have exactly {', '.join(KEYS)}")
     return found
 
@@ -205,14 +243,14 @@ def _lowering(value: object, bounds: Bounds) -> dict[str, int | list[int] | str]
     return value
 
 
-def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:
+def _edges(value: object, bounds: Bounds, degree: int) -> tuple[tuple[int, int], ...]:
     if not isinstance(value, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(type(end) is int and abs(end) <= LIMIT for end in pair)
         for pair in value
     ):
         raise Wrong("edges", "edges must be a list of pairs of stages")
     try:
-        return check_edges(value, bounds.stages)
+        return check_edges(value, bounds.stages, degree)
     except UsageError as error:
         raise Wrong("edges", str(error)) from None
 

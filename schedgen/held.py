@@ -10,7 +10,7 @@ from schedgen.check.lives import ADD_TO, DEFINE, DW, EVENTS, INPUTS, NAMED, PART
 from schedgen.check.subject import Numbers, Subject
 from schedgen.check.ties import spelled_out
 from schedgen.places import Bytes
-from schedgen.program import B, F, Kind, Op, Program
+from schedgen.program import EXCHANGED, B, F, Kind, Op, Program
 
 
 class Held(NamedTuple):
@@ -59,7 +59,8 @@ def held(program: Program, bytes: Bytes) -> Held:
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
     ends = subject.having(Op.FREE)
     ends = ends[table.kind[ends] == Kind.DW]
-    rows = np.sort(np.concatenate([subject.having(*adding), ends]))
+    rows = subject.having(*adding)
+    rows = np.sort(np.concatenate([rows[~np.isin(table.kind[rows], EXCHANGED)], ends]))
     rows = rows[np.argsort(table.rank[rows].astype(np.int64) * header.stages + table.stage[rows], kind="stable")]
     rank, stage, free = table.rank[rows], table.stage[rows], table.op[rows] == Op.FREE
     begins = np.append(True, (rank[1:] != rank[:-1]) | (stage[1:] != stage[:-1]) | free[:-1]) & ~free

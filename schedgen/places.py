@@ -25,7 +25,7 @@ from schedgen.check.lives import Lives, lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
-from schedgen.program import F, Header, Ints, Kind, Op, Program, Small
+from schedgen.program import B, F, Header, Ints, Kind, Op, Program, Small
 
 LINE = 64  # bytes: where a rank's part of a sum begins is a multiple
 MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
@@ -124,8 +124,20 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
         owned[list(ranks)] += bytes.owned[stage] + bytes.weight[stage] + (parts - 1) * part
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
+    for group, size in _exchanged(header, bytes.activation):  # a part, and those of others of the slice summed here
+        owned[list(group)] += size + (len(group) - 1) * -(-size // (len(group) * LINE)) * LINE
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
+
+
+def _exchanged(header: Header, activation: Numbers) -> set[tuple[tuple[int, ...], int]]:
+    """Groups of shards, with the bytes of what they add up: each pair has memory of its own."""
+    found: set[tuple[tuple[int, ...], int]] = set()
+    for first in np.flatnonzero(header.split)[:: header.tensor].tolist():
+        for d, given in ((F, (first,)), (B, header.producers[first])):
+            groups = {header.exchange(d, first, mb) for mb in range(header.microbatches)}
+            found |= {(group, int(activation[stage])) for group in groups for stage in given}
+    return found
 
 
 def plan(program: Program, bytes: Bytes, found: Lives) -> Places:

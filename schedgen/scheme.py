@@ -2,6 +2,7 @@
 
 A scheme is two functions, called once on open grids of s, b and d with shapes
 (S, 1, 1), (1, B, 1) and (1, 1, D); what they return is broadcast to (S, B, D).
+A w that takes t as well, the shard of a stage, has grids of four axes.
 A function that cannot take arrays is called job by job: same result, slower.
 Both are turned round to (D, S, B), the shape everything else uses.
 """
@@ -61,6 +62,7 @@ class Scheme(NamedTuple):
     cap: Function | None = None
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
     updates: str = "flush"  # when weights change: one of UPDATES
+    shards: bool = False  # w(s, b, d, t): it places every shard of a stage itself
 
 
 def fill(function: Function, options: Mapping[str, Any]) -> Function:
@@ -84,10 +86,14 @@ def fill(function: Function, options: Mapping[str, Any]) -> Function:
     return (lambda *args: function(*args, **bound)) if bound else function
 
 
-def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tuple[Ints, Ints, int]:
-    """(weights_worker, compute_worker, workers): w on every job, each array (D, S, B)."""
-    shape = (stages, microbatches, directions)
-    if stages * microbatches * directions > MOST_JOBS:
+def place(scheme: Scheme, stages: int, microbatches: int, directions: int, tensor: int = 1) -> tuple[Ints, Ints, int]:
+    """(weights_worker, compute_worker, workers): w on every job, each array (D, S, B, T) for T = `tensor` shards.
+
+    Where w takes no t, shard t of what it puts on worker r is on worker r T + t.
+    """
+    shape = (stages, microbatches, directions, *[tensor] * scheme.shards)
+    copies = 1 if scheme.shards else tensor
+    if stages * microbatches * directions * tensor > MOST_JOBS:
         raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
     weights, compute = _evaluate("w", scheme.w, shape, parts=2)
     for part in (weights, compute):
@@ -96,18 +102,21 @@ def place(scheme: Scheme, stages: int, microbatches: int, directions: int) -> tu
     workers = scheme.workers
     if workers is None:
         workers = max(int(weights.max()), int(compute.max())) + 1
-    if workers > MOST_WORKERS or workers * stages > MOST_PAIRS:
-        raise UsageError(f"{workers} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
+    ranks = workers * copies
+    if ranks > MOST_WORKERS or ranks * stages * tensor > MOST_PAIRS:
+        raise UsageError(f"{ranks} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
     for name, part in (("weights", weights), ("compute", compute)):
         wrong = np.flatnonzero((part < 0) | (part >= workers))
         if len(wrong):
             raise UsageError(f"w puts {name} on a worker outside 0..{workers - 1}: {_at(part, int(wrong[0]))}")
     if directions == 3:
-        for job in np.flatnonzero(compute[..., B] != compute[..., W])[:1]:
-            s, b = divmod(int(job), microbatches)
+        for s, b, *_ in np.argwhere(compute[:, :, B] != compute[:, :, W])[:1].tolist():
             raise UsageError(f"w puts I({s}, {b}) and W({s}, {b}) on different workers: W needs what I leaves there")
-    turned = [np.ascontiguousarray(part.transpose(2, 0, 1), np.int32) for part in (weights, compute)]
-    return turned[0], turned[1], workers
+    turned = [np.moveaxis(part, 2, 0) for part in (weights, compute)]
+    if not scheme.shards:
+        turned = [part[..., None] * tensor + np.arange(tensor) for part in turned]
+    turned = [np.ascontiguousarray(part, np.int32) for part in turned]
+    return turned[0], turned[1], ranks
 
 
 def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[np.generic]:
@@ -175,7 +184,7 @@ def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     except ValueError:
         raise UsageError(
             f"{name} returned an array of shape {np.shape(value)}, "
-            f"which does not fit (stages, microbatches, directions) = {shape}"
+            f"which does not fit (stages, microbatches, directions{', shards' if len(shape) > 3 else ''}) = {shape}"
         ) from None
 
 
@@ -199,7 +208,8 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: in
 
 
 def _words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]})"
+    shard = f", t={job[3]}" if len(job) > 3 else ""
+    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]}{shard})"
 
 
 def _at(part: NDArray[Any], flat: int) -> str:

@@ -31,6 +31,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     own_window_bubble  largest over workers of last end - first start - busy, in time
     peak_activations   largest over workers of the saved forwards alive at once
     messages           SENDs in all; collectives are counted apart
+    exchanges          where stages have shards: the collectives that add up what these give; also per worker
     versions           where weights change without a flush, by stage: the most versions an owner holds
     staleness          and the most updates between the weights that a gradient was computed with and those it changes
 
@@ -64,6 +65,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         )
         for kind, words in KIND_WORDS.items()
     }
+    exchanges = program.exchanges()
+    exchanged = np.bincount(table.rank[exchanges], minlength=header.workers)
     jobs = header.compute.size
     limits = bounds(header, cost, int(memory.saved.sum()))
     numbers: dict[str, Any] = {
@@ -78,6 +81,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "mean_peak_activations": float(memory.saved.mean()),
         "messages": int((table.op == Op.SEND).sum()),
         "collectives": int(len(header.groups) and _collectives(program)),
+        **({} if header.tensor == 1 else {"exchanges": len(exchanges) // header.tensor}),
         "instructions": len(program),
         "workers": [
             {
@@ -90,6 +94,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
                 "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),
                 "gradient_receives": int(receives["weight_gradient"][rank]),
                 "receives": {words: int(count[rank]) for words, count in receives.items()},
+                **({} if header.tensor == 1 else {"exchanges": int(exchanged[rank])}),
                 "peak_memory": {kind: int(peak[rank]) for kind, peak in memory._asdict().items()},
             }
             for rank in range(header.workers)
@@ -146,6 +151,7 @@ def _cells(worker: Mapping[str, Any]) -> dict[str, Any]:
         "weights owned": worker["weight_storage"],
         "used elsewhere": worker["weight_uses_away_from_home"],
         **dict(received),
+        **({"exchanges": worker["exchanges"]} if "exchanges" in worker else {}),
         **({"peak bytes": worker["peak_bytes"]} if "peak_bytes" in worker else {}),
     }
 

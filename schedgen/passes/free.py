@@ -83,7 +83,8 @@ def _last_uses(
     for row in range(length):
         o, s, b = op[row], stage[row], mb[row]
         few = 0
-        if o == Op.RECV or o == Op.SEND:  # x, g or dw; a received partial of a dw is freed by its ADD
+        # x, g or dw; a received partial of a dw is freed by its ADD
+        if o == Op.RECV or o == Op.SEND or (o == Op.ALLREDUCE and kind[row] <= Kind.G):
             if kind[row] == Kind.X:
                 found[0], few = s * batches + b, 1
             elif kind[row] == Kind.G:
