@@ -44,5 +44,5 @@ def _stages(
         module = mpirun.model.build(of.model, stage, of.seed)
         place = None if stage in owned else memory.weights(stage)
         stages[stage] = Stage(module, stage, of.shapes[stage], of.device, stage in owned, place, of.mixed)
-        stages[stage].shared = mpirun.model.shared_before(of.model, stage)
+        stages[stage].shared = mpirun.model.shared_before(of.model, stage, stages[stage].names)
     return stages

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mpirun.buffers import Buffer, Buffers
 from mpirun.compute import Act, Compute
+from mpirun.exchange import Exchanges
 from mpirun.gradient import Gradient
 from mpirun.guard import NOTHING, PHASE, ROW, STEP, TRAINING
 from mpirun.memory import Memory
@@ -29,7 +30,7 @@ from mpirun.ties import Tie, shared
 from mpirun.training import Training
 from mpirun.transport import Transport
 from mpirun.versions import Versions
-from schedgen.program import COMPUTE, Header, Instruction, Kind, Op
+from schedgen.program import COMPUTE, EXCHANGED, Header, Instruction, Kind, Op
 
 
 class Result(NamedTuple):
@@ -63,6 +64,7 @@ class Interpreter:
         compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradient, memory, training)
         self.compute = compute
         self.reductions: dict[int, Sum] = {}  # by stage
+        self.exchanges = Exchanges(transport, header)
         self.table: dict[int, Callable[[Instruction], Act]] = {
             Op.FETCH_W: self.fetch_w,
             Op.RECV: self.recv,
@@ -199,6 +201,8 @@ class Interpreter:
     def allreduce(self, i: Instruction) -> Act:
         if i.kind == Kind.T:
             return self.tie(i)
+        if i.kind in EXCHANGED:
+            return self.exchanges.act(i, self.buffers(*i[1:5]), self.memory.shapes[i.stage], self.memory.device)
         if i.stage not in self.reductions:
             keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
             data = self.gradient(i.stage).data
@@ -296,7 +300,7 @@ def _begins(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
     defined: set[int] = set()
     found = []
     for row, i in enumerate(instructions):
-        if i.op in adding and i.kind != Kind.T and i.stage not in defined:
+        if i.op in adding and i.kind not in (Kind.T, *EXCHANGED) and i.stage not in defined:
             defined.add(i.stage)
             found.append((row, i.stage))
         elif i.op == Op.FREE and i.kind == Kind.DW:

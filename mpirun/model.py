@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
 from mpirun.device import autocast
 from mpirun.randomness import Watch, number
+from mpirun.tensor import Cut, Shard, cuts
 from schedgen.errors import UsageError
+from schedgen.program import Header
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
@@ -52,6 +56,12 @@ class Model(NamedTuple):
     length  how many bytes of text `batch` needs at least.
     tied    parameters that are one: for each, its places as (stage, name).
             All get the first one's value, and the sum of their gradients.
+    split   stages that are sums over shards (see mpirun.tensor), never the
+            last. What builds them, or their layers, is called with `shard` if
+            it has a parameter of that name, and without it for the whole.
+            Their parameters have no hooks and no randomness in forward.
+    shards  set by mpirun where the schedule has shards: stages are so many
+            of each that the function gave, one behind the other.
     """
 
     stages: Sequence[Layers | Callable[[], nn.Module] | nn.Module]
@@ -59,6 +69,8 @@ class Model(NamedTuple):
     batch: Callable[[Tensor, np.random.Generator], tuple[Tensor, Tensor]]
     length: int = 1
     tied: Sequence[Sequence[tuple[int, str]]] = ()
+    split: Sequence[int] = ()
+    shards: int = 1
 
 
 class Shape(NamedTuple):
@@ -71,6 +83,8 @@ class Shape(NamedTuple):
     overwrites: bool = False  # whether it changes its inputs in place
     draws: tuple[str, ...] = ()  # layers that draw random numbers
     loss: int = 0  # the last stage: bytes of the loss, which is its output x
+    cuts: Mapping[str, Cut] = {}  # the parameters that shards have their share of
+    stage: int = -1  # of the model, where the schedule's stage is a shard of it
 
     @property
     def bytes(self) -> int:
@@ -111,7 +125,74 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
     for stage, name in (place for tie in model.tied for place in tie):
         if not 0 <= stage < stages:
             raise UsageError(f"the model ties {name} of stage {stage}, but there are {stages} stages")
+    for stage in model.split:
+        if not 0 <= stage < stages - 1:
+            raise UsageError(f"the model splits stage {stage}, but it may split 0 to {stages - 2}: the last is whole")
     return model
+
+
+def check_shards(model: Model, header: Header) -> None:
+    """UsageError where the schedule splits other stages than the model."""
+    if header.tensor > 1:
+        whole = [stage for stage in range(len(model.stages)) if stage not in model.split]
+        if list(header.whole) != whole:
+            ours, theirs = (",".join(map(str, stages)) for stages in (whole, header.whole))
+            how = f"with --whole {ours}" if whole[:-1] else "without --whole"
+            raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: compile it {how}")
+
+
+def sharded(model: Model, count: int) -> Model:
+    """The model with so many shards of every stage: of one that is not split, as many that are the same."""
+    if count == 1:
+        return model
+    stages: list[Layers | Callable[[], nn.Module] | nn.Module] = []
+    ties = [[(stage * count + t, name) for stage, name in tie] for tie in model.tied for t in range(count)]
+    for stage, entry in enumerate(model.stages):
+        if stage not in model.split:
+            stages += [entry] * count
+            continue
+        if isinstance(entry, nn.Module):
+            raise UsageError(f"stage {stage} of the model is split, but it is a module, not what builds one")
+        if any(place == stage for tie in model.tied for place, _ in tie):
+            raise UsageError(f"stage {stage} of the model is split, but shares parameters with others")
+        for t in range(count):
+            shard = Shard(t, count)
+            if isinstance(entry, Mapping):
+                stages.append({name: partial(_shard, make, shard) for name, make in entry.items()})
+            else:
+                stages.append(partial(_shard, entry, shard))
+    many = model._replace(stages=stages, tied=[], shards=count)
+    for stage in model.split:  # what is not cut is shared by all that have it
+        with _fake():
+            of_shards = [build(many, stage * count + t, 0) for t in range(count)]
+        names = [{name for name, one in module.named_parameters() if one.requires_grad} for module in of_shards]
+        shared = set.intersection(*names) - set(cuts(of_shards[0]))
+        ties += [
+            [(stage * count + t, name) for t in range(count)]
+            for name, _ in of_shards[0].named_parameters()
+            if name in shared
+        ]
+    return many._replace(tied=ties)
+
+
+def _shard(make: Callable[..., nn.Module], shard: Shard) -> nn.Module:
+    """One shard of what `make` builds: built as a whole, with the weights that it would have so, and then cut."""
+    if "shard" not in inspect.signature(make).parameters:
+        return make()
+    whole = make()
+    part = make(shard=shard)
+    of_part = cuts(part)
+    values = dict(itertools.chain(whole.named_parameters(), whole.named_buffers()))
+    with torch.no_grad():
+        for name, one in itertools.chain(part.named_parameters(), part.named_buffers()):
+            if name in values:
+                one.copy_(of_part[name].part(values[name], shard) if name in of_part else values[name])
+    return part
+
+
+def among_shards(model: Model, tie: Sequence[tuple[int, str]]) -> bool:
+    """Whether a tie is of the shards of one stage of the model."""
+    return len({stage for stage, _ in tie}) > len({stage // model.shards for stage, _ in tie}) == 1
 
 
 def joined(model: Model, layers: Sequence[int]) -> Model:
@@ -129,8 +210,12 @@ def joined(model: Model, layers: Sequence[int]) -> Model:
             merged |= part
             stage_of.append(stage)
         stages.append(merged)
+    alone = [stage for stage, count in enumerate(layers) if count == 1]
+    first = [sum(layers[:stage]) for stage in range(len(layers))]
     return model._replace(
-        stages=stages, tied=[[(stage_of[stage], name) for stage, name in places] for places in model.tied]
+        split=[stage for stage in alone if first[stage] in model.split],
+        stages=stages,
+        tied=[[(stage_of[stage], name) for stage, name in places] for places in model.tied],
     )
 
 
@@ -149,6 +234,8 @@ def build(model: Model, stage: int, seed: int) -> nn.Module:
     module = _untied(model, stage, seed)
     for tie in model.tied:
         first_stage, first_name = tie[0]
+        if among_shards(model, tie):  # equal as they are
+            continue
         if any(place == stage for place, _ in tie):
             source = module if first_stage == stage else _untied(model, first_stage, seed)
             value = source.get_parameter(first_name)
@@ -165,9 +252,10 @@ def _untied(model: Model, stage: int, seed: int) -> nn.Module:
     entry = model.stages[stage]
     if isinstance(entry, nn.Module):
         return copy.deepcopy(entry)
+    place = stage // model.shards
     if isinstance(entry, Mapping):
-        return nn.Sequential(OrderedDict((name, _built(stage, make, seed, name)) for name, make in entry.items()))
-    return _built(stage, entry, seed, f"stage {stage}")
+        return nn.Sequential(OrderedDict((name, _built(place, make, seed, name)) for name, make in entry.items()))
+    return _built(place, entry, seed, f"stage {place}")
 
 
 def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
@@ -181,8 +269,15 @@ def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> n
     return module
 
 
-def shared_before(model: Model, stage: int) -> set[str]:
-    """The parameters of a stage that an earlier stage has too."""
+def is_copy(model: Model, stage: int) -> bool:
+    """Whether a stage is a shard that is the same as the one before it."""
+    return stage % model.shards > 0 and stage // model.shards not in model.split
+
+
+def shared_before(model: Model, stage: int, names: Iterable[str]) -> set[str]:
+    """Of the parameters of a stage, those that an earlier stage has too."""
+    if is_copy(model, stage):
+        return set(names)
     return {
         name for tie in model.tied for place, name in tie if place == stage and min(place for place, _ in tie) < stage
     }
@@ -197,7 +292,7 @@ def entry_name(model: Model, stage: int, name: str) -> str:
         if (stage, name) in tie:
             stage, name = tie[0]
     name = name.replace("_orig_mod.", "")  # of torch.compile
-    return name if isinstance(model.stages[stage], Mapping) else f"stage{stage}.{name}"
+    return name if isinstance(model.stages[stage], Mapping) else f"stage{stage // model.shards}.{name}"
 
 
 def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> tuple[Tensor, Tensor]:
@@ -212,6 +307,12 @@ class _Forgetful(FakeTensorConverter):
         pass
 
 
+def _fake() -> FakeTensorMode:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
+    fake.fake_tensor_converter = _Forgetful()
+    return fake
+
+
 def shapes(
     model: Model, producers: Sequence[Sequence[int]], text: Tensor, mixed: torch.dtype | None = None
 ) -> list[Shape]:
@@ -224,8 +325,7 @@ def shapes(
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
-    fake.fake_tensor_converter = _Forgetful()
+    fake = _fake()
     outputs: list[Tensor] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
@@ -242,6 +342,11 @@ def shapes(
                 raise UsageError(
                     f"stage {stage} fails on the shapes it gets: {type(error).__name__}: {error}"
                 ) from None
+        if model.shards > 1 and watch.found and stage // model.shards in model.split:
+            raise UsageError(
+                f"stage {stage // model.shards} of the model is split, but draws random numbers, as dropout does: "
+                "that belongs into a stage that is whole"
+            )
         if not isinstance(output, Tensor):
             raise UsageError(f"stage {stage} should return one tensor, not {type(output).__name__}")
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -255,6 +360,8 @@ def shapes(
                 flat_layout(parameters, dtype)[1] * dtype.itemsize,
                 overwrites=versions != [x._version for x in inputs],
                 draws=tuple(watch.found),
+                cuts=cuts(module),
+                stage=stage // model.shards if model.shards > 1 else -1,
             )
         )
         outputs.append(output)
@@ -265,5 +372,5 @@ def shapes(
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("the loss should be one number")
-    found[-1] = found[-1]._replace(loss=loss.element_size())
-    return found
+    last = len(found) - model.shards
+    return found[:last] + [one._replace(loss=loss.element_size()) for one in found[last:]]

@@ -76,7 +76,7 @@ class Stage:
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
         module.to(device.torch)
         self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
-        self.draws = Draws(module, index, shape.draws, device.seed)
+        self.draws = Draws(module, index if shape.stage < 0 else shape.stage, shape.draws, device.seed)
 
     def beside(self, module: nn.Module, memory: Tensor) -> Stage:
         """The same stage with other weights, in `memory`, shape (bytes,); what is no parameter they share."""

@@ -174,6 +174,11 @@ class Run:
         for stage in self.interpreter.optimizer.stages.values():
             record.parameters.update(verify.named(stage, stage.weights))
         ours = verify.gather(self.comm, self.header, record)
+        of, header = self.training, self.header
+        if header.tensor > 1 and isinstance(ours, verify.Record):
+            together = verify.put_together(of, header, ours)
+            if isinstance(together, str) or not options.canonical:  # else the reference adds up shards as the ranks do
+                ours, (of, header) = together, verify.without_shards(of, header)
         used = delayed.versions(self.comm, self.program) if self.header.versions else None
         code = 0
         if isinstance(ours, str):
@@ -182,7 +187,7 @@ class Run:
         elif ours is not None:
             last = max(self.begun, options.steps)  # --resume may find more
             if used is None:
-                theirs = verify.reference(self.training, self.header, self.begun, last, self._beat)
+                theirs = verify.reference(of, header, self.begun, last, self._beat)
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance

@@ -27,6 +27,7 @@ class Training(NamedTuple):
     """The same on all ranks, but for the memory it lies in."""
 
     model: Model
+    plain: Model  # the same without shards
     shapes: Sequence[Shape]  # by stage
     text: Tensor
     seed: int
@@ -49,7 +50,8 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     torch.set_num_threads(options.threads or max(1, int(cores)))
     where = together(comm, lambda: device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
-    model = together(comm, lambda: _model(options, header))
+    plain = together(comm, lambda: _model(options, header))
+    model = together(comm, lambda: _sharded(plain, header))
     importlib.import_module("torch._dynamo")  # takes a second: fake tensors on rank 0, then torch.optim would do it
     text = mpirun.data.load(comm, options.text, model.length)
     recipe = Recipe(
@@ -58,7 +60,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     )  # fmt: skip
     shapes = from_rank_0(comm, lambda: mpirun.model.shapes(model, header.producers, text, mixed))
     return Training(
-        model, shapes, text, options.seed, recipe, options.accumulate, options.canonical, where, mixed, cores < 1
+        model, plain, shapes, text, options.seed, recipe, options.accumulate, options.canonical, where, mixed, cores < 1
     )
 
 
@@ -69,7 +71,14 @@ def _model(options: argparse.Namespace, header: Header) -> Model:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
-    model = mpirun.model.load(options.model, header.stages, options.seed, header.scheme.get("layers"))
+    stages, layers = header.stages // header.tensor, header.scheme.get("layers")
+    model = mpirun.model.load(options.model, stages, options.seed, layers)
+    mpirun.model.check_shards(model, header)
+    return model
+
+
+def _sharded(plain: Model, header: Header) -> Model:
+    model = mpirun.model.sharded(plain, header.tensor)
     check_ties(model, header)
     return model
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
     """The same steps in one process, from the first; recorded from step `begun` on. `beat`: called now and then."""
     modules = [build(of.model, stage, of.seed).to(of.device.torch) for stage in range(header.stages)]
     draws = [
-        Draws(module, stage, shape.draws, of.device.seed)
+        Draws(module, stage if shape.stage < 0 else shape.stage, shape.draws, of.device.seed)
         for stage, (module, shape) in enumerate(zip(modules, of.shapes, strict=True))
     ]
     parameters: dict[tuple[int, str], torch.nn.Parameter] = {
@@ -100,7 +101,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
                 summed |= {key: whole.clone() for key in copies}
             total = {key: grad if walk == 0 else total[key] + grad for key, grad in summed.items()}
         sizes = zip(total, norms(list(total.values())), strict=True)
-        once = [0.0 if name in shared_before(of.model, stage) else size for (stage, name), size in sizes]
+        once = [0.0 if name in shared_before(of.model, stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*losses[-1], *once]).all():
             continue
         if step >= begun:
@@ -125,30 +126,85 @@ def forward_backward(
     The graph is cut at the borders of stages, so that gradients which several
     stages return for one value are added in the order of these stages.
     Autograd's own order for a graph in one piece is another, and gives other
-    bits though the same sum.
+    bits though the same sum. What shards of a stage give is added in their
+    order.
     """
     data, target = (x.to(of.device.torch) for x in microbatch(of.model, of.text, of.seed, step, number))
     outputs: list[Tensor] = []
+    read: list[Tensor] = []  # by consumers
     leaves: list[list[Tensor]] = []
-    for module, producers in zip(modules, header.producers, strict=True):
-        inputs = [outputs[p].detach() for p in producers] or [data]
+    T = header.tensor
+    for stage, (module, producers) in enumerate(zip(modules, header.producers, strict=True)):
+        inputs = [read[p].detach() for p in producers] or [data]
         leaves.append([x.requires_grad_(x.is_floating_point()) for x in inputs])
         with autocast(of.device.kind, of.mixed):
             outputs.append(module(*(x.clone() for x in leaves[-1])).contiguous())
+        read.append(outputs[-1])
+        if header.split[stage] and stage % T == T - 1:
+            read[-T:] = [_sum(outputs[-T:])] * T
     with autocast(of.device.kind, of.mixed):
-        loss = of.model.loss(outputs[-1], target)
-    outputs[-1] = loss / parts
+        losses = [of.model.loss(output, target) for output in outputs[-T:]]
+    outputs[-T:] = [loss / parts for loss in losses]
     shares: list[list[Tensor]] = [[] for _ in modules]  # of each output's gradient, last consumer first
-    shares[-1] = [torch.ones_like(outputs[-1])]
-    for stage in range(len(modules) - 1, -1, -1):
-        if outputs[stage].requires_grad:
-            gradient = shares[stage].pop()
-            while shares[stage]:
-                gradient = gradient + shares[stage].pop()
-            outputs[stage].backward(gradient.contiguous())
-        for producer, leaf in zip(header.producers[stage], leaves[stage], strict=False):
-            shares[producer].append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-    return loss.item()
+    shares[-T:] = [[torch.ones_like(loss)] for loss in losses]
+    for first in range(len(modules) - T, -1, -T):
+        for stage in range(first, first + T):
+            if outputs[stage].requires_grad:
+                gradient = shares[stage].pop()
+                while shares[stage]:
+                    gradient = gradient + shares[stage].pop()
+                outputs[stage].backward(gradient.contiguous())
+        given = [[_gradient(leaf) for leaf in of_shard] for of_shard in leaves[first : first + T]]
+        if header.split[first]:
+            given = [[_sum(parts) for parts in zip(*given, strict=True)]] * T
+        for stage, gradients in enumerate(given, start=first):
+            for producer, gradient in zip(header.producers[stage], gradients, strict=False):
+                shares[producer].append(gradient)
+    return losses[0].item()
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """In their order."""
+    total = parts[0].detach().clone()
+    for part in parts[1:]:
+        total += part.detach()
+    return total
+
+
+def without_shards(of: Training, header: Header) -> tuple[Training, Header]:
+    """What is trained, and the stages, of the model that a schedule has shards of."""
+    T = header.tensor
+    plain = replace(
+        header,
+        scheme={**header.scheme, "stages": header.stages // T},
+        edges=tuple(sorted({(p // T, c // T) for p, c in header.edges})),
+        tensor=1,
+        whole=(),
+    )
+    return of._replace(model=of.plain, shapes=[one._replace(stage=-1) for one in of.shapes[::T]]), plain
+
+
+def put_together(of: Training, header: Header, record: Record) -> Record | str:
+    """The record of the model that a schedule has shards of; a sentence where what should be copies differs."""
+    T = header.tensor
+    wrong: list[str] = []
+
+    def whole(values: Parameters) -> Parameters:
+        found: Parameters = {}
+        for (stage, name), value in values.items():
+            key, cut = (stage // T, name), of.shapes[stage].cuts.get(name) if header.split[stage] else None
+            if cut is not None:
+                found.setdefault(key, cut.join([values[shard, name] for shard in header.shards(stage)]))
+            elif _bytes(found.setdefault(key, value)) != _bytes(value):
+                wrong.append(f"{name} of stage {key[0]} is another in shard {stage % T} than in the first that has it")
+        return found
+
+    found = Record(record.losses, [whole(gradients) for gradients in record.gradients], whole(record.parameters))
+    return wrong[0] if wrong else found
 
 
 class Difference(NamedTuple):

@@ -131,11 +131,11 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
 
 
 def _exchanged(header: Header, activation: Numbers) -> set[tuple[tuple[int, ...], int]]:
-    """Groups of shards, with the bytes of what they add up: each pair has memory of its own."""
+    """The ranks of shards, in the shards' order, with the bytes of what they add up: each pair has its own memory."""
     found: set[tuple[tuple[int, ...], int]] = set()
     for first in np.flatnonzero(header.split)[:: header.tensor].tolist():
         for d, given in ((F, (first,)), (B, header.producers[first])):
-            groups = {header.exchange(d, first, mb) for mb in range(header.microbatches)}
+            groups = set(map(tuple, header.compute[d, first : first + header.tensor].T.tolist()))
             found |= {(group, int(activation[stage])) for group in groups for stage in given}
     return found
 
