@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
 from mpirun.device import autocast
 from mpirun.randomness import Watch, number
-from mpirun.tensor import Cut, Shard, cuts
+from mpirun.tensor import WHOLE, Cut, Shard, cuts
 from schedgen.errors import UsageError
 from schedgen.program import Header
 
@@ -136,8 +136,11 @@ def check_shards(model: Model, header: Header) -> None:
     if header.tensor > 1:
         whole = [stage for stage in range(len(model.stages)) if stage not in model.split]
         if list(header.whole) != whole:
+            if not model.split:
+                raise UsageError("the schedule has shards, but no stage of the model can be split")
             ours, theirs = (",".join(map(str, stages)) for stages in (whole, header.whole))
-            how = f"with --whole {ours}" if whole[:-1] else "without --whole"
+            wanted = ",".join(map(str, whole[:-1]))
+            how = f"with --whole {wanted}" if wanted else "without --whole"
             raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: compile it {how}")
 
 
@@ -269,6 +272,11 @@ def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> n
     return module
 
 
+def shard_of(model: Model, stage: int) -> Shard:
+    """What a stage of the schedule is of one of the model's."""
+    return Shard(stage % model.shards, model.shards) if stage // model.shards in model.split else WHOLE
+
+
 def is_copy(model: Model, stage: int) -> bool:
     """Whether a stage is a shard that is the same as the one before it."""
     return stage % model.shards > 0 and stage // model.shards not in model.split
@@ -364,6 +372,11 @@ def shapes(
                 stage=stage // model.shards if model.shards > 1 else -1,
             )
         )
+        if (stage // model.shards in model.split) and stage % model.shards and found[-1][:2] != found[-2][:2]:
+            raise UsageError(
+                f"shards of stage {stage // model.shards} of the model are parts of a sum, but one gives "
+                f"{found[-2].dtype} of shape {found[-2].size}, another {found[-1].dtype} of shape {found[-1].size}"
+            )
         outputs.append(output)
     try:
         with autocast("cpu", mixed):

@@ -50,6 +50,10 @@ class Cut(NamedTuple):
         split = whole.unflatten(self.dim, (self.blocks, shard.count, -1)).select(self.dim + 1, shard.index)
         return split.flatten(self.dim, self.dim + 1).contiguous()
 
+    def whole(self, part: Sequence[int], shard: Shard) -> tuple[int, ...]:
+        """The shape of the parameter that a share of this shape is of."""
+        return tuple(size * shard.count if dim == self.dim else size for dim, size in enumerate(part))
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The parameter that all shards' shares make up."""
         split = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
@@ -94,3 +98,8 @@ class HeadParallelAttention(nn.Module):
         qkv = self.qkv(x).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         return self.out(nnf.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def skip(x: Tensor, y: Tensor, shard: Shard) -> Tensor:
+    """x + y where y is a part of a sum, which has x in it once; all shards' of one type."""
+    return x + y if shard.index == 0 else y.to(torch.promote_types(x.dtype, y.dtype))

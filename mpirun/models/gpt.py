@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mpirun.model import Model
 from mpirun.models.cut import cut
-from mpirun.tensor import WHOLE, ColumnParallelLinear, HeadParallelAttention, RowParallelLinear, Shard
+from mpirun.tensor import WHOLE, ColumnParallelLinear, HeadParallelAttention, RowParallelLinear, Shard, skip
 
 VOCABULARY = 256  # bytes
 
@@ -62,13 +62,12 @@ class AttentionPart(nn.Module):
 
     def __init__(self, width: int, heads: int, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.first = shard.index == 0
+        self.shard = shard
         self.norm = nn.LayerNorm(width)
         self.attention = HeadParallelAttention(width, heads, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(self.norm(x))
-        return x + y if self.first else y
+        return skip(x, self.attention(self.norm(x)), self.shard)
 
 
 class MLPPart(nn.Module):
@@ -76,14 +75,13 @@ class MLPPart(nn.Module):
 
     def __init__(self, width: int, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.first = shard.index == 0
+        self.shard = shard
         self.norm = nn.LayerNorm(width)
         self.up = ColumnParallelLinear(width, 4 * width, shard)
         self.down = RowParallelLinear(4 * width, width, shard)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(nnf.gelu(self.up(self.norm(x))))
-        return x + y if self.first else y
+        return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.shard)
 
 
 class Head(nn.Module):
