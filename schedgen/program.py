@@ -270,10 +270,6 @@ class Header:
         """The shards of the model's stage that `stage` is one of: stages of the file, in their order."""
         return range(stage - stage % self.tensor, stage - stage % self.tensor + self.tensor)
 
-    def exchange(self, d: int, stage: int, mb: int) -> tuple[int, ...]:
-        """The ranks of a stage's shards in a direction and microbatch, ascending: who takes part in its exchanges."""
-        return tuple(sorted(self.compute[d, list(self.shards(stage)), mb].tolist()))
-
     def share(self, producer: int, consumer: int) -> int:
         """`via` of the gradient that `consumer` sends to `producer`: -1 where it is the only one."""
         return consumer if len(self.consumers[producer]) > 1 else -1

@@ -60,9 +60,12 @@ def _summed(subject: Subject, kind: Kind, d: int, parts: _Parts) -> None:
         subject.refuse(10, int(row), "the job that gives this is not split: it is no part of a sum")
     for row in rows[rank[part, mb] != subject.rank[rows]][:1]:
         subject.refuse(10, int(row), "this rank does not give it")
-    for row, k in zip(rows.tolist(), part.tolist(), strict=True):
-        if header.groups[subject.peer[row]] != header.exchange(d, int(parts.giver[k]), int(subject.mb[row])):
-            subject.refuse(10, row, "this is not the group of the stage's shards")
+    T = header.tensor
+    shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # their ranks
+    groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups])
+    right = (groups[subject.peer[rows]] == shards[parts.giver[part] // T, :, mb]).all(axis=1)
+    for row in rows[~right][:1]:
+        subject.refuse(10, int(row), "this is not the group of the stage's shards")
     at = np.full(rank.shape, -1, np.int64)
     at[part, mb] = rows
     for row in rows[at[part, mb] != rows][:1]:

@@ -9,7 +9,7 @@ import re
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, event, given, settings
 
 from schedgen.chakra import chakra
 from schedgen.check import RULES, check
@@ -187,6 +187,54 @@ def test_what_is_compiled_is_right_and_is_read_back(cases, execute, data):
 
 
 # What is refused
+
+
+@given(data=st.data())
+@settings(max_examples=200)
+def test_what_is_accepted_runs(cases, execute, data):
+    """Instructions that stand elsewhere, are there twice or not, or name something else, most of them exchanges."""
+    program = data.draw(programs(cases))
+    rows, length = program.rows, len(program)
+    some = program.exchanges().tolist()
+    assume(some)
+    for _ in range(data.draw(st.integers(1, 2))):
+        i = data.draw(st.sampled_from(some))
+        how = data.draw(st.sampled_from(("less", "twice", "near", "far", "stage", "mb", "via", "peer")))
+        if how in ("less", "twice"):
+            order = np.insert(np.arange(length), i, i) if how == "twice" else np.delete(np.arange(length), i)
+            with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule (10|[1-7]): "):
+                check(Program(program.header, program.rows.take(order)))
+        elif how in ("near", "far"):
+            j = (
+                data.draw(st.integers(0, length - 1))
+                if how == "far"
+                else i + data.draw(st.sampled_from((-2, -1, 1, 2)))
+            )
+            order = np.arange(length)
+            order[[i, j % length]] = j % length, i
+            rows = rows.take(order)._replace(rank=rows.rank)
+        else:
+            header = program.header
+            limits = {
+                "stage": header.stages,
+                "mb": header.microbatches,
+                "via": header.stages,
+                "peer": len(header.groups),
+            }
+            values = getattr(rows, how).copy()
+            if values[i] >= 0 and rows.op[i] == Op.ALLREDUCE and rows.kind[i] in (Kind.X, Kind.G):
+                values[i] = data.draw(st.integers(0, limits[how] - 1))
+            rows = rows._replace(**{how: values})
+    changed = Program(program.header, rows)
+    try:
+        memory = check(changed)
+    except RefusedFile:
+        event("refused")
+        return
+    event("accepted")
+    assert execute(changed) == [
+        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(changed.header.workers)
+    ]
 
 
 def test_a_file_that_claims_other_shards_is_refused(run, refused, tmp_path):
