@@ -144,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("file", metavar="FILE", help=FILE)
     sub.add_argument("--json", action="store_true", help=AS_JSON)
+    sub.add_argument("--cycles", action="store_true", help="instead, the jobs that start together, a line a time")
     costs = sub.add_mutually_exclusive_group()
     costs.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations; default: those in the file")
     costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")

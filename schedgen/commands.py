@@ -39,7 +39,7 @@ from schedgen.program import Program
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import describe, load
 from schedgen.simulate import Simulation, report, simulate
-from schedgen.stats import stats, summary, table
+from schedgen.stats import cycles, stats, summary, table
 from schedgen.streams import called, checked, output, read_bytes
 
 
@@ -119,12 +119,18 @@ def run_seal(options: argparse.Namespace) -> int:
 
 def run_stats(options: argparse.Namespace) -> int:
     program = checked(options.file)
+    if options.cycles and options.measured:
+        raise UsageError("--cycles are those of a simulation: leave --measured out")
     if options.measured:
         numbers = measured(program, _measured(options, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
         print(json.dumps(numbers, indent=1) if options.json else summary(shown))
         return 0
     cost, machine = _profile(options, program) if options.profile else (options.cost, None)
+    if options.cycles:
+        found = cycles(program, cost)
+        print(json.dumps([one._asdict() for one in found]) if options.json else "\n".join(map(str, found)))
+        return 0
     numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0

@@ -7,7 +7,7 @@ assumes ("we assume that transmission latencies can be hidden").
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from schedgen.bounds import bounds
 from schedgen.check import check
 from schedgen.check.subject import Subject
 from schedgen.check.updates import staleness
-from schedgen.cost import Amount, Machine
+from schedgen.cost import DIRECTION, Amount, Machine
 from schedgen.program import COMPUTE, KIND_NAME, KIND_WORDS, Kind, Op, Program
 from schedgen.simulate import simulate
 
@@ -117,6 +117,38 @@ def _collectives(program: Program) -> int:
     rows = np.flatnonzero((program.rows.op == Op.ALLREDUCE) | (program.rows.op == Op.NORM))
     sizes = np.array([len(group) for group in program.header.groups])
     return round(float((1 / sizes[program.rows.peer[rows]]).sum()))
+
+
+class Cycle(NamedTuple):
+    """The jobs that start together."""
+
+    time: int | float
+    jobs: list[tuple[str, int, int]]  # direction, stage, microbatch; by worker
+
+    def __str__(self) -> str:
+        return f"{_short(self.time):9} {', '.join(f'{d}({s}, {b})' for d, s, b in self.jobs)}"
+
+
+def cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> list[Cycle]:
+    """The clock cycles of a checked, projected program, which are all times when a job starts.
+
+    Messages take no time. Where all jobs take one unit, as GPipe's forwards
+    do, these are the cycles that its authors count. A whole backward among
+    split ones is B; a RECOMPUTE is a part of its backward.
+    """
+    table, cost = program.rows, program.header.cost if cost is None else cost
+    run = simulate(program, cost)
+    rows = np.flatnonzero(np.isin(table.op, COMPUTE) & (table.op != Op.RECOMPUTE))
+    start = run.start[rows]
+    order = np.lexsort((rows, start))
+    shortest = float((run.end[rows] - start).min())
+    first = np.flatnonzero(np.append(True, np.diff(start[order]) > 1e-6 * shortest))  # no rounding makes two of one
+    found = []
+    for together in np.split(rows[order], first[1:]):
+        columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))
+        jobs = [(DIRECTION[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
+        found.append(Cycle(_plain(float(run.start[together].min())), jobs))
+    return found
 
 
 def _plain(value: float) -> int | float:
