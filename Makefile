@@ -75,19 +75,22 @@ lint: venv
 	$(BIN)/mypy
 
 # Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
-# first and the last stage are tied, in one the first of two stages has three replicas.
+# first and the last stage are tied, in one the first of two stages has three replicas, in one two stages have two
+# shards each.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
 TWO_STAGES := interleaved-1f1b looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
 REPLICAS   := 1f1b-rr
-GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS)
+SHARDS     := 1f1b-tensor
+GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS) $(SHARDS)
 COMMA      := ,
 traces: $(GOLDEN:%=traces/%.json)
 .PHONY: $(GOLDEN:%=traces/%.json)
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
-	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$*)) --stages $(if $(filter $*,$(TWO_STAGES)),8,$(if $(filter $*,$(REPLICAS)),2,4)) --microbatches 8 \
+	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$(patsubst %-tensor,%,$*))) --stages $(if $(filter $*,$(TWO_STAGES)),8,$(if $(filter $*,$(REPLICAS) $(SHARDS)),2,4)) --microbatches 8 \
 	    --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
-	    $(if $(filter $*,$(TIED)),--tied 0$(COMMA)3) $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) --output $@
+	    $(if $(filter $*,$(TIED)),--tied 0$(COMMA)3) $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) \
+	    $(if $(filter $*,$(SHARDS)),--parts 4 --tensor 2 --whole 0) --output $@
 
 # SVG depends on the version of matplotlib: these are made by the one in .ci/constraints.txt.
 pictures: venv

@@ -143,20 +143,6 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
     assert (1, "down.bias") not in gradients
 
 
-def test_bits_do_not_depend_on_when_messages_come(inside, schedules, text):
-    arguments = [schedules["2 shards and 2 pipeline stages"], "--model", GPT, "--text", text, "--steps", 2]
-    runs = inside(4, [{"arguments": arguments}, *({"arguments": arguments, "delay": seed} for seed in (1, 2))])
-    assert len({run.weights for run in runs}) == 1
-
-
-def test_it_is_the_same_where_the_device_is_late(inside, schedules, text):
-    arguments = [schedules["2 shards and 2 pipeline stages"], "--model", GPT, "--text", text, "--steps", 2]
-    runs = inside(
-        4, [{"arguments": arguments}, *({"arguments": arguments, "late": how} for how in ("direct", "staged"))]
-    )
-    assert len({run.weights for run in runs}) == 1
-
-
 def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules, compiled, text, tmp_path):
     """4 shards, then 2, then none; and back."""
     none = compiled("1f1b", stages=4, parts=2, microbatches=4)
