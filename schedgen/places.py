@@ -124,19 +124,23 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
         owned[list(ranks)] += bytes.owned[stage] + bytes.weight[stage] + (parts - 1) * part
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
-    for group, size in _exchanged(header, bytes.activation):  # a part, and those of others of the slice summed here
-        owned[list(group)] += size + (len(group) - 1) * -(-size // (len(group) * LINE)) * LINE
+    for rank, ranks, size in _exchanges(header, bytes.activation):  # its part, and others' of the slice it sums
+        owned[rank] += size + (len(ranks) - 1) * -(-size // (len(ranks) * LINE)) * LINE
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
 
 
-def _exchanged(header: Header, activation: Numbers) -> set[tuple[tuple[int, ...], int]]:
-    """The ranks of shards, in the shards' order, with the bytes of what they add up: each pair has its own memory."""
-    found: set[tuple[tuple[int, ...], int]] = set()
-    for first in np.flatnonzero(header.split)[:: header.tensor].tolist():
-        for d, given in ((F, (first,)), (B, header.producers[first])):
-            groups = set(map(tuple, header.compute[d, first : first + header.tensor].T.tolist()))
-            found |= {(group, int(activation[stage])) for group in groups for stage in given}
+def _exchanges(header: Header, activation: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
+    """Each rank with the ranks of shards that it adds up with, in the shards' order, and the bytes of its part.
+
+    What is the same in these has the same memory.
+    """
+    found: set[tuple[int, tuple[int, ...], int]] = set()
+    for stage in np.flatnonzero(header.split).tolist():
+        shards = header.shards(stage)
+        for d, given in ((F, (stage,)), (B, header.producers[stage])):
+            for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
+                found |= {(ranks[shards.index(stage)], ranks, int(activation[one])) for one in given}
     return found
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 GOLDEN = (
-    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v", "fsdp", "fslpp",
-    "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush", "v-half", "v-min",
-    "zb-h1", "zb-h2", "zb-v",
+    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
+    "fsdp", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush",
+    "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 GPT, TIED, MLP = "mpirun.models.gpt:tiny", "mpirun.models.gpt:tied", "mpirun.models.mlp:tiny"
 OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "mpirun.models.gpt:tensor"}  # of golden schedules, which models
