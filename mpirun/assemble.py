@@ -63,5 +63,5 @@ def _stages(
             header.parts(stage),
             mine[stage],
         )
-        stages[stage].shared = mpirun.model.shared_before(of.model, stage)
+        stages[stage].shared = mpirun.model.shared_before(of.model, stage, stages[stage].names)
     return stages

@@ -138,10 +138,12 @@ class Compute:
         """The microbatch's share of the loss: its gradients then add up to the mean's, but to updates of their own."""
         read, mb, versions = self._reader(i.mb, save), i.mb, self.header.versions
 
+        first = self.header.siblings(i.stage)[0]
+
         def finish(outputs: list[Tensor]) -> Tensor:
             batch = read()
             loss = self.of.model.loss(whole(outputs), batch.target).reshape(())
-            if i.op == Op.FWD:
+            if i.op == Op.FWD and i.stage == first:  # other shards have the same
                 self.losses[mb] = loss.detach()
             return loss / (1 if versions else batch.parts)
 

@@ -52,7 +52,7 @@ def _microbatch(
     for one in stages:
         one.draws.at = (of.seed, step, mb)
     calls = [partial(functional_call, one.module, given) for one, given in zip(stages, weights, strict=True)]
-    loss = forward_backward(of, [lambda *x, call=call: call(x) for call in calls], step, mb, parts=1)
+    loss = forward_backward(of, header, [lambda *x, call=call: call(x) for call in calls], step, mb, parts=1)
     for one, given in zip(stages, weights, strict=True):
         one.shares.append((int(header.compute[F, one.index, mb]), _taken(given)))
         if len(one.shares) == header.round(one.index) or mb + 1 == header.microbatches:

@@ -25,7 +25,8 @@ def origin(
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):
             for row, i in enumerate(instructions):
-                if i.op == Op.FWD and not header.consumers[i.stage] and i.mb == number % header.microbatches:
+                last = not header.consumers[i.stage] and i.stage == header.siblings(i.stage)[0]
+                if i.op == Op.FWD and last and i.mb == number % header.microbatches:
                     return row, f"the loss is {loss}"
             return None
     place = len(result.norms)

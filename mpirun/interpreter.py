@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mpirun.buffers import Buffer, Buffers
 from mpirun.compute import Act, Compute
+from mpirun.exchange import Exchanges
 from mpirun.gradient import Gradient, Part
 from mpirun.guard import NOTHING, PHASE, ROW, STEP, TRAINING
 from mpirun.memory import Memory
@@ -32,7 +33,8 @@ from mpirun.ties import Tie, shared
 from mpirun.training import Training
 from mpirun.transport import Transport
 from mpirun.versions import Versions
-from schedgen.program import COMPUTE, Header, Instruction, Kind, Op
+from mpirun.wiring import Like
+from schedgen.program import COMPUTE, EXCHANGED, Header, Instruction, Kind, Op
 
 
 class Result(NamedTuple):
@@ -69,6 +71,7 @@ class Interpreter:
         compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradient, memory, training)
         self.compute = compute
         self.reductions: dict[int, Sum] = {}  # by stage
+        self.exchanges = Exchanges(transport, header)
         self.table: dict[int, Callable[[Instruction], Act]] = {
             Op.FETCH_W: self.fetch_w,
             Op.RECV: self.recv,
@@ -160,8 +163,12 @@ class Interpreter:
             value = self.memory.place(i, shape, stage.dtype)
         else:
             buffer = self.buffers(*i[1:5])
-            value = self.memory.place(i, *self.wires[i.mb].bundle(i.kind, i.stage, i.via).like)
+            value = self.memory.place(i, *self._like(i))
         return self._receive(buffer, value, i)
+
+    def _like(self, i: Instruction) -> Like:
+        """Of the x or g that an instruction names."""
+        return self.wires[i.mb].bundle(i.kind, i.stage, i.via).like
 
     def _receive(self, buffer: Buffer, value: Tensor, i: Instruction) -> Act:
         row = self.row
@@ -250,6 +257,8 @@ class Interpreter:
     def allreduce(self, i: Instruction) -> Act:
         if i.kind == Kind.T:
             return self.tie(i)
+        if i.kind in EXCHANGED:
+            return self.exchanges.act(i, self.buffers(*i[1:5]), self._like(i), self.memory.device)
         if i.stage not in self.reductions:
             keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
             data = self.gradient(i.stage).data
@@ -348,7 +357,7 @@ def _defined(instructions: Sequence[Instruction], header: Header) -> list[tuple[
     defined: set[Unit] = set()
     found = []
     for row, i in enumerate(instructions):
-        if i.op in adding and i.kind != Kind.T:
+        if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
             parts = (i.via,) if i.kind == Kind.DW else header.parts(i.stage)
             new = [(i.stage, via) for via in parts if (i.stage, via) not in defined]
             defined.update(new)

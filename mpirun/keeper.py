@@ -3,7 +3,9 @@
 Each owner writes what it owns, under the parameters' names in the model;
 of several owners of a stage one does, with all parts of it where they divide
 it. Whoever needs something looks for its name: so a checkpoint made under one
-schedule goes on under any other.
+schedule goes on under any other. Of a parameter that is cut every shard writes
+its share; who reads it puts these together and takes a share of its own from
+the whole.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ from mpirun import checkpoint
 from mpirun.checkpoint import Manifest
 from mpirun.errors import Stop, from_rank_0, on_rank_0, together
 from mpirun.guard import BEAT, PHASE, SAVING, TRAINING
-from mpirun.model import Model, entry_name
+from mpirun.model import Model, entry_name, is_copy, shard_of
 from mpirun.optimizer import Optimizer
 from mpirun.shards import Piece, pieces
+from mpirun.shares import Entries, share_name
 from mpirun.stage import Stage
+from mpirun.tensor import Cut, Shard
 from mpirun.training import Training
 from schedgen.errors import UsageError
 from schedgen.program import Header
@@ -59,10 +63,11 @@ class Keeper:
                 "microbatches": header.microbatches * of.walks,
             },
         }
-        beside = [name for index, stage in stages.items() if self._writes(index) for name in rest(of.model, stage)]
-        names = Counter(entry_name(of.model, s, name) for s, shape in enumerate(of.shapes) for name in shape.names)
+        beside = [name for index, stage in stages.items() if self._has_rest(index) for name in rest(of.model, stage)]
+        first = of.shapes[:: header.tensor]  # shards of each stage
+        names = Counter(entry_name(of.plain, s, name) for s, shape in enumerate(first) for name in shape.names)
         names.update(name for of_rank in comm.allgather(beside) for name in of_rank)
-        tied = {entry_name(of.model, *place) for tie in of.model.tied for place in tie}
+        tied = {entry_name(of.plain, *place) for tie in of.plain.tied for place in tie}
         for name, count in names.items():
             if name.endswith("_extra_state"):
                 raise UsageError(f"the model has {name}: checkpoints hold parameters and buffers only")
@@ -136,13 +141,17 @@ class Keeper:
                 self.state[BEAT] += 1
         return found
 
+    def _has_rest(self, stage: int) -> bool:
+        """What is no trained parameter is the same in all shards: the first writes it."""
+        return self._writes(stage) and stage % self.header.tensor == 0
+
     def _parts(
         self, directory: Path, step: int, divided: Mapping[int, list[dict[str, Tensor]]]
     ) -> list[checkpoint.Part]:
         """`divided`: what `_gather` gave."""
         entries: dict[str, dict[str, Tensor]] = {"weights": {}, "optimizer": {}}
         for index, stage in self.stages.items():
-            if self._writes(index):
+            if self._writes(index) and not is_copy(self.of.model, index):
                 mine = own_names(self.of.model, stage)
                 kept = divided.get(index) or self.optimizer.kept((index, -1))
                 views = [one[""] for one in divided[index]] if index in divided else stage.views(stage.weights)
@@ -150,7 +159,7 @@ class Keeper:
                 # The format takes no tensors that share memory, nor views of them.
                 entries["weights"] |= {
                     name: value.detach().clone(memory_format=torch.contiguous_format)
-                    for name, value in rest(self.of.model, stage).items()
+                    for name, value in (rest(self.of.model, stage) if self._has_rest(index) else {}).items()
                 }
                 entries["optimizer"] |= {
                     f"{name}.{key}": value
@@ -182,35 +191,39 @@ class Keeper:
         if found.facts["optimizer"] != self.facts["optimizer"]:
             used = found.facts["optimizer"]
             raise UsageError(f"--optimizer {self.facts['optimizer']}: {found.folder} was made with {used}")
-        weights, kept = found.files("weights"), found.files("optimizer")
+        weights, kept = (Entries(found.folder, found.files(kind)) for kind in ("weights", "optimizer"))
         states: dict[str, list[str]] = {}  # by parameter
-        for name in kept:
+        for name in kept.names:
             states.setdefault(name.rpartition(".")[0], []).append(name)
         for index, stage in self.stages.items():
             names = [entry_name(self.of.model, index, name) for name in stage.names]
             into = rest(self.of.model, stage)
             sizes = {name: size for name, (_, size) in zip(names, stage.layout, strict=True)} if stage.own else {}
-            values = checkpoint.read(weights, [*into, *sizes])
+            shard, by_name = shard_of(self.of.model, index), dict(zip(stage.names, names, strict=True))
+            cuts = {by_name[name]: cut for name, cut in stage.shape.cuts.items() if name in by_name}
+            values = weights.read([*into, *sizes], cuts)
             for name, target in into.items():
-                _fits(found.folder, name, values.get(name), target.shape, target.dtype)
+                value = _share(found.folder, name, values.get(name), target.shape, target.dtype, None, shard)
                 with torch.no_grad():
-                    target.copy_(values[name])
+                    target.copy_(value)
             for name, size in sizes.items():
-                _fits(found.folder, name, values.get(name), size, stage.dtype)
+                cut = cuts.get(name)
+                values[name] = _share(found.folder, name, values.get(name), size, stage.dtype, cut, shard)
             for via, part in stage.own.items():
                 for target, name, piece in _of_part(stage, via, part, names):
                     target.copy_(values[name] if piece is None else piece.of(values[name]))
-            values = checkpoint.read(kept, [state for name in sizes for state in states.get(name, ())])
-            for name, size in sizes.items():
-                for state in states.get(name, ()):
-                    if values[state].dim():  # a number a parameter, or one for all
-                        _fits(found.folder, state, values[state], size, stage.dtype)
+            of_state = {state: name for name in sizes for state in states.get(name, ())}
+            values = kept.read(list(of_state), {s: cuts[name] for s, name in of_state.items() if name in cuts})
+            for state, name in of_state.items():
+                if values[state].dim():  # a number a parameter, or one for all
+                    cut, size = cuts.get(name), sizes[name]
+                    values[state] = _share(found.folder, state, values[state], size, stage.dtype, cut, shard)
             for via, part in stage.own.items():
                 restored: list[dict[str, Tensor]] = []
                 for _, name, piece in _of_part(stage, via, part, names):
                     of_one = {state.rpartition(".")[2]: values[state] for state in states.get(name, ())}
-                    cut = {key: piece.of(value).clone() for key, value in of_one.items() if piece and value.dim()}
-                    restored.append(of_one | cut)
+                    pieces_of = {key: piece.of(value).clone() for key, value in of_one.items() if piece and value.dim()}
+                    restored.append(of_one | pieces_of)
                 self.optimizer.restore((index, via), restored)
             self.state[BEAT] += 1
 
@@ -264,10 +277,15 @@ def _whole(comm: MPI.Intracomm, folder: Path) -> Manifest:
 def own_names(model: Model, stage: Stage) -> list[str | None]:
     """The entries of a stage's parameters; None for one that is written with another stage."""
     firsts = {place: tie[0][0] for tie in model.tied for place in tie}
-    return [
-        entry_name(model, stage.index, name) if firsts.get((stage.index, name), stage.index) == stage.index else None
-        for name in stage.names
-    ]
+    shard = shard_of(model, stage.index)
+    found: list[str | None] = []
+    for name in stage.names:
+        entry = entry_name(model, stage.index, name)
+        if shard.count > 1 and name in stage.shape.cuts:
+            found.append(share_name(entry, shard))
+        else:
+            found.append(entry if firsts.get((stage.index, name), stage.index) == stage.index else None)
+    return found
 
 
 def rest(model: Model, stage: Stage) -> dict[str, Tensor]:
@@ -280,14 +298,19 @@ def rest(model: Model, stage: Stage) -> dict[str, Tensor]:
     }
 
 
-def _fits(folder: Path, name: str, value: Tensor | None, size: torch.Size, dtype: torch.dtype) -> None:
+def _share(
+    folder: Path, name: str, value: Tensor | None, size: torch.Size, dtype: torch.dtype, cut: Cut | None, shard: Shard
+) -> Tensor:
+    """What a shard has of an entry; `size`: of the parameter there that it is, or is of."""
     if value is None:
         raise UsageError(f"{folder}: has no {name}: is it of another model?")
-    if value.shape != size or value.dtype != dtype:
+    shape = tuple(size) if cut is None else cut.whole(size, shard)
+    if value.shape != shape or value.dtype != dtype:
         raise UsageError(
             f"{folder}: {name} is {value.dtype} of shape {tuple(value.shape)}, "
-            f"but the model's is {dtype} of shape {tuple(size)}"
+            f"but the model's is {dtype} of shape {shape}"
         )
+    return value if cut is None else cut.part(value, shard)
 
 
 def _prepare(directory: Path, resumed: str | None) -> None:

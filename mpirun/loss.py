@@ -23,6 +23,8 @@ def check_whole_loss(header: Header, walks: int) -> None:
     """UsageError where a step's outputs do not come together on one rank."""
     if header.versions:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
+    if header.tensor > 1:
+        raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")
     if walks > 1:
         raise UsageError("--accumulate: the model's loss is of the whole minibatch, which is a walk through the list")
     last = header.compute[:, -1]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 from mpirun.batches import Make, Microbatch, Minibatch
 from mpirun.device import autocast
 from mpirun.randomness import Watch, number
+from mpirun.tensor import WHOLE, Cut, Shard, cuts
 from mpirun.wiring import Input, Like, Reads, Source, Value
 from schedgen.errors import UsageError
+from schedgen.program import Header
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
@@ -61,6 +65,12 @@ class Model(NamedTuple):
             of all microbatches, one behind the other along dimension 0. The
             schedule must then have all forwards of the last stage before
             its first backward, as gpipe has.
+    split   stages that are sums over shards (see mpirun.tensor), never the
+            last. What builds them, or their layers, is called with `shard` if
+            it has a parameter of that name, and without it for the whole.
+            Their parameters have no hooks and no randomness in forward.
+    shards  set by mpirun where the schedule has shards: stages are so many
+            of each that the function gave, one behind the other.
     """
 
     stages: Sequence[Layers | Callable[[], nn.Module] | nn.Module]
@@ -70,6 +80,8 @@ class Model(NamedTuple):
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     reads: Reads | None = None
     loss_of: str = "microbatch"
+    split: Sequence[int] = ()
+    shards: int = 1
 
     def wiring(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
         """`reads`, or what it is where it is None, of an input with so many leaves."""
@@ -91,6 +103,8 @@ class Shape(NamedTuple):
     loss: int = 0  # the last stage: bytes of the loss, which is its x
     layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
     type: torch.dtype = torch.float32  # of the trained parameters
+    cuts: Mapping[str, Cut] = {}  # the parameters that shards have their share of
+    stage: int = -1  # of the model, where the schedule's stage is a shard of it
 
 
 def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None) -> Model:
@@ -128,7 +142,83 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
     for stage, name in (place for tie in model.tied for place in tie):
         if not 0 <= stage < stages:
             raise UsageError(f"the model ties {name} of stage {stage}, but there are {stages} stages")
+    for stage in model.split:
+        if not 0 <= stage < stages - 1:
+            raise UsageError(f"the model splits stage {stage}, but it may split 0 to {stages - 2}: the last is whole")
     return model
+
+
+def check_shards(model: Model, header: Header) -> None:
+    """UsageError where the schedule splits other stages than the model."""
+    if header.tensor > 1:
+        whole = [stage for stage in range(len(model.stages)) if stage not in model.split]
+        if list(header.whole) != whole:
+            if not model.split:
+                raise UsageError("the schedule has shards, but no stage of the model can be split")
+            ours, theirs = (",".join(map(str, stages)) for stages in (whole, header.whole))
+            wanted = ",".join(map(str, whole[:-1]))
+            how = f"with --whole {wanted}" if wanted else "without --whole"
+            raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: compile it {how}")
+
+
+def _of_shard(sources: Sequence[Source], t: int, count: int) -> list[Source]:
+    """What shard t of a stage reads: the outputs of shards t."""
+    return [one._replace(stage=one.stage * count + t) if isinstance(one, Value) else one for one in sources]
+
+
+def sharded(model: Model, count: int) -> Model:
+    """The model with so many shards of every stage: of one that is not split, as many that are the same."""
+    if count == 1:
+        return model
+    stages: list[Layers | Callable[[], nn.Module] | nn.Module] = []
+    ties = [[(stage * count + t, name) for stage, name in tie] for tie in model.tied for t in range(count)]
+    for stage, entry in enumerate(model.stages):
+        if stage not in model.split:
+            stages += [entry] * count
+            continue
+        if isinstance(entry, nn.Module):
+            raise UsageError(f"stage {stage} of the model is split, but it is a module, not what builds one")
+        if any(place == stage for tie in model.tied for place, _ in tie):
+            raise UsageError(f"stage {stage} of the model is split, but shares parameters with others")
+        for t in range(count):
+            shard = Shard(t, count)
+            if isinstance(entry, Mapping):
+                stages.append({name: partial(_shard, make, shard) for name, make in entry.items()})
+            else:
+                stages.append(partial(_shard, entry, shard))
+    reads = None if model.reads is None else [_of_shard(one, t, count) for one in model.reads for t in range(count)]
+    many = model._replace(stages=stages, tied=[], reads=reads, shards=count)
+    for stage in model.split:  # what is not cut is shared by all that have it
+        with _fake():
+            of_shards = [build(many, stage * count + t, 0) for t in range(count)]
+        names = [{name for name, one in module.named_parameters() if one.requires_grad} for module in of_shards]
+        shared = set.intersection(*names) - set(cuts(of_shards[0]))
+        ties += [
+            [(stage * count + t, name) for t in range(count)]
+            for name, _ in of_shards[0].named_parameters()
+            if name in shared
+        ]
+    return many._replace(tied=ties)
+
+
+def _shard(make: Callable[..., nn.Module], shard: Shard) -> nn.Module:
+    """One shard of what `make` builds: built as a whole, with the weights that it would have so, and then cut."""
+    if "shard" not in inspect.signature(make).parameters:
+        return make()
+    whole = make()
+    part = make(shard=shard)
+    of_part = cuts(part)
+    values = dict(itertools.chain(whole.named_parameters(), whole.named_buffers()))
+    with torch.no_grad():
+        for name, one in itertools.chain(part.named_parameters(), part.named_buffers()):
+            if name in values:
+                one.copy_(of_part[name].part(values[name], shard) if name in of_part else values[name])
+    return part
+
+
+def among_shards(model: Model, tie: Sequence[tuple[int, str]]) -> bool:
+    """Whether a tie is of the shards of one stage of the model."""
+    return len({stage for stage, _ in tie}) > len({stage // model.shards for stage, _ in tie}) == 1
 
 
 def joined(model: Model, layers: Sequence[int]) -> Model:
@@ -146,8 +236,12 @@ def joined(model: Model, layers: Sequence[int]) -> Model:
             merged |= part
             stage_of.append(stage)
         stages.append(merged)
+    alone = [stage for stage, count in enumerate(layers) if count == 1]
+    first = [sum(layers[:stage]) for stage in range(len(layers))]
     return model._replace(
-        stages=stages, tied=[[(stage_of[stage], name) for stage, name in places] for places in model.tied]
+        split=[stage for stage in alone if first[stage] in model.split],
+        stages=stages,
+        tied=[[(stage_of[stage], name) for stage, name in places] for places in model.tied],
     )
 
 
@@ -166,6 +260,8 @@ def build(model: Model, stage: int, seed: int) -> nn.Module:
     module = _untied(model, stage, seed)
     for tie in model.tied:
         first_stage, first_name = tie[0]
+        if among_shards(model, tie):  # equal as they are
+            continue
         if any(place == stage for place, _ in tie):
             source = module if first_stage == stage else _untied(model, first_stage, seed)
             value = source.get_parameter(first_name)
@@ -182,9 +278,10 @@ def _untied(model: Model, stage: int, seed: int) -> nn.Module:
     entry = model.stages[stage]
     if isinstance(entry, nn.Module):
         return copy.deepcopy(entry)
+    place = stage // model.shards
     if isinstance(entry, Mapping):
-        return nn.Sequential(OrderedDict((name, _built(stage, make, seed, name)) for name, make in entry.items()))
-    return _built(stage, entry, seed, f"stage {stage}")
+        return nn.Sequential(OrderedDict((name, _built(place, make, seed, name)) for name, make in entry.items()))
+    return _built(place, entry, seed, f"stage {place}")
 
 
 def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
@@ -198,8 +295,20 @@ def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> n
     return module
 
 
-def shared_before(model: Model, stage: int) -> set[str]:
-    """The parameters of a stage that an earlier stage has too."""
+def shard_of(model: Model, stage: int) -> Shard:
+    """What a stage of the schedule is of one of the model's."""
+    return Shard(stage % model.shards, model.shards) if stage // model.shards in model.split else WHOLE
+
+
+def is_copy(model: Model, stage: int) -> bool:
+    """Whether a stage is a shard that is the same as the one before it."""
+    return stage % model.shards > 0 and stage // model.shards not in model.split
+
+
+def shared_before(model: Model, stage: int, names: Iterable[str]) -> set[str]:
+    """Of the parameters of a stage, those that an earlier stage has too."""
+    if is_copy(model, stage):
+        return set(names)
     return {
         name for tie in model.tied for place, name in tie if place == stage and min(place for place, _ in tie) < stage
     }
@@ -214,7 +323,7 @@ def entry_name(model: Model, stage: int, name: str) -> str:
         if (stage, name) in tie:
             stage, name = tie[0]
     name = name.replace("_orig_mod.", "")  # of torch.compile
-    return name if isinstance(model.stages[stage], Mapping) else f"stage{stage}.{name}"
+    return name if isinstance(model.stages[stage], Mapping) else f"stage{stage // model.shards}.{name}"
 
 
 class _Forgetful(FakeTensorConverter):
@@ -222,6 +331,12 @@ class _Forgetful(FakeTensorConverter):
 
     def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
         pass
+
+
+def _fake() -> FakeTensorMode:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
+    fake.fake_tensor_converter = _Forgetful()
+    return fake
 
 
 def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | None = None) -> list[Shape]:
@@ -234,8 +349,7 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
         if source.leaf >= len(leaves):
             raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(leaves)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
-    fake.fake_tensor_converter = _Forgetful()
+    fake = _fake()
     outputs: list[list[Tensor]] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
@@ -256,6 +370,14 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
         every = [output] if isinstance(output, Tensor) else output
         if not isinstance(every, (list, tuple)) or not every or not all(isinstance(x, Tensor) for x in every):
             raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(output).__name__}")
+        split = model.shards > 1 and stage // model.shards in model.split
+        if split and watch.found:
+            raise UsageError(
+                f"stage {stage // model.shards} of the model is split, but draws random numbers, as dropout does: "
+                "that belongs into a stage that is whole"
+            )
+        if split and len(every) > 1:
+            raise UsageError(f"stage {stage // model.shards} of the model is split: it should return one tensor")
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         parameters = [parameter for _, parameter in named]
         dtype = parameters[0].dtype if parameters else torch.float32
@@ -270,8 +392,16 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
                 draws=tuple(watch.found),
                 layout=tuple(layout),
                 type=dtype,
+                cuts=cuts(module),
+                stage=stage // model.shards if model.shards > 1 else -1,
             )
         )
+        if split and stage % model.shards and found[-1].outputs != found[-2].outputs:
+            (one,), (other,) = found[-2].outputs, found[-1].outputs
+            raise UsageError(
+                f"shards of stage {stage // model.shards} of the model are parts of a sum, but one gives "
+                f"{one.dtype} of shape {one.size}, another {other.dtype} of shape {other.size}"
+            )
         outputs.append(list(every))
     if model.loss_of == "minibatch":  # what it is a loss of is not here
         return found
@@ -282,8 +412,8 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
         raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("the loss should be one number")
-    found[-1] = found[-1]._replace(loss=loss.element_size())
-    return found
+    last = len(found) - model.shards
+    return found[:last] + [one._replace(loss=loss.element_size()) for one in found[last:]]
 
 
 def _aliases(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:

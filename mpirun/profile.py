@@ -191,6 +191,10 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
             header = checked(options.schedule).header
         except OSError as error:
             raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
+        if header.tensor > 1:
+            raise UsageError(
+                f"{options.schedule} has shards of stages, and one worker cannot add them up: give --stages"
+            )
         if stages not in (None, header.stages):
             raise UsageError(f"--stages {stages}: {options.schedule} has {header.stages}")
         stages, edges, tied, splits = header.stages, header.edges, header.tied, "W" in header.cost

@@ -17,7 +17,8 @@ from torch import Tensor
 from mpirun.transport import Done, Receive, Transport
 from schedgen.program import LINE
 
-SCATTER, GATHER = range(2)  # tags
+SCATTER, GATHER, DONE = range(3)
+GRADIENTS, EXCHANGE = (0, 1), (2, 3)  # tags of the two halves; on one group only sums with the same go on at once
 
 
 class Sum:
@@ -30,6 +31,7 @@ class Sum:
         rows: Tensor,
         keys: Sequence[Sequence[int]],
         total: Tensor | None = None,
+        tags: tuple[int, int] = GRADIENTS,
     ) -> None:
         """`rows`: this member's, shape (k, n); `keys[m]`: the keys of member m's rows, k of them for this one.
 
@@ -49,19 +51,23 @@ class Sum:
         for m in others:
             for key in keys[m]:
                 row_of[key] = next(arrive)
-                self.receives.append(transport.receive(row_of[key], m, SCATTER, group))
+                self.receives.append(transport.receive(row_of[key], m, tags[SCATTER], group))
         self.in_order = [row_of[key] for key in sorted(row_of)]
         self.out = [(row[slices[m]], m) for m in others for row in rows]
-        self.gathers = [transport.receive(self.total[slices[m]], m, GATHER, group) for m in others]
-        self.others, self.transport, self.group = others, transport, group
+        self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group) for m in others]
+        self.others, self.transport, self.group, self.tags = others, transport, group, tags
         self.under_way: list[Done] = []
-        self.phase = GATHER + 1  # done
+        self.phase = DONE
+
+    @property
+    def done(self) -> bool:
+        return self.phase >= DONE
 
     def start(self) -> None:
         self.phase = SCATTER
         for receive in self.receives:
             receive.start()
-        sends = [self.transport.send(piece, m, SCATTER, self.group) for piece, m in self.out]
+        sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.out]
         self.under_way = [*(receive.done for receive in self.receives), *sends]
 
     def advance(self) -> None:
@@ -77,7 +83,7 @@ class Sum:
                 self.mine.copy_(first)
             for receive in self.gathers:
                 receive.start()
-            sends = [self.transport.send(self.mine, m, GATHER, self.group) for m in self.others]
+            sends = [self.transport.send(self.mine, m, self.tags[GATHER], self.group) for m in self.others]
             self.under_way = [*(receive.done for receive in self.gathers), *sends]
         self.phase += 1
 
@@ -99,7 +105,7 @@ class Sums:
             one.advance()
             if one.phase == SCATTER:
                 break
-        self.active = [one for one in self.active if one.phase <= GATHER]
+        self.active = [one for one in self.active if not one.done]
 
     def finish(self) -> None:
         """Wait for all of them."""

@@ -92,7 +92,7 @@ class Stage:
                 _replace(module, parameter, nn.Parameter(nothing))
         module.to(device.torch)
         self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
-        self.draws = Draws(module, index, shape.draws, device.seed)
+        self.draws = Draws(module, index if shape.stage < 0 else shape.stage, shape.draws, device.seed)
 
     def _part(self, k: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         """A part of the weights, in memory of its own."""

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from mpirun.gradient import Gradient
-from mpirun.model import Model
+from mpirun.model import Model, among_shards
 from mpirun.reduction import Sum, Sums
 from mpirun.transport import Transport
 from schedgen.errors import UsageError
@@ -24,7 +24,9 @@ def check_ties(model: Model, header: Header) -> None:
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
         if len(stages) > 1 and stages not in header.tied:
-            wanted = ",".join(map(str, stages))
+            if among_shards(model, tie):
+                raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
+            wanted = ",".join(str(stage // header.tensor) for stage in stages)
             raise UsageError(f"the model ties parameters of stages {wanted}: compile the schedule with --tied {wanted}")
 
 

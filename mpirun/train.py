@@ -176,6 +176,11 @@ class Run:
             for via, part in stage.own.items():
                 record.parameters.update(verify.named(stage, via, part))
         ours = verify.gather(self.comm, self.header, self.training.shapes, record)
+        of, header = self.training, self.header
+        if header.tensor > 1 and isinstance(ours, verify.Record):
+            together = verify.put_together(of, header, ours)
+            if isinstance(together, str) or not options.canonical:  # else the reference adds up shards as the ranks do
+                ours, (of, header) = together, verify.without_shards(of, header)
         used = delayed.versions(self.comm, self.program) if self.header.versions else None
         code = 0
         if isinstance(ours, str):
@@ -184,7 +189,7 @@ class Run:
         elif ours is not None:
             last = max(self.begun, options.steps)  # --resume may find more
             if used is None:
-                theirs = verify.reference(self.training, self.header, self.begun, last, self._beat)
+                theirs = verify.reference(of, header, self.begun, last, self._beat)
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance

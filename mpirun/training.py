@@ -31,6 +31,7 @@ class Training(NamedTuple):
     """The same on all ranks, but for the memory it lies in."""
 
     model: Model
+    plain: Model  # the same without shards
     shapes: Sequence[Shape]  # by stage
     wires: Sequence[Wires]  # by microbatch of a list, the first the largest
     batches: Microbatches
@@ -50,7 +51,8 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     torch.set_num_threads(options.threads or max(1, int(cores)))
     where = together(comm, lambda: device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
-    model = together(comm, lambda: _model(options, header))
+    plain = together(comm, lambda: _model(options, header))
+    model = together(comm, lambda: _sharded(plain, header))
     importlib.import_module("torch._dynamo")  # takes a second: fake tensors on rank 0, then torch.optim would do it
     text = mpirun.data.load(comm, options.text, model.length)
     recipe = Recipe(
@@ -63,19 +65,9 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     distinct = [Wires(reads, header, outputs) for outputs in others]
     wires = [distinct[number] for number in _kinds(batches)[1][: header.microbatches]]
     return Training(
-        model,
-        shapes,
-        wires,
-        batches,
-        text,
-        options.seed,
-        recipe,
-        options.accumulate,
-        options.canonical,
-        where,
-        mixed,
-        cores < 1,
-    )
+        model, plain, shapes, wires, batches, text, options.seed, recipe, options.accumulate, options.canonical, where,
+        mixed, cores < 1,
+    )  # fmt: skip
 
 
 def _model(options: argparse.Namespace, header: Header) -> Model:
@@ -85,9 +77,16 @@ def _model(options: argparse.Namespace, header: Header) -> Model:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
-    model = mpirun.model.load(options.model, header.stages, options.seed, header.scheme.get("layers"))
+    stages, layers = header.stages // header.tensor, header.scheme.get("layers")
+    model = mpirun.model.load(options.model, stages, options.seed, layers)
+    mpirun.model.check_shards(model, header)
     if model.loss_of == "minibatch":
         check_whole_loss(header, options.accumulate)
+    return model
+
+
+def _sharded(plain: Model, header: Header) -> Model:
+    model = mpirun.model.sharded(plain, header.tensor)
     check_ties(model, header)
     return model
 

@@ -82,6 +82,18 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--layers", type=counts, metavar="L,L,...", help="layers of the model in each stage; default: mpirun's cut"
     )
+    sub.add_argument(
+        "--parts", type=count, default=1, metavar="P",
+        help="stages of the model in each stage, one behind the other; default: 1",
+    )  # fmt: skip
+    sub.add_argument(
+        "--tensor", type=count, default=1, metavar="T",
+        help="shards of every stage, each on a worker, that make a sum of it; default: 1",
+    )  # fmt: skip
+    sub.add_argument(
+        "--whole", type=tie, default=(), metavar="S,...",
+        help="stages that all shards compute alike instead; the last always is",
+    )  # fmt: skip
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
     sub.add_argument("--n", choices=tuple(ORDERS), help="what goes first; default: the scheme's own order")
     sub.add_argument(
@@ -140,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("file", metavar="FILE", help=FILE)
     sub.add_argument("--json", action="store_true", help=AS_JSON)
+    sub.add_argument("--cycles", action="store_true", help="instead, the jobs that start together, a line a time")
     costs = sub.add_mutually_exclusive_group()
     costs.add_argument("--cost", type=cost, metavar="F=1,B=2", help="durations; default: those in the file")
     costs.add_argument("--profile", metavar="P", help="JSON with durations and bytes: the memory a worker needs, too")

@@ -24,8 +24,7 @@ from schedgen.check.subject import Subject
 from schedgen.cost import Amount, Machine
 from schedgen.errors import UsageError
 from schedgen.events import name
-from schedgen.places import measured
-from schedgen.program import COMPUTE, VERSIONED, Header, Instruction, Kind, Op, Program
+from schedgen.program import COMPUTE, EXCHANGED, VERSIONED, Header, Instruction, Kind, Op, Program
 from schedgen.simulate import simulate
 
 VERSION = "1.0.0"
@@ -76,11 +75,7 @@ def chakra(
     first = np.flatnonzero(np.append(True, np.diff(pair[order]) > 0))
     tag[sends[order]] = np.arange(len(sends)) - np.repeat(first, np.diff(np.append(first, len(sends))))
     size[receives], tag[receives] = size[sends], tag[sends]
-    weight = measured(machine, program.header.stages).weight
-    shared = np.array([weight[list(stages)].min() for stages in program.header.tied], np.int64)
-    for kind, bytes in ((Kind.DW, weight), (Kind.T, shared)):
-        rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
-        size[rows] = bytes[table.stage[rows]]
+    size += run.summed
     size[table.op == Op.NORM] = NUMBER * (program.header.microbatches + 1)
     for rank, (start, stop) in enumerate(pairwise(program.bounds.tolist())):
         columns = (column[start:stop].tolist() for column in (begin, length, size, tag))
@@ -119,7 +114,7 @@ def dependencies(header: Header, listed: Sequence[Instruction]) -> Iterator[tupl
         if i.op == Op.SEND:
             sent.setdefault(reads[0], []).append(at)
             behind += data & received  # it passes on what comes in
-        elif i.op == Op.ALLREDUCE:
+        elif i.op == Op.ALLREDUCE and i.kind not in EXCHANGED:
             reductions.append(at)
         elif i.op in (Op.RECV, Op.FETCH_W):
             received.add(at)
@@ -170,6 +165,8 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
         case Op.ALLREDUCE if i.kind == Kind.T:
             summed: list[Name] = [(Kind.DW, stage, -1) for stage in header.tied[s]]
             return summed, summed
+        case Op.ALLREDUCE if i.kind in EXCHANGED:
+            return [named], [named]
         case Op.ALLREDUCE:
             return [gradient], [gradient]
         case Op.STEP:

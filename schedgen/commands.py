@@ -40,7 +40,7 @@ from schedgen.program import Program
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import describe, load
 from schedgen.simulate import Simulation, report, simulate
-from schedgen.stats import stats, summary, table
+from schedgen.stats import cycles, stats, summary, table
 from schedgen.streams import called, checked, output, read_bytes
 
 
@@ -52,7 +52,7 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
             if given[name] is None:
                 raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
         sizes = Sizes(**given)
-        return load(options.scheme, sizes), sizes
+        return load(options.scheme, sizes, options.tensor), sizes
     scheme, sizes = read_actions(read_bytes(options.scheme).decode(errors="replace"), options.scheme)
     for name, value in given.items():
         if value not in (None, getattr(sizes, name)):
@@ -72,10 +72,11 @@ def run_compile(options: argparse.Namespace) -> int:
         scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
         options.tied = [*options.tied, *dag.tied]
     if options.layers is not None:
-        if len(options.layers) != sizes.stages:
-            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {sizes.stages} stages")
+        if len(options.layers) != sizes.stages * options.parts:
+            count = sizes.stages * options.parts
+            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {count} stages")
         scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(options.layers)})
-    recompute = range(sizes.stages) if options.recompute == "all" else options.recompute
+    recompute = range(sizes.stages * options.parts) if options.recompute == "all" else options.recompute
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         program = compile_scheme(
@@ -91,6 +92,9 @@ def run_compile(options: argparse.Namespace) -> int:
             options.memory_limit,
             options.tied,
             options.updates,
+            options.tensor,
+            options.whole,
+            options.parts,
         )
     check(program, "internal error, the compiled schedule")
     with output(options.output) as out:
@@ -125,12 +129,18 @@ def run_seal(options: argparse.Namespace) -> int:
 
 def run_stats(options: argparse.Namespace) -> int:
     program = checked(options.file)
+    if options.cycles and options.measured:
+        raise UsageError("--cycles are those of a simulation: leave --measured out")
     if options.measured:
         numbers = measured(program, _measured(options, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
         print(json.dumps(numbers, indent=1) if options.json else summary(shown))
         return 0
     cost, machine = _profile(options, program) if options.profile else (options.cost, None)
+    if options.cycles:
+        found = cycles(program, cost)
+        print(json.dumps([one._asdict() for one in found]) if options.json else "\n".join(map(str, found)))
+        return 0
     numbers = stats(program, cost, machine)
     print(json.dumps(numbers, indent=1) if options.json else table(numbers))
     return 0

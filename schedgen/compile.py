@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 import schedgen
 from schedgen.check import check
@@ -17,8 +18,9 @@ from schedgen.order import greedy, strict
 from schedgen.passes import lower
 from schedgen.passes.options import Options
 from schedgen.program import MOST_TIES, UPDATES, B, F, Header, Program
-from schedgen.scheme import Scheme, Sizes, caps, marks, place, priorities
+from schedgen.scheme import MOST_JOBS, Scheme, Sizes, caps, marks, place, priorities
 from schedgen.schemes.orders import ORDERS
+from schedgen.tensor import check_workers, exchanges, named, refine, refine_apart, refine_edges, spread, tie_shards
 
 
 def compile_scheme(
@@ -34,6 +36,9 @@ def compile_scheme(
     memory: int | None = None,
     tied: Collection[Sequence[int]] = (),
     updates: str | None = None,
+    tensor: int = 1,
+    whole: Collection[int] = (),
+    parts: int = 1,
 ) -> Program:
     """The projected program of `scheme`.
 
@@ -48,7 +53,11 @@ def compile_scheme(
     memory   saved forwards a worker may hold at a time (greedy)
     tied     lists of stages that share parameters, whose gradients are summed before the step
     updates  when weights change, one of UPDATES; default: the scheme's own
+    parts    stages of the model that each stage of the scheme stands for, one behind the other
+    tensor   shards of each of the model's stages: stage sT + t of the program is shard t of stage s
+    whole    stages of the model that all shards compute alike, the last besides; of the others they make a sum
 
+    Where there are parts, `recompute`, `tied` and `whole` are stages of the model.
     Raises UsageError where sizes, w, n or cap make no schedule.
     """
     S, batches = sizes.stages, sizes.microbatches
@@ -67,23 +76,47 @@ def compile_scheme(
     if mode == "strict" and (limits is not None or memory is not None):
         what = "--memory-limit" if limits is None else "cap"
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
-    shards = _counts(sizes.shards, S)
-    weights, compute, workers, owners = place(scheme, S, batches, directions, shards)
-    if owners and (tied or updates != "flush"):
+    counts = _counts(sizes.shards, S * parts)
+    weights, compute, workers, owners = place(scheme, S, batches, directions, counts[::parts], tensor)
+    if owners and parts > 1:
+        raise UsageError("--shards divides the weights of a stage, and --parts a stage itself: give one of them")
+    if owners and (tied or updates != "flush" or tensor > 1):
         what = "--tied: stages that share parameters have them" if tied else f"--updates {updates}: an owner steps them"
-        raise UsageError(f"--shards does not go with {what} as a whole")
-    edges = chain(S) if scheme.edges is None else scheme.edges
-    jobs = graph(S, batches, directions, edges)
-    ranks = priorities(scheme, S, batches, directions).ravel()
+        raise UsageError(
+            f"--shards does not go with {'--tensor: split stages have them' if tensor > 1 else what} as a whole"
+        )
+    edges = refine_edges(chain(S) if scheme.edges is None else scheme.edges, S, parts, tensor)
+    ranks = refine(priorities(scheme, S, batches, directions), parts, tensor).ravel()
+    undivided, paired = (
+        np.repeat(marks(function, S, batches), parts * tensor, axis=0) for function in (scheme.whole, scheme.paired)
+    )
+    paired[np.arange(len(paired)) // tensor % parts < parts - 1] = False
+    limits = None if limits is None else np.repeat(limits, parts * tensor).tolist()
+    of_model = S * parts
+    S = of_model * tensor  # from here on, stages are those of the program
+    if S * batches * directions > MOST_JOBS:
+        raise UsageError(f"{S} stages x {batches} microbatches are more than {MOST_JOBS} jobs: too many")
+    weights, compute = spread(weights, parts), spread(compute, parts)
+    if whole and tensor == 1:
+        raise UsageError("--whole says what shards compute alike: give --tensor, too")
+    whole = named("--whole", whole, of_model)
+    split = np.repeat(~np.isin(np.arange(of_model), (*whole, of_model - 1)), tensor) & (tensor > 1)
+    if tensor > 1:
+        check_workers(compute, tensor, tuple(cost))
+        if updates != "flush":
+            raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
+        whole = tuple(np.flatnonzero(~split[::tensor]).tolist())
+
+    def sums(stage: int) -> range:
+        first = stage - stage % tensor
+        return range(first, first + tensor) if split[stage] else range(stage, stage + 1)
+
+    jobs = graph(S, batches, directions, edges, sums)
     length = np.repeat(np.array(list(cost.values()), np.float64), S * batches)
-    whole, paired = (marks(function, S, batches) for function in (scheme.whole, scheme.paired))
-    if whole.any():
-        length.reshape(3, -1)[:, whole.ravel()] = np.array([[cost["F"]], [cost["I"] + cost["W"]], [0.0]])
+    if undivided.any():
+        length.reshape(3, -1)[:, undivided.ravel()] = np.array([[cost["F"]], [cost["I"] + cost["W"]], [0.0]])
     redo = np.zeros((S, batches), bool)
-    for stage in recompute:
-        if not 0 <= stage < S:
-            raise UsageError(f"--recompute {stage}: there is no such stage in 0..{S - 1}")
-        redo[stage] = True
+    redo[[s * tensor + t for s in named("--recompute", recompute, of_model) for t in range(tensor)]] = True
     length.reshape(directions, -1)[B, (redo | (compute[F] != compute[B])).ravel()] += cost["F"]
     if mode == "greedy":
         start = greedy(jobs, compute.ravel(), ranks, length, limits, memory)
@@ -94,7 +127,8 @@ def compile_scheme(
     header = Header(
         scheme={
             "name": scheme.name, "workers": workers, "stages": S, "microbatches": batches,
-            **({"shards": shards[0] if len(set(shards)) == 1 else shards} if owners else {}), **scheme.parameters,
+            **({"shards": counts[0] if len(set(counts)) == 1 else counts} if owners else {}), **scheme.parameters,
+            **({} if parts == 1 else {"parts": parts}),
         },
         mode=mode,
         n=scheme.order,
@@ -103,22 +137,25 @@ def compile_scheme(
             "weight_slots": weight_slots,
             "fan_out": fan_out,
             "prefetch": prefetch,
-            "recompute": sorted(set(recompute)),
+            "recompute": np.flatnonzero(redo[:, 0]).tolist(),
             **({} if updates == "flush" else {"updates": updates}),
         },
         edges=edges,
-        tied=_ties(tied, S),
+        tied=_ties(tied, split, tensor),
         groups=(),
         compute=compute,
         weights=weights,
         generator=f"schedgen {schedgen.__version__}",
-        apart=scheme.apart,
+        apart=refine_apart(scheme.apart, split, parts, tensor),
         shards=owners,
+        tensor=tensor,
+        whole=whole if tensor > 1 else (),
     )  # fmt: skip
     several = {ranks for ranks, more in zip(header.owners, header.several, strict=True) if more}
     several |= {header.sharers(tie) for tie in range(len(header.tied))}
+    several |= exchanges(compute, split, tensor)
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
-    options = Options(whole, paired, redo, weight_slots, fan_out, prefetch)
+    options = Options(undivided, paired, redo, weight_slots, fan_out, prefetch)
     program = lower(replace(header, groups=groups), start, options)
     if header.versions and several:
         _goes(program)
@@ -146,13 +183,14 @@ def _goes(program: Program) -> None:
         ) from None
 
 
-def _ties(tied: Collection[Sequence[int]], stages: int) -> tuple[tuple[int, ...], ...]:
-    """Ties in the order of the file; a tie said twice is one."""
+def _ties(tied: Collection[Sequence[int]], split: NDArray[np.bool_], tensor: int) -> tuple[tuple[int, ...], ...]:
+    """Ties of the model in the order of the file, a tie said twice is one; and the shards of each split stage."""
+    stages = len(split) // tensor
     for tie in tied:
         if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
             given = ",".join(map(str, tie))
             raise UsageError(f"--tied {given}: a tie is two or more different stages in 0..{stages - 1}")
-    found = sorted({tuple(sorted(tie)) for tie in tied})
+    found = sorted({tuple(sorted(tie)) for tie in tie_shards(tied, np.flatnonzero(split[::tensor]).tolist(), tensor)})
     for stage, times in Counter(stage for tie in found for stage in tie).items():
         if times > MOST_TIES:
             raise UsageError(f"--tied: stage {stage} is in {times} ties, more than {MOST_TIES}")

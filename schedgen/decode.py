@@ -31,10 +31,12 @@ from schedgen.program import (
     Kind,
     Op,
 )
+from schedgen.tensor import check_workers
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
-OPTIONAL = ("apart", "shards")
+TENSOR = "tensor"
+OPTIONAL = ("apart", "shards", TENSOR)
 
 _KIND = {name: kind for kind, name in KIND_NAME.items()}
 # How many numbers follow the kind in a buffer's name.
@@ -144,7 +146,7 @@ def read_bounds(raw: Mapping[str, Any]) -> Bounds:
             raise Wrong("scheme", f"scheme: {key} must be a whole number from 1 to {LIMIT}")
         values.append(value)
     for text in (*scheme, *scheme.values()):
-        by_stage = isinstance(text, list) and len(text) == scheme["stages"]
+        by_stage = isinstance(text, list) and scheme["stages"] in _counts(raw, len(text))
         if by_stage and all(type(one) is int and 1 <= one <= LIMIT for one in text):
             continue
         if type(text) is not int and not _printable(text):
@@ -177,6 +179,33 @@ def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
     return counts
 
 
+def _counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """The stages a file has where a list has a number for each stage of the scheme, of the model, or of the file."""
+    degree = raw[TENSOR].get("degree") if isinstance(raw.get(TENSOR), dict) else 1
+    parts = raw["scheme"].get("parts", 1)
+    return tuple(
+        length * degree * one for one in (1, parts) if type(degree) is int and type(one) is int and 1 <= one <= LIMIT
+    )
+
+
+def _tensor(raw: Mapping[str, Any], bounds: Bounds) -> tuple[int, tuple[int, ...]]:
+    """Shards of each stage, and the stages of the model that are whole."""
+    if TENSOR not in raw:
+        return 1, ()
+    value = raw[TENSOR]
+    if not isinstance(value, dict) or set(value) != {"degree", "whole"}:
+        raise Wrong(TENSOR, "tensor must have degree and whole")
+    degree, stages = value["degree"], value["whole"]
+    if type(degree) is not int or not 2 <= degree <= bounds.stages or bounds.stages % degree:
+        raise Wrong(TENSOR, f"tensor: degree must be at least 2 and divide the {bounds.stages} stages")
+    (whole,) = _lists(TENSOR, [stages], "stages", bounds.stages // degree)
+    if whole[-1] != bounds.stages // degree - 1:
+        raise Wrong(TENSOR, "tensor: the last stage, which ends in the loss, must be whole")
+    if bounds.versions:
+        raise Wrong(TENSOR, "tensor: weights that have versions have no shards")
+    return degree, whole
+
+
 def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     """The header; `jobs`, the number of instructions, bounds the memory it may take."""
     order = raw.get("order")
@@ -199,7 +228,8 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     generator = raw.get("generator")
     if not isinstance(generator, str) or not _printable(generator):
         raise Wrong("generator", "generator must be a printable string")
-    edges = _edges(raw.get("edges"), bounds)
+    degree, whole = _tensor(raw, bounds)
+    edges = _edges(raw.get("edges"), bounds, degree)
     if len(edges) * bounds.microbatches > jobs:  # each has a gradient, which somebody frees
         raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
     found = Header(
@@ -216,12 +246,21 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         weights=_placement(raw, "weights", shape, bounds),
         generator=generator,
         shards=tuple(map(tuple, raw.get("shards", ()))),
+        tensor=degree,
+        whole=whole,
     )
     for stage, ranks in enumerate(found.shards):
         if (found.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
-    if found.shards and (found.tied or found.versions):
-        raise Wrong("shards", "shards: weights that are tied, or have versions, have no parts")
+    if found.shards and (found.tied or found.versions or degree > 1):
+        raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
+    if degree > 1:
+        try:
+            check_workers(found.compute, degree, found.directions)
+        except UsageError as error:
+            raise Wrong("compute", str(error)) from None
+        if found.split[list(found.apart)].any():
+            raise Wrong("apart", "apart: what a split stage gives is one sum")
     if _rank_lists("owners", raw.get("owners"), bounds) != found.owners:
         raise Wrong("owners", "owners do not agree with weights")
     if set(raw) - {"schedgen", "programs", "sha256", *OPTIONAL} != set(KEYS):
@@ -244,14 +283,14 @@ def _lowering(value: object, bounds: Bounds) -> dict[str, int | list[int] | str]
     return value
 
 
-def _edges(value: object, bounds: Bounds) -> tuple[tuple[int, int], ...]:
+def _edges(value: object, bounds: Bounds, degree: int) -> tuple[tuple[int, int], ...]:
     if not isinstance(value, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(type(end) is int and abs(end) <= LIMIT for end in pair)
         for pair in value
     ):
         raise Wrong("edges", "edges must be a list of pairs of stages")
     try:
-        return check_edges(value, bounds.stages)
+        return check_edges(value, bounds.stages, degree)
     except UsageError as error:
         raise Wrong("edges", str(error)) from None
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from schedgen import text
-from schedgen.decode import KEYS, Bounds, Wrong, read_bounds
+from schedgen.decode import KEYS, TENSOR, Bounds, Wrong, read_bounds
 from schedgen.decode import header as decode_header
 from schedgen.decode import instruction as decode_instruction
 from schedgen.errors import RefusedFile, clip
@@ -84,6 +84,8 @@ def header_lines(header: Header) -> list[str]:
             lines.append(f' "apart": {json.dumps(header.apart)},')
     if header.shards:
         lines.append(f' "shards": {json.dumps(header.shards)},')
+    if header.tensor > 1:
+        lines.append(f' "{TENSOR}": {json.dumps({"degree": header.tensor, "whole": header.whole})},')
     for key, placement in (("weights", header.weights), ("compute", header.compute)):
         lines += _placement_lines(key, placement)
     return [*lines, _PROGRAMS]

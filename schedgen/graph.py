@@ -11,6 +11,7 @@ and where the backward is split, pred(s, b, W) = {(s, b, I)}.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from operator import index
 from typing import NamedTuple
 
@@ -39,11 +40,23 @@ def chain(stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((s, s + 1) for s in range(stages - 1))
 
 
-def graph(stages: int, microbatches: int, directions: int, edges: tuple[tuple[int, int], ...]) -> Graph:
+def shards(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tuple[int, int], ...]:
+    """The edges of so many shards of every stage, each from a shard to the same shard of the consumer."""
+    return tuple(sorted((p * tensor + t, c * tensor + t) for p, c in edges for t in range(tensor)))
+
+
+def graph(
+    stages: int,
+    microbatches: int,
+    directions: int,
+    edges: tuple[tuple[int, int], ...],
+    sums: Callable[[int], Iterable[int]] = lambda stage: (stage,),
+) -> Graph:
+    """`sums(s)`: the stages whose outputs, and gradients of their inputs, are added up to those of stage s."""
     pred: list[set[int]] = [set() for _ in range(directions * stages)]
     for producer, consumer in edges:
-        pred[F * stages + consumer].add(F * stages + producer)
-        pred[B * stages + producer].add(B * stages + consumer)
+        pred[F * stages + consumer].update(F * stages + one for one in sums(producer))
+        pred[B * stages + producer].update(B * stages + one for one in sums(consumer))
     for s in range(stages):
         pred[B * stages + s].add(F * stages + s)
         if directions == 3:
@@ -55,8 +68,11 @@ def graph(stages: int, microbatches: int, directions: int, edges: tuple[tuple[in
     return Graph(directions, stages, microbatches, tuple(tuple(sorted(p)) for p in pred), tuple(map(tuple, succ)))
 
 
-def check_edges(edges: object, stages: int) -> tuple[tuple[int, int], ...]:
-    """The user's edges, sorted; an error where they are no DAG that ends in one loss."""
+def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int, int], ...]:
+    """The user's edges, sorted; an error where they are no DAG that ends in one loss.
+
+    `tensor`: each stage has so many shards, and they edges of their own.
+    """
     try:
         pairs = sorted({(index(p), index(c)) for p, c in edges})  # type: ignore[attr-defined]
     except (TypeError, ValueError):
@@ -66,6 +82,11 @@ def check_edges(edges: object, stages: int) -> tuple[tuple[int, int], ...]:
             raise UsageError(
                 f"edge ({producer}, {consumer}) does not go from a smaller to a larger stage within 0..{stages - 1}"
             )
+    if tensor > 1:
+        found = check_edges([(p // tensor, c // tensor) for p, c in pairs], stages // tensor)
+        if list(shards(found, tensor)) != pairs:
+            raise UsageError("each shard of a stage must read the same shard of each producer, and no other")
+        return tuple(pairs)
     ends = sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})
     if ends:
         others = clip(str(ends))

@@ -25,7 +25,7 @@ from schedgen.check.lives import (
 from schedgen.check.subject import Numbers, Subject
 from schedgen.check.ties import spelled_out
 from schedgen.places import Bytes
-from schedgen.program import B, F, Kind, Op, Program
+from schedgen.program import EXCHANGED, B, F, Kind, Op, Program
 
 
 class Held(NamedTuple):
@@ -82,7 +82,8 @@ def held(program: Program, bytes: Bytes) -> Held:
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
     ends = subject.having(Op.FREE)
     ends = ends[table.kind[ends] == Kind.DW]
-    rows = np.sort(np.concatenate([subject.having(*adding), ends]))
+    rows = subject.having(*adding)
+    rows = np.sort(np.concatenate([rows[~np.isin(table.kind[rows], EXCHANGED)], ends]))
     whole = np.isin(table.op[rows], (Op.BWD, Op.BWD_W))
     counts = np.where(whole, np.diff(subject.first_unit)[table.stage[rows]], 1)
     rows, part = np.repeat(rows, counts), np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

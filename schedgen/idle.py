@@ -27,7 +27,7 @@ MEANING = (
     "behind its last job: what it waits for has not been sent, or only others have work left",
     "what it waits for has been sent and is not there yet",
     "a buffer cannot be freed or stepped until a message of its own has left",
-    "all workers have come to NORM, and sums are under way",
+    "all ranks of a sum, or all at NORM, have come, and sums are under way",
     "optimizer steps",
     "neither computing nor waiting: other instructions of a measured run",
 )

@@ -26,7 +26,7 @@ from schedgen.check.lives import Lives, lives
 from schedgen.check.subject import Numbers, Subject
 from schedgen.cost import DIRECTION, Amount, Machine, by_stage
 from schedgen.kernels import kernel
-from schedgen.program import LINE, F, Header, Ints, Kind, Op, Program, Small
+from schedgen.program import LINE, B, F, Header, Ints, Kind, Op, Program, Small
 
 FEW = 16  # copies of the weights with less than this part of them beside are copies
 MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
@@ -156,6 +156,8 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
     for stage in range(header.stages):
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
+    for rank, ranks, size in _exchanges(header, bytes.activation):  # its part, and others' of the slice it sums
+        owned[rank] += size + (len(ranks) - 1) * -(-size // (len(ranks) * LINE)) * LINE
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
 
@@ -168,6 +170,20 @@ def _owned(owned: int, weight: int, size: int) -> int:
     few = owned % max(weight, 1)
     few = min(few, weight - few)
     return -(-owned * size // max(weight, 1)) + (few if FEW * few < weight else 0)
+
+
+def _exchanges(header: Header, activation: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
+    """Each rank with the ranks of shards that it adds up with, in the shards' order, and the bytes of its part.
+
+    What is the same in these has the same memory.
+    """
+    found: set[tuple[int, tuple[int, ...], int]] = set()
+    for stage in np.flatnonzero(header.split).tolist():
+        shards = header.siblings(stage)
+        for d, given in ((F, (stage,)), (B, header.producers[stage])):
+            for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
+                found |= {(ranks[shards.index(stage)], ranks, int(activation[one])) for one in given}
+    return found
 
 
 def plan(program: Program, bytes: Bytes, found: Lives) -> Places:

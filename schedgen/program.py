@@ -41,7 +41,7 @@ class Op(IntEnum):
     BWD_W = 6  # the part of BWD that adds to dw.stage
     RECOMPUTE = 7  # redo FWD for a later backward, output thrown away
     ADD = 8  # buf += the partial received from rank `from`
-    ALLREDUCE = 9  # buf = sum of the group's buf; a missing one counts as zero
+    ALLREDUCE = 9  # buf = sum of the group's buf, of x and g of their shards' buf; a missing dw counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
     STEP = 11  # optimizer step on this rank's w.stage, or one part of it, which becomes its next version
     FREE = 12  # last use is past; waits for sends of buf still under way
@@ -87,9 +87,10 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.RECV: (Kind.X, Kind.G, Kind.DW),
     Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
     Op.ADD: (Kind.DW,),
-    Op.ALLREDUCE: (Kind.DW, Kind.T),
+    Op.ALLREDUCE: (Kind.DW, Kind.T, Kind.X, Kind.G),
     Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
 }
+EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
 VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
 
@@ -218,6 +219,8 @@ class Header:
     apart: tuple[int, ...] = ()  # stages of whose output each of several consumers reads a part of its own
     # By stage, the owner of each part of its weights; a stage with one part is not divided. Empty: none is.
     shards: tuple[tuple[int, ...], ...] = ()
+    tensor: int = 1  # T: the file's stage sT + t is shard t of the model's stage s
+    whole: tuple[int, ...] = ()  # the model's stages that all T compute alike, ascending; of the others T make a sum
 
     @property
     def workers(self) -> int:
@@ -308,6 +311,17 @@ class Header:
             ends[edge[at]].append(edge[give])
         return tuple(tuple(sorted(stages)) for stages in ends)
 
+    @cached_property
+    def split(self) -> NDArray[np.bool_]:
+        """By stage: whether its output, and the gradients it gives, are parts that add up over its shards."""
+        split = np.full(self.stages // self.tensor, self.tensor > 1)
+        split[list(self.whole)] = False
+        return np.repeat(split, self.tensor)
+
+    def siblings(self, stage: int) -> range:
+        """The shards of the model's stage that `stage` is one of: stages of the file, in their order."""
+        return range(stage - stage % self.tensor, stage - stage % self.tensor + self.tensor)
+
     def share(self, producer: int, consumer: int) -> int:
         """`via` of the gradient that `consumer` sends to `producer`: -1 where it is the only one."""
         return consumer if len(self.consumers[producer]) > 1 else -1
@@ -375,6 +389,10 @@ class Program:
 
     def instruction(self, row: int) -> Instruction:
         return Instruction(*(int(column[row]) for column in self.rows[1:]))
+
+    def exchanges(self) -> NDArray[np.int64]:
+        """The rows of sums over shards: every member's ALLREDUCE of an x or a g."""
+        return np.flatnonzero((self.rows.op == Op.ALLREDUCE) & np.isin(self.rows.kind, EXCHANGED))
 
     def instructions(self, rank: int) -> list[Instruction]:
         """Projected only: the list of one rank."""

@@ -2,6 +2,7 @@
 
 A scheme is two functions, called once on open grids of s, b and d with shapes
 (S, 1, 1), (1, B, 1) and (1, 1, D); what they return is broadcast to (S, B, D).
+A w that takes t as well, the shard of a stage, has grids of four axes.
 A function that cannot take arrays is called job by job: same result, slower.
 Both are turned round to (D, S, B), the shape everything else uses.
 """
@@ -65,6 +66,7 @@ class Scheme(NamedTuple):
     edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
     apart: tuple[int, ...] = ()  # stages of whose output each of several consumers reads a part of its own
     updates: str = "flush"  # when weights change: one of UPDATES
+    by_shard: bool = False  # w(s, b, d, t): it places every shard of a stage itself
 
 
 def fill(function: Function, options: Mapping[str, Any]) -> Function:
@@ -91,20 +93,29 @@ def fill(function: Function, options: Mapping[str, Any]) -> Function:
 class Placement(NamedTuple):
     """w on every job."""
 
-    weights: Ints  # (D, S, B); of divided weights, where part 0 is
-    compute: Ints  # (D, S, B)
+    weights: Ints  # (D, S, B, T) for T shards; of divided weights, where part 0 is
+    compute: Ints  # (D, S, B, T)
     workers: int
     shards: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: no stage is divided
 
 
 def place(
-    scheme: Scheme, stages: int, microbatches: int, directions: int, shards: Sequence[int] | None = None
+    scheme: Scheme,
+    stages: int,
+    microbatches: int,
+    directions: int,
+    shards: Sequence[int] | None = None,
+    tensor: int = 1,
 ) -> Placement:
-    """`shards`: parts of each stage's weights."""
+    """`shards`: parts of each stage's weights; `tensor`: shards of each stage.
+
+    Where w takes no t, shard t of what it puts on worker r is on worker r T + t.
+    """
     counts = [1] * stages if shards is None else list(shards)
-    own = _takes_k(scheme.w)
-    shape = (stages, microbatches, directions, max(counts))[: 3 + own]
-    if math.prod(shape) > MOST_JOBS:
+    own = fourth(scheme.w) == "k"
+    more = [tensor] if scheme.by_shard else [max(counts)] if own else []
+    shape, copies = (stages, microbatches, directions, *more), 1 if scheme.by_shard else tensor
+    if math.prod(shape) * copies > MOST_JOBS:
         raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
     weights, compute = _evaluate("w", scheme.w, shape, parts=2)
     for part in (weights, compute):
@@ -118,15 +129,15 @@ def place(
     workers = scheme.workers
     if workers is None:
         workers = max(int((parts if own else weights).max()), int(compute.max())) + 1
-    if workers > MOST_WORKERS or workers * sum(counts) > MOST_PAIRS:
-        raise UsageError(f"{workers} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
+    ranks = workers * copies
+    if ranks > MOST_WORKERS or ranks * max(sum(counts), stages * tensor) > MOST_PAIRS:
+        raise UsageError(f"{ranks} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
     for name, part in (("weights", parts if own else weights), ("compute", compute)):
         wrong = np.flatnonzero((part < 0) | (part >= workers))
         if len(wrong):
             raise UsageError(f"w puts {name} on a worker outside 0..{workers - 1}: {_at(part, int(wrong[0]))}")
     if directions == 3:
-        for job in np.flatnonzero(compute[..., B] != compute[..., W])[:1]:
-            s, b = divmod(int(job), microbatches)
+        for s, b, *_ in np.argwhere(compute[:, :, B] != compute[:, :, W])[:1].tolist():
             raise UsageError(f"w puts I({s}, {b}) and W({s}, {b}) on different workers: W needs what I leaves there")
     found: list[tuple[int, ...]] = []
     for s, count in enumerate(counts if max(counts) > 1 else ()):
@@ -134,18 +145,21 @@ def place(
             raise UsageError(f"--shards: stage {s} has several owners of all its weights, and each part has one")
         first = int(weights[s, 0, 0])
         found.append(tuple(parts[s, 0, 0, :count].tolist() if own else ((first + k) % workers for k in range(count))))
-    turned = [np.ascontiguousarray(part.transpose(2, 0, 1), np.int32) for part in (weights, compute)]
-    return Placement(turned[0], turned[1], workers, tuple(found))
+    turned = [np.moveaxis(part, 2, 0) for part in (weights, compute)]
+    if not scheme.by_shard:
+        turned = [part[..., None] * tensor + np.arange(tensor) for part in turned]
+    turned = [np.ascontiguousarray(part, np.int32) for part in turned]
+    return Placement(turned[0], turned[1], ranks, tuple(found))
 
 
-def _takes_k(w: Function) -> bool:
-    """Whether w says itself where the parts of divided weights lie."""
+def fourth(w: Function) -> str:
+    """The name of w's fourth argument: t, the shard of a stage, or k, the part of its weights; empty: it has three."""
     try:
         parameters = inspect.signature(w).parameters.values()
     except (TypeError, ValueError):
-        return False
-    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    return positional[3:] == ["k"]
+        return ""
+    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return (*positional, *[""] * 4)[3]
 
 
 def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[np.generic]:
@@ -213,7 +227,7 @@ def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     except ValueError:
         raise UsageError(
             f"{name} returned an array of shape {np.shape(value)}, "
-            f"which does not fit (stages, microbatches, directions{', shards' * (len(shape) > 3)}) = {shape}"
+            f"which does not fit (stages, microbatches, directions{', shards' if len(shape) > 3 else ''}) = {shape}"
         ) from None
 
 
@@ -237,8 +251,8 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: in
 
 
 def _words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    part = f", k={job[3]}" if len(job) > 3 else ""
-    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]}{part})"
+    shard = f", shard {job[3]}" if len(job) > 3 else ""
+    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]}{shard})"
 
 
 def _at(part: NDArray[Any], flat: int) -> str:

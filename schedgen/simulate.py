@@ -8,7 +8,8 @@ touch has left. ALLREDUCE starts when all members have come to it, takes what
 a ring takes, and NORM waits for it and for all ranks; so does the STEP of a
 version for its sum. That of a tie starts when the sums begun before it are
 done, too; how much its stages share is not known here, so it counts as all
-weights of the smallest of them, the most it can be.
+weights of the smallest of them, the most it can be; shards of a stage share
+next to nothing, and count as that. An exchange between shards is waited for where it stands.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from schedgen.cost import DIRECTION, Amount, Machine, by_stage, durations
 from schedgen.errors import UsageError
 from schedgen.heap import settle
 from schedgen.kernels import kernel
-from schedgen.places import Footprint, follow, measured, message_sizes, needed, plan
+from schedgen.places import Bytes, Footprint, follow, measured, message_sizes, needed, plan
 from schedgen.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
 from schedgen.progress import steps
 
@@ -49,6 +50,7 @@ class Simulation(NamedTuple):
     sizes: Numbers  # bytes of each SEND row's message; 0 for other rows
     memory: Memory  # peak bytes of each rank, by kind
     footprint: Footprint  # bytes each rank needs
+    summed: Numbers  # bytes of what each ALLREDUCE row sums; 0 for other rows
 
 
 def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
@@ -70,6 +72,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     if largest * (len(program) + header.workers) >= 2**59:  # no sum of them is 16 times as much
         raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
     sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
+    summed = summands(program, bytes)
     sizes[sends] = message_sizes(program, bytes, sends)
     subject = Subject(program, "")
     free = machine.alpha == machine.beta == 0
@@ -81,22 +84,33 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         start, end, arrival, idle, cause = step(
             _execute.sized(len(program)),
             table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
-            needs.collective, needs.members, _rings(program, needs, bytes.weight, machine), _sums(program, needs),
-            table.peer, duration, message, free, len(CAUSES),
+            needs.collective, needs.members, _rings(program, needs, summed, machine), _sums(program, needs), table.peer,
+            duration, message, free, len(CAUSES),
         )  # fmt: skip
-    return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint)
+    return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint, summed)
 
 
-def _rings(program: Program, needs: Waits, weight: Numbers, machine: Machine) -> Times:
-    """How long each collective takes; `weight`: bytes by stage. NORM has none."""
-    table = program.rows
-    shared = np.array([weight[list(stages)].min() for stages in program.header.tied])
-    summed = np.zeros(len(needs.members))
-    for kind, bytes in ((Kind.DW, weight), (Kind.T, shared)):
-        entered = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
-        summed[needs.collective[entered]] = bytes[table.stage[entered]]
-    times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * summed / np.maximum(needs.members, 1))
+def _rings(program: Program, needs: Waits, summed: Numbers, machine: Machine) -> Times:
+    """How long each collective takes; `summed`: bytes by row. NORM has none."""
+    entered, bytes = np.flatnonzero(program.rows.op == Op.ALLREDUCE), np.zeros(len(needs.members))
+    bytes[needs.collective[entered]] = summed[entered]
+    times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * bytes / np.maximum(needs.members, 1))
     return times
+
+
+def summands(program: Program, bytes: Bytes) -> Numbers:
+    """By row, of an ALLREDUCE: the bytes that it sums; else 0."""
+    table, header = program.rows, program.header
+    shared = [
+        0 if stages == tuple(header.siblings(stages[0])) and header.tensor > 1 else bytes.weight[list(stages)].min()
+        for stages in header.tied
+    ]
+    sizes = np.zeros(len(program), np.int64)
+    x, w, of_ties = bytes.activation, bytes.weight, np.array(shared, np.int64)
+    for kind, of_kind in ((Kind.DW, w), (Kind.T, of_ties), (Kind.X, x), (Kind.G, x)):
+        rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+        sizes[rows] = of_kind[table.stage[rows]]
+    return sizes
 
 
 def _sums(program: Program, needs: Waits) -> Numbers:
@@ -128,6 +142,7 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
         "bubble": max(0.0, float(1 - busy.sum() / (latency * workers))),
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.sizes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
+        **_exchanges(program, run),
         "links": [
             {"from": int(one // workers), "to": int(one % workers), "bytes": int(size)}
             for one, size in zip(link, traffic, strict=True)
@@ -144,6 +159,14 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
             for r in range(workers)
         ],
     }
+
+
+def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
+    """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
+    if program.header.tensor == 1:
+        return {}
+    rows, T = program.exchanges(), program.header.tensor
+    return {"exchanges": {"sums": len(rows) // T, "bytes": int(2 * (T - 1) * run.summed[rows].sum() // T)}}
 
 
 @kernel
@@ -205,6 +228,7 @@ def _execute(
             if there[r] > until:
                 until, cause = there[r], there_cause[r]
             one = collective[row]
+            blocks = o == Op.ALLREDUCE and kind[row] <= Kind.G
             if one >= 0 and not inside[row]:
                 inside[row] = True
                 outside[one] -= 1
@@ -212,7 +236,8 @@ def _execute(
                 if outside[one] == 0:
                     begin = max(done[one], reduced) if kind[row] == Kind.T else done[one]
                     complete[one] = begin + (ring[one] if o == Op.ALLREDUCE else 0.0)
-                    reduced = max(reduced, complete[one])
+                    if not blocks:
+                        reduced = max(reduced, complete[one])
                     woken = asleep[rows + one]
                     while woken >= 0:
                         settle(tree, leaves + woken, done[one])
@@ -222,6 +247,11 @@ def _execute(
                     unknown = rows + one
                 elif reduced > until:
                     until, cause = reduced, REDUCTION
+            if blocks:
+                if outside[one] > 0:
+                    unknown = rows + one
+                elif complete[one] > until:
+                    until, cause = complete[one], REDUCTION
             if summed[row] >= 0:
                 if outside[summed[row]] > 0:
                     unknown = rows + summed[row]

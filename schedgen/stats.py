@@ -7,7 +7,7 @@ assumes ("we assume that transmission latencies can be hidden").
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from schedgen.bounds import bounds
 from schedgen.check import check
 from schedgen.check.subject import Subject
 from schedgen.check.updates import staleness
-from schedgen.cost import Amount, Machine
+from schedgen.cost import DIRECTION, Amount, Machine
 from schedgen.program import COMPUTE, KIND_NAME, KIND_WORDS, Kind, Op, Program
 from schedgen.simulate import simulate
 
@@ -31,6 +31,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     own_window_bubble  largest over workers of last end - first start - busy, in time
     peak_activations   largest over workers of the saved forwards alive at once
     messages           SENDs in all; collectives are counted apart
+    exchanges          where stages have shards: the collectives that add up what these give; also per worker
     versions           where weights change without a flush, by stage: the most versions an owner holds
     staleness          and the most updates between the weights that a gradient was computed with and those it changes
 
@@ -69,6 +70,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         )
         for kind, words in KIND_WORDS.items()
     }
+    exchanges = program.exchanges()
+    exchanged = np.bincount(table.rank[exchanges], minlength=header.workers)
     jobs = header.compute.size
     limits = bounds(header, cost, int(memory.saved.sum()))
     numbers: dict[str, Any] = {
@@ -83,6 +86,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "mean_peak_activations": float(memory.saved.mean()),
         "messages": int((table.op == Op.SEND).sum()),
         "collectives": int(len(header.groups) and _collectives(program)),
+        **({} if header.tensor == 1 else {"exchanges": len(exchanges) // header.tensor}),
         "instructions": len(program),
         "workers": [
             {
@@ -95,6 +99,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
                 "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),
                 "gradient_receives": int(receives["weight_gradient"][rank]),
                 "receives": {words: int(count[rank]) for words, count in receives.items()},
+                **({} if header.tensor == 1 else {"exchanges": int(exchanged[rank])}),
                 "peak_memory": {kind: int(peak[rank]) for kind, peak in memory._asdict().items()},
             }
             for rank in range(header.workers)
@@ -117,6 +122,38 @@ def _collectives(program: Program) -> int:
     rows = np.flatnonzero((program.rows.op == Op.ALLREDUCE) | (program.rows.op == Op.NORM))
     sizes = np.array([len(group) for group in program.header.groups])
     return round(float((1 / sizes[program.rows.peer[rows]]).sum()))
+
+
+class Cycle(NamedTuple):
+    """The jobs that start together."""
+
+    time: int | float
+    jobs: list[tuple[str, int, int]]  # direction, stage, microbatch; by worker
+
+    def __str__(self) -> str:
+        return f"{_short(self.time):9} {', '.join(f'{d}({s}, {b})' for d, s, b in self.jobs)}"
+
+
+def cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> list[Cycle]:
+    """The clock cycles of a checked, projected program, which are all times when a job starts.
+
+    Messages take no time. Where all jobs take one unit, as GPipe's forwards
+    do, these are the cycles that its authors count. A whole backward among
+    split ones is B; a RECOMPUTE is a part of its backward.
+    """
+    table, cost = program.rows, program.header.cost if cost is None else cost
+    run = simulate(program, cost)
+    rows = np.flatnonzero(np.isin(table.op, COMPUTE) & (table.op != Op.RECOMPUTE))
+    start = run.start[rows]
+    order = np.lexsort((rows, start))
+    shortest = float((run.end[rows] - start).min())
+    first = np.flatnonzero(np.append(True, np.diff(start[order]) > 1e-6 * shortest))  # no rounding makes two of one
+    found = []
+    for together in np.split(rows[order], first[1:]):
+        columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))
+        jobs = [(DIRECTION[Op(op)], stage, mb) for op, stage, mb in zip(*columns, strict=True)]
+        found.append(Cycle(_plain(float(run.start[together].min())), jobs))
+    return found
 
 
 def _plain(value: float) -> int | float:
@@ -151,6 +188,7 @@ def _cells(worker: Mapping[str, Any]) -> dict[str, Any]:
         "weights owned": worker["weight_storage"],
         "used elsewhere": worker["weight_uses_away_from_home"],
         **dict(received),
+        **({"exchanges": worker["exchanges"]} if "exchanges" in worker else {}),
         **({"peak bytes": worker["peak_bytes"]} if "peak_bytes" in worker else {}),
     }
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mpirun.model import Model
 from mpirun.models.cut import cut
+from mpirun.tensor import WHOLE, ColumnParallelLinear, HeadParallelAttention, RowParallelLinear, Shard, skip
 
 VOCABULARY = 256  # bytes
 
@@ -56,6 +57,33 @@ class Block(nn.Module):
         return x + self.down(nnf.gelu(self.up(self.norm2(x))))
 
 
+class AttentionPart(nn.Module):
+    """The first half of a block, or a shard of it, which is stage enough to be split."""
+
+    def __init__(self, width: int, heads: int, shard: Shard = WHOLE) -> None:
+        super().__init__()
+        self.shard = shard
+        self.norm = nn.LayerNorm(width)
+        self.attention = HeadParallelAttention(width, heads, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return skip(x, self.attention(self.norm(x)), self.shard)
+
+
+class MLPPart(nn.Module):
+    """The second half."""
+
+    def __init__(self, width: int, shard: Shard = WHOLE) -> None:
+        super().__init__()
+        self.shard = shard
+        self.norm = nn.LayerNorm(width)
+        self.up = ColumnParallelLinear(width, 4 * width, shard)
+        self.down = RowParallelLinear(4 * width, width, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.shard)
+
+
 class Head(nn.Module):
     """Vectors to scores of the next byte: (sequences, length, width) -> (sequences, length, 256)."""
 
@@ -68,15 +96,30 @@ class Head(nn.Module):
         return self.score(self.norm(x))
 
 
-def gpt(stages: int, blocks: int, width: int, heads: int, length: int, sequences: int, tied: bool = False) -> Model:
+def gpt(
+    stages: int,
+    blocks: int,
+    width: int,
+    heads: int,
+    length: int,
+    sequences: int,
+    tied: bool = False,
+    halves: bool = False,
+) -> Model:
     """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
 
-    `tied`: the scores use the embedding's vectors.
+    `tied`: the scores use the embedding's vectors. `halves`: attention and MLP of a block are layers of their own, and
+    stages of one of them can be split.
     """
     scale = width**-0.5 if tied else 1.0
-    layers: OrderedDict[str, Callable[[], nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
-    layers |= {f"block{i}": partial(Block, width, heads) for i in range(blocks)}
-    layers["head"] = partial(Head, width)
+    layers: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
+    parts: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict()
+    for i in range(blocks):
+        if halves:
+            parts |= {f"attention{i}": partial(AttentionPart, width, heads), f"mlp{i}": partial(MLPPart, width)}
+        else:
+            layers[f"block{i}"] = partial(Block, width, heads)
+    layers |= {**parts, "head": partial(Head, width)}
 
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - length, sequences))
@@ -87,7 +130,9 @@ def gpt(stages: int, blocks: int, width: int, heads: int, length: int, sequences
         return nnf.cross_entropy(scores.flatten(0, 1), target.flatten())
 
     ties = [[(0, "embedding.byte.weight"), (stages - 1, "head.score.weight")]] if tied else []
-    return Model(cut(layers, stages), loss, batch, length + 1, ties)
+    entries = cut(layers, stages)
+    split = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and parts.keys() >= entry.keys()]
+    return Model(entries, loss, batch, length + 1, ties, split=split)
 
 
 def tiny(stages: int) -> Model:
@@ -98,6 +143,14 @@ def tiny(stages: int) -> Model:
 def tied(stages: int) -> Model:
     """As tiny, but the first and the last stage share the bytes' vectors: compile with --tied 0,S-1."""
     return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4, tied=True)
+
+
+def tensor(stages: int) -> Model:
+    """0.2 million parameters, 256 bytes a microbatch; up to 8 stages, of which 8 can be split, into 2 or 4 shards.
+
+    Compile with --tensor 2 --whole 0 and 8 stages in all: --stages 8, or --stages 2 --parts 4.
+    """
+    return gpt(stages, blocks=3, width=64, heads=4, length=64, sequences=4, halves=True)
 
 
 def small(stages: int) -> Model:

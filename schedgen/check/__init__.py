@@ -14,11 +14,13 @@ messages.py   rules 3 and 6
 deadlock.py   rule 4
 gradients.py  rule 5
 updates.py    rule 9, and rule 5 where weights have versions
+exchanges.py  rule 10
 """
 
 from __future__ import annotations
 
 from schedgen.check.deadlock import rule_4, waits
+from schedgen.check.exchanges import rule_10
 from schedgen.check.gradients import rule_5
 from schedgen.check.jobs import rule_1
 from schedgen.check.lives import Memory, lives, rule_2, rule_7
@@ -32,14 +34,15 @@ __all__ = ["RULES", "Memory", "check"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
-    """Prove the nine rules for a projected program; `name` stands in errors."""
+    """Prove the ten rules for a projected program; `name` stands in errors."""
     subject = Subject(program, name)
-    with steps("check", 9) as step:
+    with steps("check", 10) as step:
         step(rule_1, subject)
         step(rule_9, subject)
         found = step(lives, subject)
         step(rule_2, subject, found)
         pairs = step(rule_3, subject)
+        step(rule_10, subject)
         step(rule_6, subject)
         step(rule_7, subject, found)
         step(rule_5, subject)

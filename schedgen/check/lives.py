@@ -235,6 +235,8 @@ def _follow(
             what, thing, which = events[e, 1], events[e, 2], events[e, 3]
             if thing == SAVED and what == DEFINE and o == Op.FWD and redone[s, b]:
                 continue  # a forward that is redone saves nothing the first time
+            if o == Op.ALLREDUCE and kind[row] <= Kind.G:
+                what, which = USE, NAMED  # the sum of an x or g of shards takes its place
             named = which == NAMED
             if named:
                 thing = kind[row] - 1  # X, G, WEIGHT, DW

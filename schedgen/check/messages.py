@@ -8,7 +8,7 @@ import numpy as np
 
 from schedgen.check.subject import Numbers, Subject
 from schedgen.errors import clip
-from schedgen.program import Ints, Kind, Op, Small
+from schedgen.program import EXCHANGED, Ints, Kind, Op, Small
 
 
 def rule_3(subject: Subject) -> tuple[Numbers, Numbers]:
@@ -59,6 +59,9 @@ def rule_6(subject: Subject) -> None:
     rows = subject.having(Op.ALLREDUCE, Op.NORM)
     rows = rows[np.argsort(subject.peer[rows], kind="stable")]
     groups, bounds = np.unique(subject.peer[rows], return_index=True)
+    # Shards of a stage enter an exchange under names of their own.
+    shards = np.where(np.isin(subject.kind, EXCHANGED), subject.header.tensor, 1)
+    columns = subject.op, subject.kind, subject.stage // shards, subject.mb, subject.via // shards
     for group, mine in zip(groups.tolist(), np.split(rows, bounds[1:]), strict=False):
         members = subject.header.groups[group]
         for row in mine[~np.isin(subject.rank[mine], members)][:1]:
@@ -69,7 +72,7 @@ def rule_6(subject: Subject) -> None:
         for rank, start, end in zip(members, starts, ends, strict=True):
             entered = mine[start:end].tolist()
             for a, b in zip(first, entered, strict=False):
-                if any(column[a] != column[b] for column in (subject.op, subject.kind, subject.stage)):
+                if any(column[a] != column[b] for column in columns):
                     subject.refuse(6, b, f"here rank {members[0]} enters line {subject.where(a)}")
             if len(first) != len(entered):
                 longer, other = (first, rank) if len(first) > len(entered) else (entered, members[0])

@@ -22,6 +22,7 @@ RULES = {
     7: "everything defined is freed once, nothing is used after that",
     8: "exact peak memory",
     9: "every job uses the version of its weights that the schedule's updates say",
+    10: "every output and gradient of a split stage is summed over its shards once, before it is used",
 }
 
 Numbers = NDArray[np.int64]

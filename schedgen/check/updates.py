@@ -62,6 +62,8 @@ def rule_9(subject: Subject) -> None:
         return
     if header.tied:
         subject.refuse_rank(9, 0, "stages are tied: their weights have no versions of their own")
+    if header.tensor > 1:
+        subject.refuse_rank(9, 0, "stages have shards: their weights have no versions")
     for d in range(len(header.compute)):
         wrong = (header.weights[d] != header.compute[d]) | (header.compute[d] != header.compute[F])
         for s, b in np.argwhere(wrong)[:1]:

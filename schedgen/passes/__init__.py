@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from schedgen.order import Times
 from schedgen.passes.compute import compute
+from schedgen.passes.exchange import exchange
 from schedgen.passes.free import free
 from schedgen.passes.hoist import hoist
 from schedgen.passes.options import Options
@@ -25,7 +26,7 @@ from schedgen.passes.weights import weights
 from schedgen.program import Header, Program
 from schedgen.progress import over
 
-PIPELINE = (weights, transfers, reduce, tie, step, hoist)
+PIPELINE = (weights, exchange, transfers, reduce, tie, step, hoist)
 WITH_VERSIONS = (update, transfers, hoist)  # of weights, which stay at home
 
 

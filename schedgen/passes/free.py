@@ -90,7 +90,8 @@ def _last_uses(
     for row in range(length):
         o, s, b = op[row], stage[row], mb[row]
         few = 0
-        if o == Op.RECV or o == Op.SEND:  # x, g or dw; a received partial of a dw is freed by its ADD
+        # x, g or dw; a received partial of a dw is freed by its ADD
+        if o == Op.RECV or o == Op.SEND or (o == Op.ALLREDUCE and kind[row] <= Kind.G):
             if kind[row] == Kind.X or kind[row] == Kind.G:
                 found[0], few = (0 if kind[row] == Kind.X else g) + s * batches + b, 1
                 for edge in range(first_out[s], first_out[s + 1]):

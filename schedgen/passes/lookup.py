@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.program import COMPUTE, Ints, Op, Program
+from schedgen.program import COMPUTE, Ints, Kind, Op, Program
 
 Places = NDArray[np.int64]
 
@@ -17,6 +17,24 @@ def rows_of(program: Program, *ops: Op) -> Places:
     found = np.flatnonzero(np.isin(program.rows.op, ops))
     places[program.rows.stage[found], program.rows.mb[found]] = found
     return places
+
+
+def given(program: Program, kind: Kind, at: Places, stage: Places | Ints, mb: Places, via: Places) -> Places:
+    """The rows behind which x or g of these names are there: of jobs `at`, or behind the last member of their sum."""
+    header, table = program.header, program.rows
+    found = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+    if not len(found):
+        return at
+
+    def key(stage: Places | Ints, mb: Places | Ints, via: Places | Ints) -> Places:
+        return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + via + 1
+
+    keys = key(table.stage[found], table.mb[found], table.via[found])
+    last = found.reshape(-1, header.tensor)[:, -1:].repeat(header.tensor, axis=1).ravel()
+    order = np.argsort(keys)
+    wanted = key(stage, mb, via)
+    place = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
+    return np.where(keys[order][place] == wanted, last[order][place], at)
 
 
 def home(program: Program, rank: int, stage: int) -> int:

@@ -20,7 +20,7 @@ def tie(program: Program, _: Options) -> Program:
     complete = np.full(header.stages, -1, np.int64)  # behind which row each stage's sum is there, at every owner
     done = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
     np.maximum.at(complete, table.stage[done], behind(program, done))
-    sums = np.flatnonzero(np.isin(table.op, (Op.ADD, Op.ALLREDUCE)))
+    sums = np.flatnonzero(np.isin(table.op, (Op.ADD, Op.ALLREDUCE)) & (table.kind == Kind.DW))
     np.maximum.at(complete, table.stage[sums], sums)
     # Ascending: every rank enters its ties in the order of their numbers.
     place = np.maximum.accumulate([complete[list(stages)].max() for stages in header.tied])

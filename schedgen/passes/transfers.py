@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.passes.lookup import Places, next_compute, rows_of
+from schedgen.passes.lookup import Places, given, next_compute, rows_of
 from schedgen.passes.options import Options
 from schedgen.program import AnyInts, B, F, Ints, Kind, Op, Program, Rows, concatenate, rows
 
@@ -42,9 +42,10 @@ def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Pla
     source = header.compute[F, stage, mb]
     far = source != to
     stage, mb, via, to, source = stage[far], mb[far], via[far] - 1, to[far], source[far]
-    after = rows_of(program, Op.FWD)[stage, mb]
+    forward = rows_of(program, Op.FWD)[stage, mb]
+    after = given(program, Kind.X, forward, stage, mb, via)
     late = paired[stage, mb]
-    after[late] = next_compute(program, after[late])
+    after[late] = np.maximum(after[late], next_compute(program, forward[late]))
     return _pairs(Kind.X, stage, mb, via, source, to, after)
 
 
@@ -54,7 +55,8 @@ def _gradients(program: Program) -> tuple[Rows, Places]:
     source, to = header.compute[B, edges[:, 1]], header.compute[B, edges[:, 0]]
     edge, mb = np.nonzero(source != to)
     via = np.array([header.share(p, c) for p, c in header.edges], np.int64)
-    after = rows_of(program, Op.BWD, Op.BWD_I)[edges[edge, 1], mb]
+    backward = rows_of(program, Op.BWD, Op.BWD_I)[edges[edge, 1], mb]
+    after = given(program, Kind.G, backward, edges[edge, 0], mb, via[edge])
     return _pairs(Kind.G, edges[edge, 0], mb, via[edge], source[edge, mb], to[edge, mb], after)
 
 

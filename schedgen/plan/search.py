@@ -200,6 +200,7 @@ def _bound(one: Candidate) -> Bound:
     directions = 3 if one.scheme.split else 2
     sizes = (one.sizes.stages, one.sizes.microbatches, directions)
     weights, compute, *_ = place(one.scheme, *sizes)
+    weights, compute = weights[..., 0], compute[..., 0]
     rank = priorities(one.scheme, *sizes) if one.scheme.mode == "strict" else None
     bounds = [_bound_of(one, cut, weights, compute, rank) for cut in one.cuts]
     return Bound(min(bound.seconds for bound in bounds), min(bound.bytes for bound in bounds))

@@ -1,7 +1,8 @@
 """Every built-in scheme: a module with a docstring and `scheme(sizes) -> Scheme`.
 
 Each w and n stands there as its paper writes it. `load` also reads a user's
-own file, which defines `w` and `n` and, if it likes, `cap`, `edges`, `apart`, `mode`, `split`, `updates`.
+own file, which defines `w` (of s, b, d and perhaps the shard t or the part k)
+and `n` and, if it likes, `cap`, `edges`, `apart`, `mode`, `split`, `updates`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from schedgen.dag import check_apart
 from schedgen.errors import UsageError
 from schedgen.graph import check_edges
 from schedgen.program import UPDATES
-from schedgen.scheme import Scheme, Sizes, fill
+from schedgen.scheme import Scheme, Sizes, fill, fourth
 from schedgen.schemes import (
     breadth_first,
     chimera,
@@ -66,9 +67,13 @@ SCHEMES: dict[str, ModuleType] = {
 }
 
 
-def load(name: str, sizes: Sizes) -> Scheme:
-    """The scheme called `name`, or the one that the file `name` defines."""
+def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
+    """The scheme called `name`, or the one that the file `name` defines.
+
+    `tensor`: shards of each stage. Workers that do not know of shards are that many each.
+    """
     if name in SCHEMES:
+        sizes = _without_shards(sizes, tensor)
         module = SCHEMES[name]
         for option in ("groups", "chunks", "replicas"):
             if getattr(sizes, option) is not None and option not in module.PARAMETERS:
@@ -79,10 +84,18 @@ def load(name: str, sizes: Sizes) -> Scheme:
         near = [f"; did you mean {one}?" for one in difflib.get_close_matches(name, SCHEMES, 1)]
         known = f"it is one of {', '.join(SCHEMES)}, or a file that ends in .py or .csv"
         raise UsageError(f"there is no scheme '{name}': {known}{''.join(near)}")
-    return _from_file(Path(name), sizes)
+    return _from_file(Path(name), sizes, tensor)
 
 
-def _from_file(path: Path, sizes: Sizes) -> Scheme:
+def _without_shards(sizes: Sizes, tensor: int) -> Sizes:
+    if sizes.workers is None:
+        return sizes
+    if sizes.workers % tensor:
+        raise UsageError(f"--tensor {tensor}: {sizes.workers} workers do not divide")
+    return sizes._replace(workers=sizes.workers // tensor)
+
+
+def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     if not path.stem.isprintable():
         raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
     spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.stem}", path)
@@ -100,6 +113,9 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
     for wanted in ("w", "n"):
         if not callable(getattr(module, wanted, None)):
             raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
+    shards = fourth(module.w) not in ("", "k")
+    if not shards:
+        sizes = _without_shards(sizes, tensor)
     options = sizes._asdict()
     edges = getattr(module, "edges", None)
     if callable(edges):
@@ -137,6 +153,7 @@ def _from_file(path: Path, sizes: Sizes) -> Scheme:
         edges=edges,
         apart=check_apart(apart, edges) if edges else (),
         updates=updates,
+        by_shard=shards,
     )
 
 

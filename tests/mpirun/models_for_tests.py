@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from mpirun import Model
 from mpirun.batches import Minibatch
 from mpirun.models import mlp
 from mpirun.models.cut import cut
+from mpirun.tensor import WHOLE, ColumnParallelLinear, RowParallelLinear, Shard, skip
 from mpirun.wiring import Input, Value
 
 WIDTH = 128  # of mlp.tiny
@@ -535,3 +537,99 @@ def loss_of_what(stages: int) -> Model:
 
 def too_small(stages: int) -> Model:
     return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
+
+
+# Stages that are split
+
+
+def _numbers(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(rng.normal(size=(8, 16))).float(), torch.from_numpy(rng.normal(size=(8, 12))).float()
+
+
+def _pair(stages: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """A linear layer cut by its outputs and one cut by its inputs, and a last stage that does nothing."""
+
+    def up(shard: Shard = WHOLE) -> nn.Module:
+        return ColumnParallelLinear(16, 48, shard).to(dtype)
+
+    def down(shard: Shard = WHOLE) -> nn.Module:
+        return RowParallelLinear(48, 12, shard).to(dtype)
+
+    return [{"up": up, "relu": nn.ReLU, "down": down}, {"last": nn.Identity}]
+
+
+def pair(stages: int) -> Model:
+    return Model(_pair(stages), nnf.mse_loss, _numbers, split=[0])
+
+
+def pair_bf16(stages: int) -> Model:
+    """Its sums are of bf16."""
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        x, y = _numbers(text, rng)
+        return x.bfloat16(), y.bfloat16()
+
+    return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, split=[0])
+
+
+class Dropping(nn.Module):
+    """A stage that is one layer, without a name, which seeds its dropout by the stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nnf.dropout(self.linear(x), 0.3, self.training) * self.scale
+
+
+class Shifted(nn.Module):
+    """A split stage that is one layer; its shards share a parameter, and a skip connection reads its input again."""
+
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        super().__init__()
+        self.shard = shard
+        self.shift = nn.Parameter(torch.randn(16))
+        self.up = ColumnParallelLinear(16, 8, shard)
+        self.down = RowParallelLinear(8, 16, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return skip(x, self.down(torch.tanh(self.up(x + self.shift))), self.shard)
+
+
+class Both(nn.Module):
+    """Of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x * y)
+
+
+def shards_of_a_dag(stages: int) -> Model:
+    """0 drops out; 1 and 2, both split, read it; 3 reads both."""
+    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, split=[1, 2])
+
+
+def drops_in_shards(stages: int) -> Model:
+    model = pair(stages)
+    return model._replace(stages=[{**model.stages[0], "drop": lambda: nn.Dropout(0.5)}, model.stages[1]])
+
+
+def splits_the_last(stages: int) -> Model:
+    return pair(stages)._replace(split=[1])
+
+
+def splits_a_module(stages: int) -> Model:
+    return pair(stages)._replace(stages=[nn.Linear(16, 12), nn.Identity()])
+
+
+def splits_unevenly(stages: int) -> Model:
+    return pair(stages)._replace(stages=[lambda shard=WHOLE: RowParallelLinear(17, 12, shard), nn.Identity()])
+
+
+def splits_what_is_tied(stages: int) -> Model:
+    return pair(stages)._replace(tied=[[(0, "down.bias"), (1, "last.bias")]])

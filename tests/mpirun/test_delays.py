@@ -8,7 +8,10 @@ import pytest
 
 TRACES = Path(__file__).parents[2] / "traces"
 GOLDEN = sorted(path.stem for path in TRACES.glob("*.json"))
-MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {"1f1b-tied": "mpirun.models.gpt:tied"}
+MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {
+    "1f1b-tied": "mpirun.models.gpt:tied",
+    "1f1b-tensor": "mpirun.models.gpt:tensor",
+}
 DELAYS = (None, 1, 2)  # seeds
 
 

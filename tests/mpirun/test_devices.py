@@ -9,10 +9,13 @@ import torch
 
 TRACES = Path(__file__).parents[2] / "traces"
 GOLDEN = sorted(path.stem for path in TRACES.glob("*.json"))
-MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {"1f1b-tied": "mpirun.models.gpt:tied"}
+MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {
+    "1f1b-tied": "mpirun.models.gpt:tied",
+    "1f1b-tensor": "mpirun.models.gpt:tensor",
+}
 LATE = [
     (name, how)
-    for name in ("1f1b", "fsdp", "ddp", "fslpp", "zb-v", "1f1b-tied", "pipedream")
+    for name in ("1f1b", "fsdp", "ddp", "fslpp", "zb-v", "1f1b-tied", "1f1b-tensor", "pipedream")
     for how in ("direct", "staged")
 ]
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 GOLDEN = (
-    "1f1b", "1f1b-rr", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v", "fsdp",
-    "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4", "pipedream-flush",
+    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
+    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4",
+    "pipedream-flush",
     "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 GPT, TIED, MLP = "mpirun.models.gpt:tiny", "mpirun.models.gpt:tied", "mpirun.models.mlp:tiny"
+OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "mpirun.models.gpt:tensor"}  # of golden schedules, which models
 
 # 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
 DEPTH_FIRST = """
@@ -108,7 +110,7 @@ def golden_runs(several, traces, text, folder) -> dict[tuple[str, str], tuple[in
     """What came of every golden schedule, by name and mode."""
     cases = {
         (name, mode): [
-            *verify(traces / f"{name}.json", TIED if name == "1f1b-tied" else GPT, text, *mode.split()),
+            *verify(traces / f"{name}.json", OTHERS.get(name, GPT), text, *mode.split()),
             *("--metrics", folder / f"{name}{mode}"),
         ]
         for name in GOLDEN
@@ -160,7 +162,7 @@ def test_in_canonical_mode_every_bit_is_that_of_one_process(golden_runs, name):
     assert code == 0, out
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDEN if name != "1f1b-tied"])
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name not in OTHERS])
 def test_losses_and_norms_are_the_same_under_every_scheme(golden_runs, folder, name):
     """In canonical mode to the bit, with four stages and with eight; else to rounding."""
 

@@ -16,7 +16,7 @@ from hypothesis.extra.numpy import arrays
 
 from schedgen.cli import main
 from schedgen.compile import compile_scheme
-from schedgen.program import DIRECTIONS, B, F, Kind, Op
+from schedgen.program import DIRECTIONS, EXCHANGED, B, F, Kind, Op
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES
 
@@ -122,7 +122,7 @@ class Case(NamedTuple):
     recompute: list[int]
     tied: list[set[int]]
 
-    def compile(self):
+    def compile(self, **more):
         def w(s, b, d):
             return self.weights[d, s, b], self.compute[d, s, b]
 
@@ -145,7 +145,7 @@ class Case(NamedTuple):
             fan_out=self.fan_out,
             prefetch=self.prefetch,
             recompute=self.recompute,
-            tied=[sorted(stages) for stages in self.tied],
+            **({"tied": [sorted(stages) for stages in self.tied]} | more),
         )
 
 
@@ -197,7 +197,8 @@ class Executor:
 
     Buffers are tuples (kind, stage, microbatch, via), of weights (kind, stage, part,
     version), of their gradients (kind, stage, part, -1); what is owned is (stage, part).
-    None stands for a message not here yet, a Counter of microbatches for a weight gradient.
+    None stands for a message not here yet, a Counter of microbatches for a weight gradient,
+    the shard that gave it for a part of a sum.
     """
 
     FIELDS = ("activation", "gradient", "weight", "weight_gradient", "partial", "saved", "half")
@@ -264,6 +265,16 @@ class Executor:
         if i.op == Op.ADD:
             yield ("partial", s, i.peer, i.via)
 
+    def of_model(self, i):
+        """What members of one collective enter: of a sum over shards each has its own names."""
+        T = self.header.tensor
+        return i._replace(stage=i.stage // T, via=i.via // T) if i.kind in EXCHANGED else i
+
+    def part(self, stage):
+        """What a job of a stage gives: the number of a shard, or a whole."""
+        T = self.header.tensor
+        return stage % T if T > 1 and stage // T not in self.header.whole else True
+
     def named(self, i):
         if i.kind in (Kind.W, Kind.DW):
             return (i.kind, i.stage, i.via, i.peer if i.op == Op.FREE and i.kind == Kind.W else -1)
@@ -292,6 +303,7 @@ class Executor:
             assert not late, f"rank {rank}: {i} after STEP"
             if held[name] is None:
                 return False
+            assert type(held[name]) is not int or i.op == Op.FREE, f"rank {rank}: {i} uses a part"
         if i.op in (Op.RECV, Op.FETCH_W):
             name = ("partial", s, i.peer, i.via) if i.kind == Kind.DW else self.named(i)
             self.define(rank, name, None)
@@ -304,9 +316,18 @@ class Executor:
             self.held[i.peer][name] = held[expected]
         elif i.op in (Op.ALLREDUCE, Op.NORM):
             members = header.groups[i.peer]
-            if not all(self.at[m] < len(self.lists[m]) and self.lists[m][self.at[m]] == i for m in members):
+            if not all(self.at[m] < len(self.lists[m]) for m in members):
                 return False
-            if i.kind == Kind.T:
+            entered = {m: self.lists[m][self.at[m]] for m in members}
+            if {self.of_model(one) for one in entered.values()} != {self.of_model(i)}:
+                return False
+            if i.kind in EXCHANGED:
+                parts = {m: self.held[m][self.named(one)] for m, one in entered.items()}
+                assert sorted(parts.values()) == list(range(header.tensor)), f"rank {rank}: {i} sums {parts}"
+                for m, one in entered.items():
+                    assert parts[m] == one.stage % header.tensor
+                    self.held[m][self.named(one)] = True
+            elif i.kind == Kind.T:
                 for m in members:
                     self.tie(m, i)
             elif i.op == Op.ALLREDUCE:
@@ -366,12 +387,12 @@ class Executor:
             self.forwards[s, b] += 1
             self.there[s, b] = self.newest[rank].get(s, self.first)
             for via in self.header.vias(s):
-                self.define(rank, (Kind.X, s, b, via), True)
+                self.define(rank, (Kind.X, s, b, via), self.part(s))
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in self.redone):
             self.define(rank, ("saved", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_I):
             for p in self.header.producers[s]:
-                self.define(rank, (Kind.G, p, b, self.header.share(p, s)), True)
+                self.define(rank, (Kind.G, p, b, self.header.share(p, s)), self.part(s))
         if i.op == Op.BWD_I:
             self.define(rank, ("half", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_W):

@@ -89,6 +89,7 @@ def schedules() -> list[bytes]:
     """The files that are damaged: small ones with every feature, then the golden ones."""
     commands = (
         "fsdp --stages 2 --microbatches 2",
+        "1f1b --stages 2 --parts 2 --microbatches 2 --tensor 2",
         "1f1b --stages 3 --microbatches 2 --tied 0,2",
         "ddp --stages 2 --microbatches 4 --workers 2 --tied 0,1",
         "lpp --stages 2 --microbatches 4 --workers 4 --groups 2",
@@ -120,7 +121,7 @@ def cases(draw: st.DrawFn, bases: int) -> Case:
     number = st.integers(0, 2**32 - 1)
     steps = draw(st.lists(st.tuples(st.integers(0, 10**6), number), min_size=1, max_size=4))
     small = draw(st.integers(0, 9)) == 0 or kind != "schedule"
-    base = draw(st.integers(0, (8 if small else bases) - 1))
+    base = draw(st.integers(0, (9 if small else bases) - 1))
     deep = draw(st.integers(0, 9)) < 6
     sealed = draw(st.integers(0, 3)) > 0
     return Case(kind, base, tuple(steps), deep, sealed, draw(st.integers(0, 10**6)), not small or draw(st.booleans()))

@@ -209,6 +209,9 @@ def _costly(chance: Random, key: str, value: object) -> object:
             return chance.choice(([sorted(tie) for tie in ties], [[0, i] for i in range(1, many)], [list(range(many))]))
         case "groups":
             return chance.choice(([[0]] * many, [list(range(many))], [[0, 1], [0, 1]], [value, [0]]))
+        case "tensor":
+            whole = chance.choice(([], [0], [0] * many, list(range(many)), [0, 1], [1]))
+            return {"degree": chance.choice((0, 1, 2, 3, 4, 8, many, 2**31)), "whole": whole}
         case "owners":
             return chance.choice(([[0]] * many, [list(range(many))], [[]] * many))
         case "order" if isinstance(value, dict):

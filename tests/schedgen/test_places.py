@@ -19,7 +19,7 @@ from schedgen.compile import compile_scheme
 from schedgen.cost import Machine
 from schedgen.file import read, write
 from schedgen.places import Bytes, footprint, measured, places
-from schedgen.program import LINE, Kind, Op, Program, cut
+from schedgen.program import LINE, B, F, Kind, Op, Program, cut
 from schedgen.scheme import Sizes
 from schedgen.schemes import load
 
@@ -71,7 +71,7 @@ def lives(program, rank):
             starts = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
-        if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE):
+        if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
             sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.parts(s))]
             if i.kind == Kind.T:
                 sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
@@ -143,6 +143,14 @@ def peak(program, rank, found, planned, bytes):
         elif rank in owners:  # with its gradient, and what the other owners send of theirs
             part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE
             owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
+    sums = set()
+    for i in program.instructions(rank):
+        if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):
+            giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.consumers[i.stage][0])
+            ranks = header.compute[F if i.kind == Kind.X else B, list(header.siblings(giver)), i.mb]
+            sums.add((tuple(ranks), int(bytes.activation[i.stage])))
+    for ranks, part in sums:  # what is added up, and a slice of each other's
+        owned += part + (len(ranks) - 1) * -(-part // (len(ranks) * LINE)) * LINE
     return owned + sum(planned.sizes[rank]) + max(running)
 
 
