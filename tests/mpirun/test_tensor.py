@@ -10,7 +10,8 @@ import torch.nn.functional as nnf
 from models_for_tests import Shifted, pair
 from torch import nn
 
-from mpirun.model import build, microbatch, sharded
+from mpirun.batches import Microbatches
+from mpirun.model import build, sharded
 from mpirun.tensor import (
     WHOLE,
     ColumnParallelLinear,
@@ -128,7 +129,7 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
     )
     found = []
     for mb in range(10):
-        x, y = microbatch(model, None, 0, 0, mb)
+        (x,), y, _ = Microbatches(model.batch, torch.zeros(1), 0, 10)(0, mb)
         loss = nnf.mse_loss(plain(x), y)
         found.append(loss.item())
         (loss / 10).backward()
