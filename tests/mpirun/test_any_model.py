@@ -1,0 +1,56 @@
+"""Plain modules, traced and cut, train on 4 ranks as one process does, to the bit: skips, towers, shared parameters."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+SCHEMES = {
+    "gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": {"groups": 2},
+    "gpipe, greedy": {"mode": "greedy"}, "1f1b, greedy": {"mode": "greedy"},
+}  # fmt: skip
+PLAIN = ("gpt2", "resnet", "encoder_decoder", "two_tower", "tied", "tied_replicated")
+TRANSFORMERS = ("transformers_gpt2", "transformers_bert", "transformers_t5") * bool(
+    importlib.util.find_spec("transformers")
+)
+# Every plain module under every scheme; those of the library under two that send activations, or weights, too.
+CASES = [(model, scheme) for model in PLAIN for scheme in SCHEMES if "greedy" not in scheme]
+CASES += [(model, scheme) for model in TRANSFORMERS for scheme in ("zb-h1", "fslpp")]
+CASES += [("two_tower", "gpipe, greedy"), ("two_tower", "1f1b, greedy")]
+
+
+@pytest.fixture(scope="module")
+def graphs(several, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    models = (*PLAIN, *TRANSFORMERS)
+    runs = [["graph", "--model", f"split_models:{name}", "--stages", 4, "-o", folder / name] for name in models]
+    assert [code for code, _ in several(1, runs)] == [0] * len(runs)
+    return {name: folder / name for name in models}
+
+
+@pytest.fixture(scope="module")
+def runs(several, compiled, graphs, text):
+    arguments = [
+        [
+            compiled(scheme.split(",")[0], graph=graphs[model], microbatches=4, workers=4, **SCHEMES[scheme]),
+            *("--model", f"split_models:{model}", "--text", text, "--steps", 3, "--clip", 1, "--verify", "--canonical"),
+        ]
+        for model, scheme in CASES
+    ]
+    return dict(zip(CASES, several(4, arguments), strict=True))
+
+
+@pytest.mark.parametrize(("model", "scheme"), CASES)
+def test_a_plain_module_in_stages_trains_as_in_one_process(runs, model, scheme):
+    code, out = runs[model, scheme]
+    assert code == 0 and "verify: passed: the limit is 0" in out, out
+
+
+def test_what_only_some_read_goes_straight_to_them(graphs):
+    skips = {name: graphs[name].read_text() for name in PLAIN}
+    assert "[0, 2]" in skips["resnet"]
+    assert "[[0, 1], [1, 2], [1, 3], [2, 3]]" in skips["encoder_decoder"]
+    assert "[[0, 1], [1, 3], [2, 3]]" in skips["two_tower"]
+    assert '"tied": [[0, 3]]' in skips["tied_replicated"] and "tied" not in skips["tied"]
+    assert "[0, 3]" in skips["tied"]
