@@ -16,9 +16,11 @@ T = TypeVar("T", int, float)
 LR = 1e-3
 
 
-EXAMPLES = """built-in models: mpirun.models.gpt:tiny, :small and :tied; mpirun.models.mlp:tiny and :small
+EXAMPLES = """built-in models: mpirun.models.gpt:tiny, :small, :tied and :tensor; mpirun.models.mlp:tiny and :small;
+mpirun.models.seq2seq:tiny and :small
 
 python -m mpirun profile --help: measure what a model's stages and messages cost
+python -m mpirun graph --help: what a model's stages read of one another
 
 example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20"""
 

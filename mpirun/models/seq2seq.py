@@ -1,0 +1,72 @@
+"""A byte-level encoder and decoder, an nn.Module without any thought of stages, which `mpirun.split` cuts into them.
+
+`--model mpirun.models.seq2seq:tiny` or `:small`. The encoder reads a piece of
+text, the decoder guesses how it goes on; every stage of the decoder reads what
+the encoder gives.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from mpirun.model import Model
+from mpirun.models.gpt import VOCABULARY
+from mpirun.split import split
+
+
+class Seq2Seq(nn.Module):
+    """Two (sequences, length) of bytes -> scores of the byte behind each of the second."""
+
+    mask: Tensor
+
+    def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.byte, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(2 * length, width)
+        options = {"dim_feedforward": 4 * width, "batch_first": True, "norm_first": True, "activation": nnf.gelu}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, heads, **options) for _ in range(layers))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, heads, **options) for _ in range(layers))
+        self.norm, self.score = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+
+    def forward(self, before: Tensor, behind: Tensor) -> Tensor:
+        length = before.shape[1]
+        memory = self.byte(before) + self.place.weight[:length]
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.byte(behind) + self.place.weight[length:]
+        for layer in self.decoder:
+            x = layer(x, memory, tgt_mask=self.mask, tgt_is_causal=True)
+        return self.score(self.norm(x))
+
+
+def seq2seq(stages: int, layers: int, width: int, heads: int, length: int, sequences: int) -> Model:
+    """A model of so many layers on each side, on microbatches of `sequences` pieces of text of `2 * length` bytes."""
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - 2 * length, sequences))
+        pieces = text[starts[:, None] + torch.arange(2 * length + 1)].long()
+        return (pieces[:, :length], pieces[:, length:-1]), pieces[:, length + 1 :]
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return nnf.cross_entropy(scores.flatten(0, 1), target.flatten())
+
+    example = torch.zeros(sequences, length, dtype=torch.long)
+    cut = split(Seq2Seq(layers, width, heads, length), (example, example), stages=stages, shared="replicate")
+    return cut.model(loss, batch, 2 * length + 1)
+
+
+@cache
+def tiny(stages: int) -> Model:
+    """0.5 million parameters, 256 bytes a microbatch."""
+    return seq2seq(stages, layers=4, width=64, heads=4, length=32, sequences=4)
+
+
+@cache
+def small(stages: int) -> Model:
+    """12 million parameters, 1024 bytes a microbatch."""
+    return seq2seq(stages, layers=6, width=256, heads=8, length=128, sequences=4)
