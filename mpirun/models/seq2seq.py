@@ -7,7 +7,7 @@ the encoder gives.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -27,9 +27,10 @@ class Seq2Seq(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
         super().__init__()
         self.byte, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(2 * length, width)
-        options = {"dim_feedforward": 4 * width, "batch_first": True, "norm_first": True, "activation": nnf.gelu}
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, heads, **options) for _ in range(layers))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, heads, **options) for _ in range(layers))
+        encoder = partial(nn.TransformerEncoderLayer, width, heads, 4 * width, batch_first=True, norm_first=True)
+        decoder = partial(nn.TransformerDecoderLayer, width, heads, 4 * width, batch_first=True, norm_first=True)
+        self.encoder = nn.ModuleList(encoder() for _ in range(layers))
+        self.decoder = nn.ModuleList(decoder() for _ in range(layers))
         self.norm, self.score = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
