@@ -15,7 +15,7 @@ from mpirun.buffers import Buffers
 from mpirun.gradient import Gradient
 from mpirun.loss import WholeLoss
 from mpirun.memory import Memory
-from mpirun.model import whole
+from mpirun.shapes import whole
 from mpirun.stage import Finish, Saved, Stage
 from mpirun.training import Training
 from mpirun.versions import Versions

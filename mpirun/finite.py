@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mpirun.interpreter import Result
-from mpirun.model import Shape
+from mpirun.shapes import Shape
 from schedgen.program import Header, Instruction, Op
 
 

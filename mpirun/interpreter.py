@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,14 +19,14 @@ from torch import Tensor
 from mpirun.buffers import Buffer, Buffers
 from mpirun.compute import Act, Compute
 from mpirun.exchange import Exchanges
-from mpirun.gradient import Gradient, Part
+from mpirun.gradients import Gradients
 from mpirun.guard import NOTHING, PHASE, ROW, STEP, TRAINING
 from mpirun.memory import Memory
 from mpirun.norms import Norms, whole_norm
 from mpirun.optimizer import Optimizer, share
 from mpirun.pump import LONG, Pump, layers
 from mpirun.reduction import Sum, Sums
-from mpirun.shards import Unit
+from mpirun.shards import Unit, first_fetches
 from mpirun.stage import Stage
 from mpirun.ties import Tie, shared
 from mpirun.training import Training
@@ -61,14 +60,12 @@ class Interpreter:
         self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, training.walks
         self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.comm, transport.poll)
         self.partials: dict[tuple[int, int, int], Buffer] = {}  # received dw by (stage, part, sender)
-        self.gradients: dict[int, Gradient] = {}
-        self.parts: dict[Unit, Part] = {}
-        self.added: set[Unit] = set()  # what is owned and has an instruction that adds up the rows
+        self.gradients = Gradients(header, stages, memory, self.rank)
         self.norms = Norms(header, memory.shapes, self.rank, training.canonical)
-        self.copies = _copies(instructions)
+        self.copies = first_fetches(instructions)
         self.model, self.wires = training.model, training.wires
         self.versions = Versions(instructions, stages, memory, training)
-        compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradient, memory, training)
+        compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradients, memory, training)
         self.compute = compute
         self.reductions: dict[int, Sum] = {}  # by stage
         self.exchanges = Exchanges(transport, header)
@@ -91,14 +88,10 @@ class Interpreter:
         for self.row, i in enumerate(instructions):
             self.code.append(self.table[i.op](i))
         self.computes = [(i.stage, i.op) if i.op in COMPUTE else None for i in instructions]
-        for row, begin in self._begins(instructions):
+        for row, begin in self.gradients.begins(instructions):
             self.code[row] = _both(begin, self.code[row])
-        for row, stage in _ends(instructions):
-            for via in stages[stage].own if stages[stage].apart else ():
-                part = self.part((stage, via))
-                assert isinstance(part, Part)
-                take = partial(part.take, self.gradient(stage), stages[stage].spans[via])
-                self.code[row] = _both(self.code[row], take)
+        for row, end in self.gradients.ends(instructions):
+            self.code[row] = _both(self.code[row], end)
         self.state = transport.state  # shows the step and the row being executed
         self.leave = False  # this rank wants to: all will, after the step
         self.sound = True  # all numbers of the step so far are finite
@@ -187,7 +180,7 @@ class Interpreter:
             stage = self.stages[i.stage]
             buffer.value = stage.own[i.via] if i.via in stage.own else stage.weights[stage.spans[i.via]]
         elif kind == Kind.DW:
-            buffer.value, prepare = self.part((i.stage, i.via)).message()
+            buffer.value, prepare = self.gradients.part((i.stage, i.via)).message()
 
         def act() -> None:
             buffer.leaving.append((self.transport.send(self.buffers.ready(buffer), peer, kind), row))
@@ -207,46 +200,8 @@ class Interpreter:
 
     # Sums and the end of the step
 
-    def gradient(self, stage: int) -> Gradient:
-        if stage not in self.gradients:
-            self.gradients[stage] = Gradient(self.stages[stage], *self.memory.gradient(self.stages[stage]))
-        return self.gradients[stage]
-
-    def part(self, unit: Unit) -> Gradient | Part:
-        """The rows of dw.s, or of a part of it."""
-        stage, via = self.stages[unit[0]], unit[1]
-        if via < 0:
-            return self.gradient(unit[0])
-        if unit not in self.parts:
-            keys = self.memory.keys(self.rank, *unit) or [-1]
-            if stage.apart and via in stage.own:
-                rows = stage.own[via].new_zeros((len(keys), len(stage.own[via])))
-                self.parts[unit] = Part(keys, list(rows), None)
-            else:
-                whole = self.gradient(unit[0])
-                views = [whole.data[whole.keys.index(key), stage.spans[via]] for key in keys]
-                self.parts[unit] = Part(keys, views, whole)
-        return self.parts[unit]
-
-    def _begins(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """(row, what it does first): instructions that define dw.stage, or a part, make it zero.
-
-        What lies in the rows of all weights is made zero with them, once.
-        """
-        found: list[tuple[int, Act]] = []
-        begun: set[int] = set()
-        for row, unit in _defined(instructions, self.header):
-            one = self.part(unit)
-            if isinstance(one, Part) and one.within is not None:
-                if unit[0] not in begun:
-                    begun.add(unit[0])
-                    found.append((row, one.within.begin))
-            else:
-                found.append((row, one.begin))
-        return found
-
     def add(self, i: Instruction) -> Act:
-        gradient, received = self.part((i.stage, i.via)), self.partials[i.stage, i.via, i.peer]
+        gradient, received = self.gradients.part((i.stage, i.via)), self.partials[i.stage, i.via, i.peer]
         keys = self.memory.keys(i.peer, i.stage, i.via)
 
         def act() -> None:
@@ -261,7 +216,7 @@ class Interpreter:
             return self.exchanges.act(i, self.buffers(*i[1:5]), self._like(i), self.memory.device)
         if i.stage not in self.reductions:
             keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
-            data = self.gradient(i.stage).data
+            data = self.gradients(i.stage).data
             self.reductions[i.stage] = Sum(self.transport, self.transport.group(i.peer), data, keys)
         one = self.reductions[i.stage]
 
@@ -272,8 +227,8 @@ class Interpreter:
 
     def tie(self, i: Instruction) -> Act:
         stages = self.header.tied[i.stage]
-        owned = {s: self.gradient(s) for s in stages if self.rank in self.header.owners[s]}
-        names, single = shared(self.model, stages), self.single({(s, -1): one for s, one in owned.items()})
+        owned = {s: self.gradients(s) for s in stages if self.rank in self.header.owners[s]}
+        names, single = shared(self.model, stages), self.gradients.single({(s, -1): one for s, one in owned.items()})
         one = Tie(self.transport, self.transport.group(i.peer), self.sums, self.header, stages, names, owned)
 
         def act() -> None:
@@ -284,17 +239,9 @@ class Interpreter:
 
         return act
 
-    def single(self, owned: Mapping[Unit, Gradient | Part]) -> list[Gradient | Part]:
-        """The gradients of what has one owner whose rows nobody has added up yet."""
-        found = {
-            unit: one for unit, one in owned.items() if len(self.header.holders(*unit)) == 1 and unit not in self.added
-        }
-        self.added |= set(found)
-        return list(found.values())
-
     def norm(self, i: Instruction) -> Act:
-        owned = {(s, via): self.part((s, via)) for s, stage in self.stages.items() for via in stage.own}
-        single = self.single(owned)
+        owned = self.gradients.owned()
+        single = self.gradients.single(owned)
         totals = {unit: gradient.total for unit, gradient in owned.items()}
         group = self.transport.group(i.peer)
 
@@ -327,7 +274,7 @@ class Interpreter:
         if i.peer >= 0:
             return self.step_to_version(i)
         unit = i.stage, i.via
-        weights, gradient = self.buffers(Kind.W, i.stage, via=i.via), self.part(unit)
+        weights, gradient = self.buffers(Kind.W, i.stage, via=i.via), self.gradients.part(unit)
 
         def act() -> None:
             self.buffers.left(weights)
@@ -338,7 +285,7 @@ class Interpreter:
 
     def step_to_version(self, i: Instruction) -> Act:
         """The mean gradient of the microbatches since the last STEP makes a new version."""
-        gradient, make, stage = self.gradient(i.stage), self.versions.make(i.stage, i.peer), i.stage
+        gradient, make, stage = self.gradients(i.stage), self.versions.make(i.stage, i.peer), i.stage
         size = self.header.round(stage)
         count = min(size, self.header.microbatches - size * (i.peer - 1))
 
@@ -349,43 +296,6 @@ class Interpreter:
             self.optimizer.step((stage, -1), gradient, self.compute.now, 0.0, make())
 
         return act
-
-
-def _defined(instructions: Sequence[Instruction], header: Header) -> list[tuple[int, Unit]]:
-    """(row, unit) of the instructions that define a dw: the first to add to it, and the first behind a FREE."""
-    adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
-    defined: set[Unit] = set()
-    found = []
-    for row, i in enumerate(instructions):
-        if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            parts = (i.via,) if i.kind == Kind.DW else header.parts(i.stage)
-            new = [(i.stage, via) for via in parts if (i.stage, via) not in defined]
-            defined.update(new)
-            found += [(row, unit) for unit in new]
-        elif i.op == Op.FREE and i.kind == Kind.DW:
-            defined.discard((i.stage, i.via))
-    return found
-
-
-def _ends(instructions: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """(row, stage) of the last backward of every stage."""
-    last = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
-    return [(row, stage) for stage, row in last.items()]
-
-
-def _copies(instructions: Sequence[Instruction]) -> set[int]:
-    """The FETCH_Ws with which a copy of a stage begins: no other part of it is there."""
-    there: dict[int, set[int]] = {}
-    found = set()
-    for row, i in enumerate(instructions):
-        parts = there.setdefault(i.stage, set())
-        if i.op == Op.FETCH_W:
-            if not parts:
-                found.add(row)
-            parts.add(i.via)
-        elif i.op == Op.FREE and i.kind == Kind.W:
-            parts.discard(i.via)
-    return found
 
 
 def _both(one: Act, other: Act) -> Act:

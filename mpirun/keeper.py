@@ -63,10 +63,14 @@ class Keeper:
                 "microbatches": header.microbatches * of.walks,
             },
         }
-        beside = [name for index, stage in stages.items() if self._has_rest(index) for name in rest(of.model, stage)]
+        mine = [(name, s) for s, stage in stages.items() if self._has_rest(s) for name in rest(of.model, stage)]
+        beside = [one for of_rank in comm.allgather(mine) for one in of_rank]
+        self.first: dict[str, int] = {}  # the stage that writes what is no trained parameter
+        for name, index in beside:
+            self.first[name] = min(index, self.first.get(name, index))
         first = of.shapes[:: header.tensor]  # shards of each stage
         names = Counter(entry_name(of.plain, s, name) for s, shape in enumerate(first) for name in shape.names)
-        names.update(name for of_rank in comm.allgather(beside) for name in of_rank)
+        names.update(list(self.first) if of.model.named else [name for name, _ in beside])
         tied = {entry_name(of.plain, *place) for tie in of.plain.tied for place in tie}
         for name, count in names.items():
             if name.endswith("_extra_state"):
@@ -160,6 +164,7 @@ class Keeper:
                 entries["weights"] |= {
                     name: value.detach().clone(memory_format=torch.contiguous_format)
                     for name, value in (rest(self.of.model, stage) if self._has_rest(index) else {}).items()
+                    if self.first[name] == index
                 }
                 entries["optimizer"] |= {
                     f"{name}.{key}": value

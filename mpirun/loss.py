@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mpirun.device import autocast
-from mpirun.model import Model, whole
+from mpirun.model import Model
+from mpirun.shapes import whole
 from schedgen.errors import UsageError
 from schedgen.program import Header, Instruction, Op
 

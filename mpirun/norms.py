@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpirun.model import Shape
+from mpirun.shapes import Shape
 from mpirun.shards import Piece, Unit, pieces, spans
 from mpirun.stage import Stage
 from schedgen.program import LINE, Header

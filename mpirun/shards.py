@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from schedgen.program import cut
+from schedgen.program import Instruction, Kind, Op, cut
 
 Unit = tuple[int, int]  # a stage and a part of its weights; -1: they are not divided
 Layout = Sequence[tuple[int, torch.Size]]  # where each parameter begins in its stage's flat weights, and its shape
@@ -41,3 +41,18 @@ def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
         begin, end = max(start, span.start), min(start + shape.numel(), span.stop)
         if begin < end:
             yield Piece(parameter, begin - start, end - begin, begin - span.start)
+
+
+def first_fetches(instructions: Sequence[Instruction]) -> set[int]:
+    """The rows of the FETCH_Ws with which a copy of a stage begins: no other part of it is there."""
+    there: dict[int, set[int]] = {}
+    found = set()
+    for row, i in enumerate(instructions):
+        parts = there.setdefault(i.stage, set())
+        if i.op == Op.FETCH_W:
+            if not parts:
+                found.add(row)
+            parts.add(i.via)
+        elif i.op == Op.FREE and i.kind == Kind.W:
+            parts.discard(i.via)
+    return found

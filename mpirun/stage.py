@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from mpirun.backward import WeightHalf, input_half, weight_half
 from mpirun.device import Device, autocast
-from mpirun.model import Shape, flat_layout
 from mpirun.randomness import Draws
+from mpirun.shapes import Shape, flat_layout
 from mpirun.shards import pieces, spans
 from mpirun.wiring import Like
 from schedgen.errors import UsageError

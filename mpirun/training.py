@@ -19,8 +19,10 @@ from mpirun.batches import Microbatches
 from mpirun.device import Device, device
 from mpirun.errors import from_rank_0, together
 from mpirun.loss import check_whole_loss
-from mpirun.model import Model, Shape
+from mpirun.model import Model
 from mpirun.optimizer import Recipe
+from mpirun.shapes import Shape, shapes
+from mpirun.sharded import check_shards, sharded
 from mpirun.ties import check_ties
 from mpirun.wiring import Like, Reads, Wires
 from schedgen.errors import UsageError
@@ -79,14 +81,14 @@ def _model(options: argparse.Namespace, header: Header) -> Model:
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
     stages, layers = header.stages // header.tensor, header.scheme.get("layers")
     model = mpirun.model.load(options.model, stages, options.seed, layers)
-    mpirun.model.check_shards(model, header)
+    check_shards(model, header)
     if model.loss_of == "minibatch":
         check_whole_loss(header, options.accumulate)
     return model
 
 
 def _sharded(plain: Model, header: Header) -> Model:
-    model = mpirun.model.sharded(plain, header.tensor)
+    model = sharded(plain, header.tensor)
     check_ties(model, header)
     return model
 
@@ -117,7 +119,7 @@ def _shapes(
     firsts, _ = _kinds(batches)
     if len(firsts) > 1 and walks > 1:
         raise UsageError("--accumulate: the minibatch cannot be cut into microbatches of one size")
-    found = [mpirun.model.shapes(model, reads, batches(0, number), mixed) for number in firsts]
+    found = [shapes(model, reads, batches(0, number), mixed) for number in firsts]
     return found[0], [[shape.outputs for shape in one] for one in found]
 
 

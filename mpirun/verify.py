@@ -19,10 +19,11 @@ from torch import Tensor
 from mpirun.batches import Microbatch, moved
 from mpirun.device import autocast
 from mpirun.loss import WholeLoss
-from mpirun.model import Shape, build, shared_before, whole
+from mpirun.model import build, shared_before
 from mpirun.norms import norms, whole_norm
 from mpirun.optimizer import clip_factor
 from mpirun.randomness import Draws
+from mpirun.shapes import Shape, whole
 from mpirun.shards import pieces
 from mpirun.stage import Stage
 from mpirun.training import Training

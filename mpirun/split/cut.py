@@ -127,13 +127,14 @@ class Cut(NamedTuple):
 
         from mpirun.model import Model  # imports MPI, which a cut does without
 
-        return Model(  # type: ignore[call-arg, unused-ignore]
+        return Model(
             stages=[_layers(stage) for stage in self.stages],
             loss=self.loss(loss),
             batch=batch._replace(make=flat) if whole else flat,
             length=length,
             tied=self.tied,
             reads=self.reads,
+            named=True,
         )
 
     def summary(self) -> str:

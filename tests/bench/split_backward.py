@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mpirun.device import Device
 from mpirun.gradient import Gradient
-from mpirun.model import Shape
 from mpirun.models.gpt import Block
+from mpirun.shapes import Shape
 from mpirun.stage import Stage
 
 

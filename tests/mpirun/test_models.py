@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpirun.batches import Microbatch, Microbatches
-from mpirun.model import Model, build, load, shapes
+from mpirun.model import Model, build, load
 from mpirun.models import gpt, mlp
+from mpirun.shapes import shapes
 from mpirun.wiring import Like
 from schedgen.errors import UsageError
 

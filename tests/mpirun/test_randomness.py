@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mpirun.batches import Microbatch, Microbatches
 from mpirun.device import Device
-from mpirun.model import Model, build, shapes
+from mpirun.model import Model, build
 from mpirun.models import gpt
 from mpirun.randomness import Draws
+from mpirun.shapes import shapes
 from mpirun.wiring import Input, Value
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from mpirun.batches import Microbatches
 from mpirun.device import Device
-from mpirun.model import Model, Shape, build, shapes
+from mpirun.model import Model, build
 from mpirun.models import gpt, mlp
+from mpirun.shapes import Shape, shapes
 from mpirun.stage import Saved, Stage
 from mpirun.wiring import Like
 from schedgen.errors import UsageError

@@ -11,7 +11,8 @@ from models_for_tests import Shifted, pair
 from torch import nn
 
 from mpirun.batches import Microbatches
-from mpirun.model import build, sharded
+from mpirun.model import build
+from mpirun.sharded import sharded
 from mpirun.tensor import (
     WHOLE,
     ColumnParallelLinear,
@@ -198,7 +199,7 @@ def test_the_parts_of_a_parameter_make_it_up(cut):
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards_of_a_layer_add_up_to_it(make, count):
-    from mpirun.model import _shard
+    from mpirun.sharded import _shard
 
     def built(shard=WHOLE):
         torch.manual_seed(7)
