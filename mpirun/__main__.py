@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpirun.errors import Stop, on_rank_0
+from mpirun.errors import Stop, notes, on_rank_0
 from mpirun.options import graph_options, profile_options, train_options
 from schedgen.errors import one_line
 
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from mpirun import graph
 
             sys.path.insert(0, str(Path.cwd()))
-            return on_rank_0(comm, lambda: graph.write(options)) or 0
+            with notes(comm):
+                return on_rank_0(comm, lambda: graph.write(options)) or 0
         options = train_options(comm, arguments)
         from mpirun.train import Run
 

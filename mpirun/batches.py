@@ -27,10 +27,12 @@ class Minibatch(NamedTuple):
     dims  along which dimension they are cut: a number for all tensors, or a pair of pytrees of numbers, in which None
           stands for what every microbatch gets as it is. Microbatches differ by one sample where they must, the first
           being the larger ones; a sample weighs the same in all.
+    check raises UsageError where the model cannot take the leaves of a microbatch's input.
     """
 
     make: Make
     dims: Any = 0
+    check: Callable[[list[Any]], None] | None = None
 
 
 class Microbatch(NamedTuple):
@@ -51,15 +53,20 @@ class Microbatches:
     def __call__(self, step: int, number: int) -> Microbatch:
         """One of a step."""
         if not isinstance(self.batch, Minibatch):
-            data, target = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
-            return Microbatch(tree_leaves(data), target, self.count)
+            made = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise UsageError(f"the model's batch should return a pair (input, target), not {type(made).__name__}")
+            return Microbatch(tree_leaves(made[0]), made[1], self.count)
         if step != self.step:
             whole = self.batch.make(self.text, np.random.default_rng([self.seed, step]))
             if not isinstance(whole, tuple) or len(whole) != 2:
-                raise UsageError("the minibatch should be a pair (input, target)")
+                raise UsageError(f"the minibatch should be a pair (input, target), not {type(whole).__name__}")
             of_all = samples(whole, self.batch.dims)
             pieces = [(*one, samples(one, self.batch.dims)) for one in chunk(whole, self.count, self.batch.dims)]
             self.pieces = [Microbatch(tree_leaves(data), target, of_all / size) for data, target, size in pieces]
+            if self.batch.check is not None:
+                for piece in self.pieces:
+                    self.batch.check(piece.leaves)
             self.step = step
         return self.pieces[number]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,6 +56,19 @@ def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
 def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
     """`function()` of rank 0, on every rank; where it refuses, all raise its Stop."""
     return comm.bcast(on_rank_0(comm, function))
+
+
+@contextlib.contextmanager
+def notes(comm: MPI.Comm) -> Iterator[None]:
+    """Rank 0 says what `mpirun.split` warns of, in a line each; other warnings stay what they are."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for one in caught:
+        if one.category.__name__ != "MpirunWarning":
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        elif comm.rank == 0:
+            print(f"mpirun: note: {one.message}", file=sys.stderr, flush=True)
 
 
 def writable(option: str, path: str) -> None:

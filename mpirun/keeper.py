@@ -188,9 +188,19 @@ class Keeper:
         self.last = found.step
         if self.comm.rank == 0:
             print(f"resumed after step {found.step}: {found.folder}", flush=True)
-            for what, value in {"seed": self.of.seed, "data": self.facts["data"]}.items():
-                if found.facts[what] != value:
-                    print(f"mpirun: note: the checkpoint was made with another {what}", file=sys.stderr, flush=True)
+            for what in self.others(found):
+                print(f"mpirun: note: the checkpoint was made with {what}", file=sys.stderr, flush=True)
+
+    def others(self, found: Manifest) -> list[str]:
+        """What a checkpoint was made with that is another here, in words. On rank 0."""
+        before, here = found.facts["data"], self.facts["data"]
+        counts = f"{before['microbatches']} microbatches a step, not {here['microbatches']}"
+        differs = {
+            f"seed {found.facts['seed']}, not {self.of.seed}": found.facts["seed"] != self.of.seed,
+            "another text": before["text"] != here["text"],
+            counts: before["microbatches"] != here["microbatches"],
+        }
+        return [words for words, wrong in differs.items() if wrong]
 
     def _take(self, found: Manifest) -> None:
         if found.facts["optimizer"] != self.facts["optimizer"]:

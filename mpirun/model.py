@@ -119,7 +119,7 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
     if not isinstance(model.stages, Sequence):
         raise UsageError(f"--model {name}: stages should be a list, not {type(model.stages).__name__}")
     if len(model.stages) != stages:
-        raise UsageError(f"--model {name}: has {len(model.stages)} stages, but the schedule has {stages}")
+        raise UsageError(f"--model {name}: has {len(model.stages)} stages, not the {stages} that it is asked for")
     for stage, name in (place for tie in model.tied for place in tie):
         if not 0 <= stage < stages:
             raise UsageError(f"the model ties {name} of stage {stage}, but there are {stages} stages")

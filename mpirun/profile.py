@@ -182,24 +182,29 @@ def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
     """One worker's program with whole and with split backwards; whether --schedule has split ones."""
-    stages, splits = options.stages, False
-    edges = chain(stages or 1)
-    tied: tuple[tuple[int, ...], ...] = ()
-    apart: tuple[int, ...] = ()
+    splits = False
+    dag = Dag(options.stages or 1, chain(options.stages or 1))
     if options.schedule is not None:
         try:
             header = checked(options.schedule).header
         except OSError as error:
             raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-        if header.tensor > 1:
-            raise UsageError(
-                f"{options.schedule} has shards of stages, and one worker cannot add them up: give --stages"
-            )
-        if stages not in (None, header.stages):
-            raise UsageError(f"--stages {stages}: {options.schedule} has {header.stages}")
-        stages, edges, tied, splits = header.stages, header.edges, header.tied, "W" in header.cost
-        apart = header.apart
-    return [_one_worker(Dag(stages, edges, apart, tied), split) for split in (False, True)], splits
+        dag, splits = _of_model(header), "W" in header.cost
+        if options.stages not in (None, dag.stages):
+            raise UsageError(f"--stages {options.stages}: {options.schedule} has {dag.stages}")
+    return [_one_worker(dag, split) for split in (False, True)], splits
+
+
+def _of_model(header: Header) -> Dag:
+    """The stages of the model, whole where the schedule has shards of them."""
+    T = header.tensor
+    ties = {tuple(sorted({stage // T for stage in tie})) for tie in header.tied}
+    return Dag(
+        header.stages // T,
+        tuple(sorted({(p // T, c // T) for p, c in header.edges})),
+        tuple(sorted({stage // T for stage in header.apart})),
+        tuple(sorted(tie for tie in ties if len(tie) > 1)),
+    )
 
 
 def _one_worker(dag: Dag, split: bool) -> Program:

@@ -80,7 +80,7 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
     outputs: list[list[Tensor]] = []
     found: list[Shape] = []
     for stage, entry in enumerate(model.stages):
-        with nullcontext() if isinstance(entry, nn.Module) else fake:  # a fake mode cannot copy real tensors
+        with nullcontext() if _is_real(entry) else fake:  # a fake mode cannot copy real tensors
             module = build(model, stage, 0)
         with fake, torch.no_grad():
             watch = Watch(module, list(entry) if isinstance(entry, Mapping) else [])
@@ -141,6 +141,13 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
         raise UsageError("the loss should be one number")
     last = len(found) - model.shards
     return found[:last] + [one._replace(loss=loss.element_size()) for one in found[last:]]
+
+
+def _is_real(entry: object) -> bool:
+    """Whether a stage, or a layer of it, is a module that is there already."""
+    return isinstance(entry, nn.Module) or any(
+        getattr(make, "real", False) for make in (entry.values() if isinstance(entry, Mapping) else [entry])
+    )
 
 
 def _aliases(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:

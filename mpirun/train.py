@@ -27,6 +27,7 @@ from mpirun.shards import Unit
 from mpirun.trace import Trace
 from mpirun.tracker import measure
 from mpirun.training import training
+from schedgen.errors import UsageError
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
@@ -74,6 +75,8 @@ class Run:
             comm, lambda: Keeper(comm, self.header, self.training, one.stages, one.optimizer, self.watch.state, sha256)
         )
         if found is not None:
+            if options.verify:
+                on_rank_0(comm, lambda: _repeatable(keeper.others(found)))
             keeper.take(found)
         if options.save:
             keeper.save_to(options.save, options.keep, options.resume)
@@ -201,3 +204,9 @@ class Run:
             print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
         meet(self.comm)  # rank 0 has done all steps again
         return int(self.comm.bcast(code))
+
+
+def _repeatable(others: list[str]) -> None:
+    """UsageError where one process would not do again what was done before a checkpoint."""
+    if others:
+        raise UsageError(f"--verify repeats all steps from the first, but the checkpoint was made with {others[0]}")

@@ -17,7 +17,7 @@ import mpirun.model
 from mpirun import wiring
 from mpirun.batches import Microbatches
 from mpirun.device import Device, device
-from mpirun.errors import from_rank_0, together
+from mpirun.errors import from_rank_0, notes, together
 from mpirun.loss import check_whole_loss
 from mpirun.model import Model
 from mpirun.optimizer import Recipe
@@ -53,7 +53,8 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     torch.set_num_threads(options.threads or max(1, int(cores)))
     where = together(comm, lambda: device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
-    plain = together(comm, lambda: _model(options, header))
+    with notes(comm):
+        plain = together(comm, lambda: _model(options, header))
     model = together(comm, lambda: _sharded(plain, header))
     importlib.import_module("torch._dynamo")  # takes a second: fake tensors on rank 0, then torch.optim would do it
     text = mpirun.data.load(comm, options.text, model.length)

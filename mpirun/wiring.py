@@ -181,9 +181,19 @@ def check(reads: Reads, header: Header) -> None:
                 )
     found = dag(reads)
     if (found.edges, found.apart) != (tuple(header.edges), tuple(header.apart)):
-        missing = sorted(set(found.edges) ^ set(header.edges))
-        what = f": {list(missing[0])}" if missing else ""
         raise UsageError(
-            f"the schedule's edges are not the model's{what}: compile it with --graph FILE, "
-            "which python -m mpirun graph --model ... --stages ... -o FILE writes"
+            f"{_difference(found, header)}: compile it with --graph FILE, which python -m mpirun graph --model ... "
+            f"--stages {header.stages // header.tensor} -o FILE writes"
         )
+
+
+def _difference(model: Dag, header: Header) -> str:
+    for p, c in model.edges:
+        if (p, c) not in header.edges:
+            return f"stage {c} of the model reads stage {p}, but in the schedule it does not"
+    for p, c in header.edges:
+        if (p, c) not in model.edges:
+            return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
+    (stage, *_) = sorted(set(model.apart) ^ set(header.apart))
+    where = "model" if stage in model.apart else "schedule"
+    return f"only in the {where} what stage {stage} gives is different for those that read it"

@@ -234,7 +234,7 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
     text = read_bytes(options.profile).decode(errors="replace")
-    return read_profile(text, called(options.profile), program.header.stages, len(program.header.edges))
+    return read_profile(text, called(options.profile), program.header.stages, len(program.header.edges), program.header)
 
 
 def run_export(options: argparse.Namespace) -> int:

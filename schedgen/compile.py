@@ -82,9 +82,8 @@ def compile_scheme(
         raise UsageError("--shards divides the weights of a stage, and --parts a stage itself: give one of them")
     if owners and (tied or updates != "flush" or tensor > 1):
         what = "--tied: stages that share parameters have them" if tied else f"--updates {updates}: an owner steps them"
-        raise UsageError(
-            f"--shards does not go with {'--tensor: split stages have them' if tensor > 1 else what} as a whole"
-        )
+        what = "--tensor: each shard of a stage has its weights" if tensor > 1 else what
+        raise UsageError(f"--shards does not go with {what} as a whole")
     edges = refine_edges(chain(S) if scheme.edges is None else scheme.edges, S, parts, tensor)
     ranks = refine(priorities(scheme, S, batches, directions), parts, tensor).ravel()
     undivided, paired = (

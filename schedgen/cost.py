@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.errors import UsageError, clip
-from schedgen.program import DIRECTIONS, Op
+from schedgen.program import DIRECTIONS, Header, Op
 
 Amount = float | Sequence[float] | NDArray[np.float64]
 
@@ -56,16 +56,36 @@ class Machine(NamedTuple):
     apart: Amount | None = None  # bytes of x.s.b.c where outputs are apart, by edge; None: all of x.s.b
 
 
+def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
+    """A profile whose lists have a number for every stage of the model, for the shards of a schedule.
+
+    A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
+    """
+    T, stages = header.tensor, header.stages // header.tensor
+
+    def spread(value: Any, divided: bool) -> Any:
+        if isinstance(value, dict):
+            return {key: spread(one, divided) for key, one in value.items()}
+        if not isinstance(value, list) or len(value) != stages:
+            return value
+        parts = [T if divided and header.split[stage * T] else 1 for stage in range(stages)]
+        return [one / part for one, part in zip(value, parts, strict=True) for _ in range(T)]
+
+    return {key: spread(value, key not in ("activation", "apart", "alpha", "beta")) for key, value in values.items()}
+
+
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
     """A number for all stages, or one each, as an array of one each."""
     return np.broadcast_to(np.asarray(amount, np.float64), (stages,))
 
 
-def read_profile(text: str, name: str, stages: int, edges: int = 0) -> tuple[dict[str, Amount], Machine]:
+def read_profile(
+    text: str, name: str, stages: int, edges: int = 0, header: Header | None = None
+) -> tuple[dict[str, Amount], Machine]:
     """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
-    F, B, I, W.
+    F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
     Raises UsageError for anything else.
     """
     try:
@@ -75,6 +95,8 @@ def read_profile(text: str, name: str, stages: int, edges: int = 0) -> tuple[dic
     names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
     if names is None:
         raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
+    if header is not None and header.tensor > 1 and all(_is_numbers(value) for value in values.values()):
+        values = of_shards(values, header)
     for key, value in values.items():
         if key not in (*names, *Machine._fields):
             raise UsageError(f"{name}: there is no cost '{clip(key)}'")
@@ -93,6 +115,13 @@ def read_profile(text: str, name: str, stages: int, edges: int = 0) -> tuple[dic
     machine = Machine(**{key: value for key, value in values.items() if key in Machine._fields})
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in names}
     return times, machine
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value of a profile is a number, or an object or list of nothing else."""
+    if isinstance(value, (dict, list)):
+        return all(_is_numbers(one) for one in (value.values() if isinstance(value, dict) else value))
+    return type(value) in (int, float)
 
 
 def _check(value: Any, what: str, count: int, single: bool = False, what_for: str = "stages") -> list[float]:

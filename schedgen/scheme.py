@@ -142,7 +142,9 @@ def place(
     found: list[tuple[int, ...]] = []
     for s, count in enumerate(counts if max(counts) > 1 else ()):
         if (weights[s] != weights[s, 0, 0]).any() or (own and (parts[s] != parts[s, :1, :1]).any()):
-            raise UsageError(f"--shards: stage {s} has several owners of all its weights, and each part has one")
+            raise UsageError(
+                f"--shards: several workers own all weights of stage {s}; each part has one owner, as in fsdp"
+            )
         first = int(weights[s, 0, 0])
         found.append(tuple(parts[s, 0, 0, :count].tolist() if own else ((first + k) % workers for k in range(count))))
     turned = [np.moveaxis(part, 2, 0) for part in (weights, compute)]

@@ -50,7 +50,10 @@ def refine_apart(apart: Sequence[int], split: NDArray[np.bool_], parts: int, ten
     found = [(stage * parts + parts - 1) * tensor + t for stage in apart for t in range(tensor)]
     for stage in found:
         if split[stage]:
-            raise UsageError(f"what stage {stage // tensor} gives is apart, so it cannot be a sum over shards: --whole")
+            raise UsageError(
+                f"stage {stage // tensor} gives several stages different outputs, so it cannot be split: "
+                f"add {stage // tensor} to --whole"
+            )
     return tuple(found)
 
 

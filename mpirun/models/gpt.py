@@ -146,7 +146,7 @@ def tied(stages: int) -> Model:
 
 
 def tensor(stages: int) -> Model:
-    """0.2 million parameters, 256 bytes a microbatch; up to 8 stages, of which 8 can be split, into 2 or 4 shards.
+    """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can be split, into 2 or 4 shards.
 
     Compile with --tensor 2 --whole 0 and 8 stages in all: --stages 8, or --stages 2 --parts 4.
     """

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,14 +39,23 @@ class Inputs(NamedTuple):
         if kwargs.keys() != self.kwargs.keys():
             raise UsageError(f"the batch's inputs are {sorted(kwargs)}, but those of the example {sorted(self.kwargs)}")
         leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
-        expected, wanted = pytree.tree_flatten((self.args, self.kwargs))
+        wanted = pytree.tree_structure((self.args, self.kwargs))
         if structure != wanted:
             raise UsageError(f"the batch's input is nested as {structure}, but that of the example as {wanted}")
-        for index, pair in enumerate(zip(leaves, expected, strict=True)):
-            given, example = map(_seen, pair)
-            if given != example and not (whole and isinstance(leaves[index], Tensor)):
-                raise UsageError(f"leaf {index} of the batch's input is {given}, but was traced as {example}")
+        if not whole:
+            self.check(leaves)
         return tuple(leaves)
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """UsageError where leaves are no microbatch like the example."""
+        names = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path((self.args, self.kwargs))]
+        for name, leaf, one in zip(names, leaves, pytree.tree_leaves((self.args, self.kwargs)), strict=True):
+            given, example = map(_seen, (leaf, one))
+            if given != example:
+                raise UsageError(
+                    f"input {name[3:]} of a microbatch is {given}, but the module was traced on {example}: "
+                    "every microbatch has the example's shapes"
+                )
 
 
 class Output(NamedTuple):
@@ -112,7 +120,9 @@ class Cut(NamedTuple):
         rebuild = self.output.rebuild
         return lambda outputs, target: function(rebuild(outputs), target)
 
-    def model(self, loss: Callable[[Any, Any], Tensor], batch: Any, length: int = 1) -> Model:
+    def model(
+        self, loss: Callable[[Any, Any], Tensor], batch: Any, length: int = 1, loss_of: str = "microbatch"
+    ) -> Model:
         """For mpirun. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
         That is a tuple of args, a dict of kwargs, (args, kwargs) where the example had both, or the one tensor.
@@ -130,10 +140,11 @@ class Cut(NamedTuple):
         return Model(
             stages=[_layers(stage) for stage in self.stages],
             loss=self.loss(loss),
-            batch=batch._replace(make=flat) if whole else flat,
+            batch=batch._replace(make=flat, check=self.inputs and self.inputs.check) if whole else flat,
             length=length,
             tied=self.tied,
             reads=self.reads,
+            loss_of=loss_of,
             named=True,
         )
 
@@ -154,11 +165,23 @@ class Cut(NamedTuple):
         return "\n".join(lines + [f"tied: {tie}" for tie in ties])
 
 
+class Copied:
+    """Builds a layer as a copy of one that is there, tensors and all: not on fake ones."""
+
+    real = True
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self) -> nn.Module:
+        return copy.deepcopy(self.layer)
+
+
 def _layers(stage: nn.Module) -> nn.Module | dict[str, Callable[[], nn.Module]]:
     """A run of a Sequential's children by name: dropout and checkpoints then do not depend on the cut."""
     if type(stage) is not nn.Sequential or len({*map(id, stage)}) < len(stage):
         return stage
-    return {name: partial(copy.deepcopy, child) for name, child in stage.named_children()}
+    return {name: Copied(child) for name, child in stage.named_children()}
 
 
 def _seen(leaf: Any) -> str:

@@ -38,6 +38,8 @@ def split(
     of what they cost, flops and bytes of parameters; others then cost nothing. `shared`: whether a parameter
     that several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or that by name.
     """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if not isinstance(example_args, tuple):
         example_args = (example_args,)
     if not module.training:

@@ -91,7 +91,7 @@ def _without_shards(sizes: Sizes, tensor: int) -> Sizes:
     if sizes.workers is None:
         return sizes
     if sizes.workers % tensor:
-        raise UsageError(f"--tensor {tensor}: {sizes.workers} workers do not divide")
+        raise UsageError(f"--tensor {tensor}: {sizes.workers} workers are no multiple of it")
     return sizes._replace(workers=sizes.workers // tensor)
 
 

@@ -47,7 +47,10 @@ def chain(compiled):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("several", "mpirun: the schedule's edges are not the model's: [0, 2]: compile it with --graph FILE"),
+        (
+            "several",
+            "mpirun: stage 2 of the model reads stage 0, but in the schedule it does not: compile it with --graph FILE",
+        ),
         ("reads_too_few", "mpirun: the model says what 3 stages read, but there are 4"),
         ("reads_later", "mpirun: stage 1 of the model reads an output of stage 2, which is not before it"),
         ("reads_a_number", "mpirun: stage 1 of the model reads 0, which is no Input and no Value"),

@@ -210,7 +210,10 @@ def test_w_says_where_parts_are(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("ddp", "--workers", "4"), "--shards: stage 0 has several owners of all its weights, and each part has one"),
+        (
+            ("ddp", "--workers", "4"),
+            "--shards: several workers own all weights of stage 0; each part has one owner, as in fsdp",
+        ),
         (("fsdp", "--workers", "4", "--tied", "0,3"), "--shards does not go with --tied: stages that share parameters"),
         (("1f1b", "--updates", "stash"), "--shards does not go with --updates stash: an owner steps them as a whole"),
         (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),

@@ -126,7 +126,7 @@ def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--workers", 3), "--tensor 2: 3 workers do not divide"),
+        (("--workers", 3), "--tensor 2: 3 workers are no multiple of it"),
         (("--whole", 7), "--whole 7: there is no such stage in 0..3"),
         (("--tensor", 1, "--whole", 0), "--whole says what shards compute alike: give --tensor, too"),
         (("--updates", "stash"), "--updates stash: weights that have versions have no shards: leave --tensor out"),
