@@ -15,7 +15,8 @@ from plain_models import LENGTH, WORDS
 from torch import Tensor, nn
 
 from mpirun import Model
-from mpirun.split import MpirunWarning, split
+from mpirun.batches import Minibatch
+from mpirun.split import MpirunWarning, split, split_sequential
 
 Make = Callable[
     [Tensor], tuple[Any, Any]
@@ -98,6 +99,22 @@ named(
     ["encoder.1", "target", "decoder.1"],
 )
 named("two_tower", plain_models.TwoTower, tower_loss, pair, ["text.1", "image", "project"])
+
+
+def sequential(stages: int) -> Model:
+    """Layers with buffers, and a minibatch whose samples do not divide."""
+
+    def make(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - LENGTH, 10))
+        pieces = text[starts[:, None] + torch.arange(LENGTH)].long() % WORDS
+        return pieces.float() / WORDS, pieces[:, 0]
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(LENGTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, WORDS)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
+        return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, Minibatch(make), LENGTH)
+
 
 # Of transformers, from a configuration and with random weights
 

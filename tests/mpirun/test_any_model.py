@@ -17,13 +17,13 @@ TRANSFORMERS = ("transformers_gpt2", "transformers_bert", "transformers_t5") * b
 # Every plain module under every scheme; those of the library under two that send activations, or weights, too.
 CASES = [(model, scheme) for model in PLAIN for scheme in SCHEMES if "greedy" not in scheme]
 CASES += [(model, scheme) for model in TRANSFORMERS for scheme in ("zb-h1", "fslpp")]
-CASES += [("two_tower", "gpipe, greedy"), ("two_tower", "1f1b, greedy")]
+CASES += [("two_tower", "gpipe, greedy"), ("two_tower", "1f1b, greedy"), ("sequential", "zb-h1")]
 
 
 @pytest.fixture(scope="module")
 def graphs(several, tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
-    models = (*PLAIN, *TRANSFORMERS)
+    models = (*PLAIN, *TRANSFORMERS, "sequential")
     runs = [["graph", "--model", f"split_models:{name}", "--stages", 4, "-o", folder / name] for name in models]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
     return {name: folder / name for name in models}
@@ -45,6 +45,21 @@ def runs(several, compiled, graphs, text):
 def test_a_plain_module_in_stages_trains_as_in_one_process(runs, model, scheme):
     code, out = runs[model, scheme]
     assert code == 0 and "verify: passed: the limit is 0" in out, out
+
+
+def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_path):
+    """Names in checkpoints are the module's own; --verify does again only what was done with the same data."""
+    two = tmp_path / "two"
+    arguments = ["--model", "split_models:encoder_decoder", "--text", text, "--canonical"]
+    ((code, _),) = several(1, [["graph", *arguments[:2], "--stages", 2, "-o", two]])
+    assert code == 0
+    first = compiled("1f1b", graph=graphs["encoder_decoder"], microbatches=4, workers=4)
+    second = compiled("fsdp", graph=two, microbatches=4, workers=4)
+    other = compiled("fsdp", graph=two, microbatches=8, workers=4)
+    saved, resumed = ["--steps", 1, "--save", tmp_path / "saved"], ["--steps", 2, "--resume", tmp_path / "saved"]
+    runs = [[first, *arguments, *saved], *([one, *arguments, *resumed, "--verify"] for one in (second, other))]
+    (code, _), (again, out), (refused, _) = several(4, runs)
+    assert (code, again, refused) == (0, 0, 2) and "resumed after step 1" in out
 
 
 def test_what_only_some_read_goes_straight_to_them(graphs):

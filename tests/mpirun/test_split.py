@@ -18,7 +18,7 @@ import untraceable
 from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
 from torch import Tensor, nn
 
-from mpirun.model import Model
+from mpirun.batches import Microbatches, Minibatch
 from mpirun.split import Cut, MpirunWarning, batch_coupled, split, split_sequential
 from mpirun.wiring import Input, Value
 from schedgen.errors import UsageError
@@ -497,8 +497,11 @@ def test_inputs() -> None:
     cut = split(module, args, kwargs, stages=2)
     agree(module, cut, args, kwargs)
     for data, why in [
-        ((((X, X), 4), kwargs), "leaf 2 of the batch's input is 4, but was traced as 3"),
-        ((((X[:3], X), 3), kwargs), r"leaf 0 .* is torch.float32 of shape \(3, 16\), but was traced as .*\(4, 16\)"),
+        ((((X, X), 4), kwargs), r"input \[1\] of a microbatch is 4, but the module was traced on 3"),
+        (
+            (((X[:3], X), 3), kwargs),
+            r"input \[0\]\[0\] .* torch.float32 of shape \(3, 16\), but the module was traced on .*\(4, 16\)",
+        ),
         (((X, 3), kwargs), "is nested as"),
         ((args, {"last": X}), r"inputs are \['last'\]"),
     ]:
@@ -573,9 +576,6 @@ def test_sequential_that_cannot_be_cut(stages: Any, costs: Any, why: str) -> Non
 
 
 def test_model() -> None:
-    if "reads" not in Model._fields:
-        pytest.skip("Model has no reads yet")
-
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
         return {"mask": MASK, "tokens": TOKENS}, TOKENS
 
@@ -588,3 +588,21 @@ def test_model() -> None:
     assert data[0] is TOKENS
     assert data[1] is MASK
     assert model.reads == cut.reads
+
+
+def test_microbatches_of_a_minibatch_have_the_shapes_that_were_traced() -> None:
+    def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
+        return torch.zeros(6, LENGTH), torch.zeros(6)
+
+    cut = split(nn.Sequential(nn.Linear(LENGTH, 4), nn.ReLU(), nn.Linear(4, 1)), (torch.zeros(3, LENGTH),), stages=2)
+    model = cut.model(lambda output, target: output.mean(), Minibatch(make))
+    assert Microbatches(model.batch, TOKENS, 0, 2)(0, 0).leaves[0].shape == (3, LENGTH)
+    with pytest.raises(
+        UsageError, match=r"input \[0\] of a microbatch is .*\(2, 8\), but the module was traced on .*3, 8"
+    ):
+        Microbatches(model.batch, TOKENS, 0, 4)(0, 0)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(UsageError, match=r"split takes an nn\.Module, not function"):
+        split(lambda x: x, (TOKENS,), stages=2)  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ DAMAGES = [
     ("FETCH_W removed", "fsdp", drop(0, "FETCH_W", stage=3), 2, "w.3 is not defined"),
     ("SEND before FWD", "gpipe", move(0, send("x.0.0", 1), before=job("FWD", 0, 0)), 2, "x.0.0 is not defined"),
     ("STEP without weights", "gpipe", put(1, STEP_0, after=NORM), 2, "w.0 is not defined"),
-    ("a share of one consumer", "gpipe", edit(1, send("g.0.0", 0), buf="g.0.0.1"), 2, "there is no such gradient"),
+    ("a share of one consumer", "gpipe", edit(1, send("g.0.0", 0), buf="g.0.0.1"), 2, "there is no such buffer"),
     # Rule 3
     ("SEND removed", "gpipe", drop(0, **send("x.0.0", 1)), 3, "the next message of this kind from rank 0"),
     ("last SEND removed", "gpipe", drop(0, **send("x.0.7", 1)), 3, "rank 0 never sends this"),
