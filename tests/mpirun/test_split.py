@@ -130,8 +130,7 @@ def seeded() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("shared", ["transmit", "replicate"])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(("stages", "shared"), [(1, "transmit"), (2, "replicate"), (3, "transmit"), (4, "replicate")])
 @pytest.mark.parametrize("name", PLAIN)
 def test_traced(name: str, stages: int, shared: str) -> None:
     make, args, kwargs = PLAIN[name]
@@ -170,9 +169,7 @@ def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("shared", ["transmit", "replicate"])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(("attention", "stages", "shared"), [("eager", 2, "transmit"), ("sdpa", 3, "replicate")])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
 def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
     module, inputs = transformer(name, attention)

@@ -173,7 +173,7 @@ def programs(draw, cases):
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_what_is_compiled_is_right_and_is_read_back(cases, execute, data):
     program = data.draw(programs(cases))
     memory = check(program)
@@ -192,7 +192,7 @@ def test_what_is_compiled_is_right_and_is_read_back(cases, execute, data):
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_what_is_accepted_runs(cases, execute, data):
     """Instructions that stand elsewhere, are there twice or not, or name something else, most of them exchanges."""
     program = data.draw(programs(cases))

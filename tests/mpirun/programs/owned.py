@@ -22,7 +22,7 @@ mine = {
         for kept in one.optimizer.kept(unit)
         for value in kept.values()
     ),
-    "gradient": sum(one.part(unit).total.untyped_storage().nbytes() for unit in units),
+    "gradient": sum(one.gradients.part(unit).total.untyped_storage().nbytes() for unit in units),
 }
 every = MPI.COMM_WORLD.gather(mine)
 if every is not None:
