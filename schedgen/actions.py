@@ -31,6 +31,8 @@ def write_actions(program: Program) -> str:
 
     Raises UsageError where weights have versions, which torch's schedules have not.
     """
+    if program.header.tensor > 1:
+        raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
     if program.header.versions:
         raise UsageError(f"torch's CSV has no versions of weights, which --updates {program.header.updates} makes")
     out = io.StringIO()

@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument(
         "--graph", metavar="FILE",
-        help="stages, edges and ties of a model that is no chain, from mpirun graph; default: a chain",
+        help="stages, edges, apart and ties of a model that is no chain, from mpirun graph; default: a chain",
     )  # fmt: skip
     sub.add_argument(
         "--updates", choices=tuple(UPDATES),

@@ -69,6 +69,8 @@ def run_compile(options: argparse.Namespace) -> int:
         options.stages = dag.stages
     scheme, sizes = _scheme(options)
     if dag is not None:
+        if dag.tied and options.parts > 1:
+            raise UsageError(f"{called(options.graph)} ties stages, and --parts divides them: say --tied instead")
         scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
         options.tied = [*options.tied, *dag.tied]
     if options.layers is not None:

@@ -17,7 +17,7 @@ from schedgen.graph import chain, graph
 from schedgen.order import greedy, strict
 from schedgen.passes import lower
 from schedgen.passes.options import Options
-from schedgen.program import MOST_TIES, UPDATES, B, F, Header, Program
+from schedgen.program import MOST_PAIRS, MOST_TIES, MOST_USES, UPDATES, B, F, Header, Program
 from schedgen.scheme import MOST_JOBS, Scheme, Sizes, caps, marks, place, priorities
 from schedgen.schemes.orders import ORDERS
 from schedgen.tensor import check_workers, exchanges, named, refine, refine_apart, refine_edges, spread, tie_shards
@@ -76,10 +76,16 @@ def compile_scheme(
     if mode == "strict" and (limits is not None or memory is not None):
         what = "--memory-limit" if limits is None else "cap"
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
+    if S * parts * tensor * batches * directions > MOST_JOBS:
+        raise UsageError(
+            f"{S * parts * tensor} stages x {batches} microbatches are more than {MOST_JOBS} jobs: too many"
+        )
     counts = _counts(sizes.shards, S * parts)
-    weights, compute, workers, owners = place(scheme, S, batches, directions, counts[::parts], tensor)
-    if owners and parts > 1:
+    if parts > 1 and max(counts) > 1:
         raise UsageError("--shards divides the weights of a stage, and --parts a stage itself: give one of them")
+    weights, compute, workers, owners = place(scheme, S, batches, directions, counts[::parts], tensor)
+    if workers * S * parts * tensor > MOST_PAIRS:
+        raise UsageError(f"{workers} workers and {S * parts * tensor} stages are too many")
     if owners and (tied or updates != "flush" or tensor > 1):
         what = "--tied: stages that share parameters have them" if tied else f"--updates {updates}: an owner steps them"
         what = "--tensor: each shard of a stage has its weights" if tensor > 1 else what
@@ -93,8 +99,6 @@ def compile_scheme(
     limits = None if limits is None else np.repeat(limits, parts * tensor).tolist()
     of_model = S * parts
     S = of_model * tensor  # from here on, stages are those of the program
-    if S * batches * directions > MOST_JOBS:
-        raise UsageError(f"{S} stages x {batches} microbatches are more than {MOST_JOBS} jobs: too many")
     weights, compute = spread(weights, parts), spread(compute, parts)
     if whole and tensor == 1:
         raise UsageError("--whole says what shards compute alike: give --tensor, too")
@@ -156,6 +160,8 @@ def compile_scheme(
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
     options = Options(undivided, paired, redo, weight_slots, fan_out, prefetch)
     program = lower(replace(header, groups=groups), start, options)
+    if header.part_uses() > MOST_USES * len(program):
+        raise UsageError(f"--shards: {len(header.units)} parts are too many for so few workers and microbatches")
     if header.versions and several:
         _goes(program)
     return program

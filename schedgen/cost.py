@@ -57,7 +57,7 @@ class Machine(NamedTuple):
 
 
 def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
-    """A profile whose lists have a number for every stage of the model, for the shards of a schedule.
+    """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
 
     A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
     """
@@ -71,7 +71,14 @@ def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
         parts = [T if divided and header.split[stage * T] else 1 for stage in range(stages)]
         return [one / part for one, part in zip(value, parts, strict=True) for _ in range(T)]
 
-    return {key: spread(value, key not in ("activation", "apart", "alpha", "beta")) for key, value in values.items()}
+    found = {key: spread(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
+    if "apart" in values:
+        found["apart"] = by_edge = values["apart"]
+        of_model = sorted({(producer // T, consumer // T) for producer, consumer in header.edges})
+        if isinstance(by_edge, list) and len(by_edge) == len(of_model):
+            sizes = dict(zip(of_model, by_edge, strict=True))
+            found["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.edges]
+    return found
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
@@ -118,10 +125,10 @@ def read_profile(
 
 
 def _is_numbers(value: Any) -> bool:
-    """Whether a value of a profile is a number, or an object or list of nothing else."""
-    if isinstance(value, (dict, list)):
-        return all(_is_numbers(one) for one in (value.values() if isinstance(value, dict) else value))
-    return type(value) in (int, float)
+    """Whether a value of a profile is an amount, a list of such, or an object of these."""
+    amounts = value.values() if isinstance(value, dict) else [value]
+    every = [one for amount in amounts for one in (amount if isinstance(amount, list) else [amount])]
+    return all(type(one) in (int, float) and 0 <= one < 1e18 for one in every)
 
 
 def _check(value: Any, what: str, count: int, single: bool = False, what_for: str = "stages") -> list[float]:

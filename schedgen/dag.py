@@ -9,6 +9,9 @@ parameters.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import suppress
+from operator import index
 from typing import Any, NamedTuple
 
 from schedgen.errors import UsageError, clip
@@ -50,10 +53,16 @@ def read_dag(text: str, name: str) -> Dag:
 
 def check_apart(stages: Any, edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
     """The stages, ascending; UsageError where one has no two consumers."""
+    readers = Counter(producer for producer, _ in edges)
+    found = set[int]()
     for stage in stages:
-        if sum(producer == stage for producer, _ in edges) < 2:
+        number = None
+        with suppress(TypeError):  # no whole number
+            number = index(stage)
+        if number is None or readers[number] < 2:
             raise UsageError(f"apart: the output of stage {clip(repr(stage))} is not read by several stages")
-    return tuple(sorted(set(stages)))
+        found.add(number)
+    return tuple(sorted(found))
 
 
 def _lists(value: Any) -> list[Any]:

@@ -23,6 +23,7 @@ from schedgen.program import (
     KINDS,
     MOST_PAIRS,
     MOST_TIES,
+    MOST_USES,
     OPERANDS,
     VERSIONED,
     Header,
@@ -252,6 +253,8 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
     for stage, ranks in enumerate(found.shards):
         if (found.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
+    if found.part_uses() > MOST_USES * jobs:
+        raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
     if found.shards and (found.tied or found.versions or degree > 1):
         raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
     if degree > 1:

@@ -49,7 +49,20 @@ def _headers(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
     for key in dict.fromkeys([*a.scheme, *b.scheme]):
         if a.scheme.get(key) != b.scheme.get(key):
             yield key, a.scheme.get(key), b.scheme.get(key)
-    for what in ("mode", "n", "cost", "lowering", "edges", "tied", "owners", "groups", "tensor", "whole", "generator"):
+    for what in (
+        "mode",
+        "n",
+        "cost",
+        "lowering",
+        "edges",
+        "apart",
+        "tied",
+        "owners",
+        "groups",
+        "tensor",
+        "whole",
+        "generator",
+    ):
         if getattr(a, what) != getattr(b, what):
             yield what, getattr(a, what), getattr(b, what)
     if a.shards != b.shards:

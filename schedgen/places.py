@@ -156,7 +156,7 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
     for stage in range(header.stages):
         if not header.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
-    for rank, ranks, size in _exchanges(header, bytes.activation):  # its part, and others' of the slice it sums
+    for rank, ranks, size in _exchanges(header, bytes.outputs(header)):  # its part, and others' of the slice it sums
         owned[rank] += size + (len(ranks) - 1) * -(-size // (len(ranks) * LINE)) * LINE
     of_places = np.array([size.sum() for size in planned.sizes], np.int64)
     return Footprint(owned, of_places, found.computed)
@@ -172,17 +172,22 @@ def _owned(owned: int, weight: int, size: int) -> int:
     return -(-owned * size // max(weight, 1)) + (few if FEW * few < weight else 0)
 
 
-def _exchanges(header: Header, activation: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
+def _exchanges(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
     """Each rank with the ranks of shards that it adds up with, in the shards' order, and the bytes of its part.
 
-    What is the same in these has the same memory.
+    What is the same in these has the same memory. `outputs`: bytes of x and g, by stage and then by edge.
     """
     found: set[tuple[int, tuple[int, ...], int]] = set()
+    producer, consumer = np.array(header.edges, np.int64).reshape(-1, 2).T
+    via = np.array([header.share(*edge) for edge in header.edges], np.int64)
+    gradients: dict[int, list[int]] = {}  # by stage: bytes of those that it gives
+    for stage, size in zip(consumer.tolist(), outputs[header.columns(producer, via)].tolist(), strict=True):
+        gradients.setdefault(stage, []).append(size)
     for stage in np.flatnonzero(header.split).tolist():
         shards = header.siblings(stage)
-        for d, given in ((F, (stage,)), (B, header.producers[stage])):
+        for d, sizes in ((F, [int(outputs[stage])]), (B, gradients.get(stage, []))):
             for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
-                found |= {(ranks[shards.index(stage)], ranks, int(activation[one])) for one in given}
+                found |= {(ranks[shards.index(stage)], ranks, size) for size in sizes}
     return found
 
 

@@ -60,6 +60,7 @@ class Kind(IntEnum):
 
 MOST_PAIRS = 2**25  # of a worker and a stage: what tables of these may have
 MOST_TIES = 16  # of one stage
+MOST_USES = 64  # of parts of weights, for every instruction
 LINE = 64  # bytes: where a part of weights, or of a sum, begins is a multiple
 
 KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
@@ -318,6 +319,10 @@ class Header:
         split[list(self.whole)] = False
         return np.repeat(split, self.tensor)
 
+    def part_uses(self) -> int:
+        """How many parts of weights all jobs use together."""
+        return len(self.units) * self.microbatches * len(self.compute) if self.shards else 0
+
     def siblings(self, stage: int) -> range:
         """The shards of the model's stage that `stage` is one of: stages of the file, in their order."""
         return range(stage - stage % self.tensor, stage - stage % self.tensor + self.tensor)
@@ -328,11 +333,11 @@ class Header:
 
     def part(self, producer: int, consumer: int) -> int:
         """`via` of the x that `consumer` reads of `producer`: -1 where all read the same."""
-        return consumer if producer in self.apart else -1
+        return consumer if self.is_apart[producer] else -1
 
     def vias(self, stage: int) -> tuple[int, ...]:
         """`via` of every x that a stage gives."""
-        return self.consumers[stage] if stage in self.apart else (-1,)
+        return self.consumers[stage] if self.is_apart[stage] else (-1,)
 
     @cached_property
     def is_apart(self) -> NDArray[np.bool_]:

@@ -112,6 +112,8 @@ def place(
     Where w takes no t, shard t of what it puts on worker r is on worker r T + t.
     """
     counts = [1] * stages if shards is None else list(shards)
+    if scheme.by_shard and max(counts) > 1:
+        raise UsageError("--shards divides the weights of a stage: w takes the shard t of a stage, and no part k")
     own = fourth(scheme.w) == "k"
     more = [tensor] if scheme.by_shard else [max(counts)] if own else []
     shape, copies = (stages, microbatches, directions, *more), 1 if scheme.by_shard else tensor

@@ -106,10 +106,11 @@ def summands(program: Program, bytes: Bytes) -> Numbers:
         for stages in header.tied
     ]
     sizes = np.zeros(len(program), np.int64)
-    x, w, of_ties = bytes.activation, bytes.weight, np.array(shared, np.int64)
-    for kind, of_kind in ((Kind.DW, w), (Kind.T, of_ties), (Kind.X, x), (Kind.G, x)):
+    for kind, of_kind in ((Kind.DW, bytes.weight), (Kind.T, np.array(shared, np.int64))):
         rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
         sizes[rows] = of_kind[table.stage[rows]]
+    rows = program.exchanges()
+    sizes[rows] = bytes.outputs(header)[header.columns(table.stage[rows], table.via[rows])]
     return sizes
 
 

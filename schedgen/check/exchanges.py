@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.check.subject import BACKWARD, Numbers, Subject
-from schedgen.program import B, F, Kind, Op, buffer_name
+from schedgen.program import AnyInts, B, F, Kind, Op, buffer_name
 
 
 class _Parts(NamedTuple):
     """The x, or the g, that shards give, a name and all its microbatches a row."""
 
-    names: Numbers  # the number of a name -> its row here, or -1
+    names: Numbers  # the numbers of all names, ascending
+    row: Numbers  # and each one's row here
     stage: Numbers
     via: Numbers
     giver: Numbers  # the stage whose jobs give it
@@ -41,13 +42,22 @@ def rule_10(subject: Subject) -> None:
 
 
 def _parts(subject: Subject, stage: Numbers, via: Numbers, giver: Numbers) -> _Parts:
-    names = np.full(subject.header.stages * (subject.header.stages + 1), -1, np.int64)
-    names[_number(subject, stage, via)] = np.arange(len(stage))
-    return _Parts(names, stage, via, giver)
+    names = _number(subject, stage, via)
+    row = np.argsort(names)
+    return _Parts(names[row], row, stage, via, giver)
 
 
-def _number(subject: Subject, stage: Numbers, via: Numbers) -> Numbers:
-    return np.asarray(stage, np.int64) * (subject.header.stages + 1) + via + 1
+def _number(subject: Subject, stage: AnyInts, via: AnyInts) -> Numbers:
+    return stage.astype(np.int64) * (subject.header.stages + 1) + via + 1
+
+
+def _part(subject: Subject, parts: _Parts, rows: Numbers) -> Numbers:
+    """The part that each row names, or -1."""
+    if not len(parts.names):
+        return np.full(len(rows), -1, np.int64)
+    names = _number(subject, subject.stage[rows], subject.via[rows])
+    place = np.minimum(np.searchsorted(parts.names, names), len(parts.names) - 1)
+    return np.where(parts.names[place] == names, parts.row[place], -1)
 
 
 def _summed(subject: Subject, kind: Kind, d: int, parts: _Parts) -> None:
@@ -55,14 +65,14 @@ def _summed(subject: Subject, kind: Kind, d: int, parts: _Parts) -> None:
     rank = header.compute[d][parts.giver]  # of every part and microbatch
     rows = subject.having(Op.ALLREDUCE)
     rows = rows[subject.kind[rows] == kind]
-    part, mb = parts.names[_number(subject, subject.stage[rows], subject.via[rows])], subject.mb[rows]
+    part, mb = _part(subject, parts, rows), subject.mb[rows]
     for row in rows[part < 0][:1]:
         subject.refuse(10, int(row), "the job that gives this is not split: it is no part of a sum")
     for row in rows[rank[part, mb] != subject.rank[rows]][:1]:
         subject.refuse(10, int(row), "this rank does not give it")
     T = header.tensor
     shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # their ranks
-    groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups])
+    groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
     right = (groups[subject.peer[rows]] == shards[parts.giver[part] // T, :, mb]).all(axis=1)
     for row in rows[~right][:1]:
         subject.refuse(10, int(row), "this is not the group of the stage's shards")
@@ -93,7 +103,7 @@ def _first_uses(subject: Subject, kind: Kind, rank: NDArray[np.int32], parts: _P
 
     sends = subject.having(Op.SEND)
     sends = sends[subject.kind[sends] == kind]
-    note(sends, parts.names[_number(subject, subject.stage[sends], subject.via[sends])])
+    note(sends, _part(subject, parts, sends))
     # Who reads x.p are p's consumers; who reads g.s is s itself.
     jobs = subject.having(*(BACKWARD if kind == Kind.G else (Op.FWD, Op.RECOMPUTE, *BACKWARD)))
     jobs = jobs[np.argsort(subject.stage[jobs], kind="stable")]

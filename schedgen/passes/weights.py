@@ -15,8 +15,11 @@ at a time; who comes later asks a copy, so that the copies form a tree. K parts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +27,7 @@ import numpy as np
 from schedgen.cost import DIRECTION
 from schedgen.passes.lookup import Places, home
 from schedgen.passes.options import Options
-from schedgen.program import COMPUTE, Kind, Op, Program, rows
+from schedgen.program import COMPUTE, Kind, Op, Program, concatenate, rows
 
 
 class Copy(NamedTuple):
@@ -49,6 +52,29 @@ class Held:
     served: int = 0  # copies it has sent out
 
 
+@dataclass
+class Alive:
+    """The copies of one part of one stage that have not ended, by their number."""
+
+    count: int = 0  # how many there have ever been
+    direct: int = 0  # of those alive, how many the owner has sent
+    able: dict[int, Held] = field(default_factory=dict)  # those that may serve more, the oldest first
+    ends: list[tuple[int, int, bool]] = field(default_factory=list)  # heap: last row, number, whether from the owner
+
+    def add(self, one: Held) -> None:
+        self.able[self.count] = one
+        heappush(self.ends, (one.end, self.count, one.depth == 0))
+        self.direct += one.depth == 0
+        self.count += 1
+
+    def forget(self, row: int) -> None:
+        """Those that end before or behind this row."""
+        while self.ends and self.ends[0][0] <= row:
+            _, number, direct = heappop(self.ends)
+            self.able.pop(number, None)
+            self.direct -= direct
+
+
 def weights(program: Program, options: Options) -> Program:
     header, table = program.header, program.rows
     owned = np.zeros((header.workers, header.stages), bool)  # as a whole
@@ -62,19 +88,25 @@ def weights(program: Program, options: Options) -> Program:
         foreign = jobs[~owned[rank, table.stage[jobs]]]
         if len(foreign):
             copies += _copies(program, rank, foreign, jobs, options)
-    fields: list[tuple[int, int, int, int, int, int]] = []  # op, rank, stage, via, peer, after
     sources = {(copy.rank, copy.stage): _sources(program, copy.rank, copy.stage) for copy in copies}
     # What is freed behind a row makes room for what is fetched there.
-    for copy in copies:
-        fields += [(Op.FREE, copy.rank, copy.stage, via, -1, copy.end) for via, _ in sources[copy.rank, copy.stage]]
-    served = _served(program, copies, sources, busy, options.fan_out)
+    freed = [(one.rank, one.stage, via, one.end) for one in copies for via, _ in sources[one.rank, one.stage]]
+    rank_, stage_, via_, end = _columns(freed, 4)
+    frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, via=via_)
+    rank_, stage_, via_, server, at, depth = _columns(_served(program, copies, sources, busy, options.fan_out), 6)
     if header.shards:  # behind one row: what comes from an owner, nearest neighbours first, and then what is passed on
-        served.sort(key=lambda one: (one[3], one[4], (one[2] - one[0].rank) % header.workers))
-    for copy, via, server, at, _ in served:
-        fields.append((Op.SEND, server, copy.stage, via, copy.rank, at))
-        fields.append((Op.FETCH_W, copy.rank, copy.stage, via, server, at))
-    op, rank_, stage_, via_, peer, after = np.array(fields, np.int64).reshape(-1, 6).T
-    return program.insert(rows(op, rank_, kind=Kind.W, stage=stage_, via=via_, peer=peer), after=after)
+        order = np.lexsort(((server - rank_) % header.workers, depth, at))
+        rank_, stage_, via_, server, at = (column[order] for column in (rank_, stage_, via_, server, at))
+    ends, others = (np.stack(pair, axis=1).ravel() for pair in ((server, rank_), (rank_, server)))
+    stage_, via_, at = (np.repeat(column, 2) for column in (stage_, via_, at))
+    ops = np.tile(np.array([Op.SEND, Op.FETCH_W], np.int8), len(server))
+    copied = rows(ops, ends, kind=Kind.W, stage=stage_, via=via_, peer=others)
+    return program.insert(concatenate([frees, copied]), after=np.concatenate([end, at]))
+
+
+def _columns(found: Sequence[tuple[int, ...]], count: int) -> list[Places]:
+    """Rows of `count` numbers as columns."""
+    return list(np.fromiter(chain.from_iterable(found), np.int64, count * len(found)).reshape(-1, count).T)
 
 
 def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
@@ -118,42 +150,49 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
 def _served(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]], busy: list[Places],
     fan_out: int,
-) -> list[tuple[Copy, int, int, int, int]]:  # fmt: skip
-    """(copy, `via`, who sends that part, behind which row, copies it has gone through).
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """(rank and stage of a copy, `via`, who sends that part, behind which row, copies it has gone through).
 
     The owner sends, or else the oldest copy that can in time.
     """
     time = program.time
     assert time is not None
     length = np.array([program.header.cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
-    begins = [time[jobs] for jobs in busy]
-    ends = [time[jobs] + length[program.rows.op[jobs]] for jobs in busy]
-    found: list[tuple[Copy, int, int, int, int]] = []
-    held: dict[tuple[int, int, int], list[Held]] = {}
+    begins = [time[jobs].tolist() for jobs in busy]
+    ends = [(time[jobs] + length[program.rows.op[jobs]]).tolist() for jobs in busy]
+    jobs_of = [jobs.tolist() for jobs in busy]
+    found: list[tuple[int, ...]] = []
+    held: dict[tuple[int, int, int], Alive] = {}
     parts = [len(program.header.parts(stage)) for stage in range(program.header.stages)]
-    wanted = [(one, *part) for one in sorted(copies) for part in sources[one.rank, one.stage]]
-    for copy, via, owner in wanted:
+    for copy in sorted(copies):
         most = fan_out * parts[copy.stage]
+        then = float(time[copy.wanted])
+        first = int(np.searchsorted(time, then))
+        known: dict[int, int] = {}
 
-        def place(server: int, copy: Copy = copy) -> int:
+        def place(server: int, then: float = then, first: int = first, room: int = copy.room) -> int:
             """Behind which row `server` can send the copy in time."""
-            then = time[copy.wanted]
-            before = int(np.searchsorted(begins[server], then))
+            before = bisect_left(begins[server], then)
             late = before and ends[server][before - 1] > then  # it is busy at that time
-            row = int(busy[server][before - 1]) if late else int(np.searchsorted(time, then))
-            return max(row - 1, copy.room)
+            return max((jobs_of[server][before - 1] if late else first) - 1, room)
 
-        alive = held.setdefault((copy.stage, via, owner), [])
-        server, at, depth = owner, place(owner), 0
-        alive[:] = [one for one in alive if one.end > copy.room and one.end > at]
-        if sum(one.depth == 0 for one in alive) >= most:
-            for one in alive:
-                if one.served < most and one.at <= (relayed := place(one.rank)) < one.end:
-                    server, at, depth = one.rank, relayed, one.depth + 1
-                    one.served += 1
-                    break
-        found.append((copy, via, server, at, depth))
-        alive.append(Held(copy.rank, at, copy.end, depth))
+        for via, owner in sources[copy.rank, copy.stage]:
+            alive = held.setdefault((copy.stage, via, owner), Alive())
+            server, at, depth = owner, place(owner), 0
+            alive.forget(at)
+            if alive.direct >= most:
+                for number, one in alive.able.items():
+                    relayed = known.get(one.rank)
+                    if relayed is None:
+                        relayed = known[one.rank] = place(one.rank)
+                    if one.at <= relayed < one.end:
+                        server, at, depth = one.rank, relayed, one.depth + 1
+                        one.served += 1
+                        if one.served == most:
+                            del alive.able[number]
+                        break
+            found.append((copy.rank, copy.stage, via, server, at, depth))
+            alive.add(Held(copy.rank, at, copy.end, depth))
     return found
 
 

@@ -113,7 +113,7 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     for wanted in ("w", "n"):
         if not callable(getattr(module, wanted, None)):
             raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
-    shards = fourth(module.w) not in ("", "k")
+    shards = fourth(module.w) == "t"
     if not shards:
         sizes = _without_shards(sizes, tensor)
     options = sizes._asdict()
@@ -127,7 +127,7 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
             raise UsageError(f"{path}: edges() raised {type(error).__name__}: {error}") from None
     edges = None if edges is None else check_edges(edges, sizes.stages)
     apart = getattr(module, "apart", ())
-    if apart and (edges is None or not isinstance(apart, (list, tuple))):
+    if not isinstance(apart, (list, tuple)) or (apart and edges is None):
         raise UsageError(f"{path}: apart is a list of stages, for a module with edges")
     mode = getattr(module, "mode", "greedy")
     if not isinstance(mode, str) or mode not in ("greedy", "strict"):

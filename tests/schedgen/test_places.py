@@ -148,7 +148,8 @@ def peak(program, rank, found, planned, bytes):
         if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):
             giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.consumers[i.stage][0])
             ranks = header.compute[F if i.kind == Kind.X else B, list(header.siblings(giver)), i.mb]
-            sums.add((tuple(ranks), int(bytes.activation[i.stage])))
+            column = header.columns(np.array([i.stage]), np.array([i.via]))[0]
+            sums.add((tuple(ranks), int(bytes.outputs(header)[column])))
     for ranks, part in sums:  # what is added up, and a slice of each other's
         owned += part + (len(ranks) - 1) * -(-part // (len(ranks) * LINE)) * LINE
     return owned + sum(planned.sizes[rank]) + max(running)

@@ -399,3 +399,52 @@ def test_statistics_of_shards():
     numbers = stats(program)
     assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
     assert list(chakra(program, {"F": 1, "B": 2}, Machine()))
+
+
+def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
+    sizes = Sizes(3, 2, 6)
+    scheme = load("gpipe", sizes, 2)._replace(edges=((0, 1), (0, 2), (1, 2)), apart=(0,))
+    program = compile_scheme(scheme, sizes, tensor=2, whole=[0])
+    run = simulate(program, program.header.cost, Machine(activation=1000, apart=10))
+    table = program.rows
+    sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.via >= 0)
+    assert sums.any() and (run.summed[sums] == 10).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "sentence"),
+    [
+        (
+            "def w(s, b, d, t): return t + 0 * s, t + 0 * s",
+            ("--tensor", 2, "--shards", 2),
+            "--shards divides the weights",
+        ),
+        ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards divides the weights"),
+        ("def w(s, b, d): return 0 * s, 0 * s", ("--parts", 2, "--shards", "1,2,1,2"), "--shards divides the weights"),
+        ("def w(s, b, d): return 0 * s, 0 * s", ("--parts", 10**9), "more than"),
+    ],
+)
+def test_options_that_do_not_go_together(run, refused, tmp_path, source, options, sentence):
+    (tmp_path / "mine.py").write_text(f"{source}\ndef n(s, b, d): return b\n")
+    sizes = ("--stages", 2, "--microbatches", 2, "-o", "-")
+    assert sentence in refused(run("compile", tmp_path / "mine.py", *sizes, *options), 2)
+
+
+def test_an_argument_with_a_default_is_no_shard(run, tmp_path):
+    (tmp_path / "mine.py").write_text("def w(s, b, d, W=2): return s % W, s % W\ndef n(s, b, d): return b\n")
+    file = json.loads(run("compile", tmp_path / "mine.py", "--stages", 4, "--microbatches", 2, "-o", "-").out)
+    assert file["owners"] == [[0], [1], [0], [1]]
+
+
+def test_a_hostile_profile_and_a_file_without_groups_are_refused_in_a_sentence(run, refused, judge, tmp_path):
+    out = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", tmp_path / "a.json")
+    assert out.code == 0
+    for number, text in enumerate(
+        ('{"F": ' + "[" * 700 + "]" * 700 + ', "B": 1}', '{"F": [1' + "0" * 400 + ', 1], "B": 1}')
+    ):
+        (tmp_path / f"{number}.json").write_text(text)
+        refused(run("simulate", tmp_path / "a.json", "--profile", tmp_path / f"{number}.json"), 2)
+    file = json.loads((tmp_path / "a.json").read_text())
+    programs = [[i for i in part if i["op"] not in ("ALLREDUCE", "NORM")] for part in file["programs"]]
+    assert judge({**file, "groups": [], "programs": programs})[0].code == 1
+    assert "no shards of stages" in refused(run("export", tmp_path / "a.json", "--to", "csv", "-o", "-"), 2)
