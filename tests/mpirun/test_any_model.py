@@ -35,7 +35,7 @@ def runs(several, compiled, graphs, text):
     arguments = [
         [
             compiled(scheme.split(",")[0], graph=graphs[model], microbatches=4, workers=4, **SCHEMES[scheme]),
-            *("--model", f"split_models:{model}", "--text", text, "--steps", 3, "--clip", 1, "--verify", "--canonical"),
+            *("--model", f"split_models:{model}", "--text", text, "--steps", 2, "--clip", 1, "--verify", "--canonical"),
         ]
         for model, scheme in CASES
     ]

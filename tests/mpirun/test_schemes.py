@@ -15,6 +15,10 @@ GOLDEN = (
     "pipedream-flush",
     "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
+# Those that add gradients in another order than one process each in a way of its own.
+ROUNDED = (
+    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "chimera", "ddp", "fsdp", "fsdp-sharded", "fslpp", "lpp", "zb-v",
+)  # fmt: skip
 GPT, TIED, MLP = "mpirun.models.gpt:tiny", "mpirun.models.gpt:tied", "mpirun.models.mlp:tiny"
 OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "mpirun.models.gpt:tensor"}  # of golden schedules, which models
 
@@ -96,7 +100,7 @@ def differences(out: str) -> dict[str, float]:
 
 
 def verify(schedule: Path, model: str, text: Path, *more: str) -> list[Any]:
-    return [schedule, "--model", model, "--text", text, "--steps", 3, "--clip", 1, "--verify", *more]
+    return [schedule, "--model", model, "--text", text, "--steps", 2, "--clip", 1, "--verify", *more]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +119,7 @@ def golden_runs(several, traces, text, folder) -> dict[tuple[str, str], tuple[in
         ]
         for name in GOLDEN
         for mode in ("", "--canonical")
+        if mode or name in ROUNDED
     }
     return dict(zip(cases, several(4, list(cases.values())), strict=True))
 
@@ -148,7 +153,7 @@ def test_the_golden_schedules_are_those_in_traces(traces):
     assert sorted(path.stem for path in traces.glob("*.json")) == sorted((*GOLDEN, "pipedream"))  # see test_versions
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", ROUNDED)
 def test_the_gradient_is_that_of_one_process(golden_runs, name):
     code, out = golden_runs[name, ""]
     assert code == 0, out
@@ -170,10 +175,11 @@ def test_losses_and_norms_are_the_same_under_every_scheme(golden_runs, folder, n
         rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
         return [[row[what] for row in rows] for what in ("loss", "grad_norm")]
 
-    assert golden_runs[name, "--canonical"][0] == golden_runs[name, ""][0] == 0
+    assert golden_runs[name, "--canonical"][0] == 0
     assert numbers(f"{name}--canonical") == numbers("1f1b--canonical")
-    for ours, theirs in zip(numbers(name), numbers("1f1b--canonical"), strict=True):
-        assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-5)
+    if name in ROUNDED:
+        for ours, theirs in zip(numbers(name), numbers("1f1b--canonical"), strict=True):
+            assert len(ours) == 2 and ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", COMPILED)

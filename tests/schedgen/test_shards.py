@@ -73,7 +73,7 @@ def divided(draw, cases) -> Program:
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases, execute, data):
     program = data.draw(divided(cases))
     memory = check(program)
@@ -86,7 +86,7 @@ def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases,
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_an_instruction_less_or_twice_is_always_refused(cases, data):
     program = data.draw(divided(cases))
     row = data.draw(st.integers(0, len(program) - 1))
@@ -99,7 +99,7 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_what_is_accepted_runs(cases, execute, data):
     """Parts, ranks and places changed: where `check` accepts that, the program runs to a right end."""
     program = data.draw(divided(cases))
@@ -134,7 +134,7 @@ def test_what_is_accepted_runs(cases, execute, data):
 
 
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_what_is_held_peaks_where_the_simulation_says(cases, data):
     program = data.draw(divided(cases))
     stages = program.header.stages
@@ -148,7 +148,7 @@ def test_what_is_held_peaks_where_the_simulation_says(cases, data):
 
 
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
     program = data.draw(divided(cases))
     bytes = random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages)
