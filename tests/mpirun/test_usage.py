@@ -81,7 +81,7 @@ MISTAKES = {
     "no colon": model("mpirun.models.mlp", "--model mpirun.models.mlp: should be MODULE:FUNCTION"),
     "one stage more": model(
         "models_for_tests:one_stage_more",
-        "--model models_for_tests:one_stage_more: has 3 stages, but the schedule has 2",
+        "--model models_for_tests:one_stage_more: has 3 stages, not the 2 that it is asked for",
     ),
     "a list": model(
         "models_for_tests:returns_a_list",
