@@ -7,6 +7,7 @@ backward, microbatch after microbatch; then clip and step.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from mpirun.wiring import Value, Wires
 from schedgen.program import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
+ROUNDING = 8  # times float32's: what sums in another order may differ by
 Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the parameter it begins
 
 
@@ -328,11 +330,14 @@ class Difference(NamedTuple):
     where: str
 
 
-def compare(ours: Record, theirs: Record) -> list[Difference]:
+def compare(ours: Record, theirs: Record, exact: bool = True, adaptive: bool = False) -> list[Difference]:
     """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
 
-    A tensor counts as no smaller than float32's rounding of the whole it is
-    part of, so that a gradient that should be zero is not compared with noise.
+    Unless they should be `exact`, what is within float32's rounding of the whole
+    that a tensor is part of is no difference: a gradient that should be zero, as
+    that of a bias in front of a normalisation, is only that. An `adaptive`
+    optimizer makes whole steps of it, whose direction means nothing: such
+    elements of parameters are left out then.
     """
     losses = Difference("losses", 0.0, "")
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
@@ -340,20 +345,39 @@ def compare(ours: Record, theirs: Record) -> list[Difference]:
         size = float(np.max(apart))
         if not size <= losses.size:
             losses = Difference("losses", size, f"step {step + 1}")
-    pairs = [
+    gradients = [
         (f" in step {step + 1}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
-    return [losses, _worst("gradients", pairs), _worst("parameters", [("", ours.parameters, theirs.parameters)])]
+    parameters = ours.parameters
+    if adaptive and not exact:
+        parameters = {key: torch.where(_noise(key, theirs), theirs.parameters[key], a) for key, a in parameters.items()}
+    last = [("", parameters, theirs.parameters)]
+    return [losses, _worst("gradients", gradients, exact), _worst("parameters", last, exact)]
 
 
-def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]]) -> Difference:
+def _rounding(whole: Parameters) -> float:
+    """What rounding may make of an element of the whole."""
+    norms = [float(torch.linalg.vector_norm(value.double())) for value in whole.values()]
+    return ROUNDING * float(np.linalg.norm(norms)) * torch.finfo(torch.float32).eps
+
+
+def _noise(key: tuple[int, str], theirs: Record) -> Tensor:
+    """Which elements of a parameter have had a gradient, not zero, that may be rounding alone."""
+    found = torch.zeros_like(theirs.parameters[key], dtype=torch.bool)
+    for step in theirs.gradients:
+        size = step[key].abs()
+        found |= (size > 0) & (size <= _rounding(step))
+    return found
+
+
+def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], exact: bool) -> Difference:
     worst = Difference(what, 0.0, "")
     for suffix, ours, theirs in pairs:
-        norms = {key: float(torch.linalg.vector_norm(value.double())) for key, value in theirs.items()}
-        floor = float(np.linalg.norm(list(norms.values()))) * torch.finfo(torch.float32).eps
-        for key, size_of in norms.items():
-            apart = float(torch.linalg.vector_norm(ours[key].double() - theirs[key].double()))
-            size = 0.0 if apart == 0 else apart / max(size_of, floor, 1e-300)
+        rounding = 0.0 if exact else _rounding(theirs)
+        for key, value in theirs.items():
+            apart = float(torch.linalg.vector_norm(ours[key].double() - value.double()))
+            size_of = float(torch.linalg.vector_norm(value.double()))
+            size = apart if math.isnan(apart) else max(0.0, apart - rounding) / max(size_of, 1e-300)
             if not size <= worst.size:
                 worst = Difference(what, size, f"{key[1]} of stage {key[0]}{suffix}")
     return worst

@@ -387,7 +387,7 @@ def test_other_commands_know_exchanges(run, tmp_path):
     assert "exchanges" in run("stats", path).out and "sums 10" in run("simulate", path).out
     assert run("draw", path).code == run("draw", path, "-o", tmp_path / "a.html").code == 0
     assert run("export", path, "--to", "chrome", "-o", tmp_path / "a.trace").code == 0
-    assert run("export", path, "--to", "csv", "-o", "-").out.count("\n") == 4
+    assert run("export", path, "--to", "csv", "-o", "-").code == 2
     assert run("export", path, "--to", "chakra", "-o", tmp_path / "et").code == 0
     other = tmp_path / "other.json"
     assert run("compile", "zb-h1", *given, "--whole", 0, "-o", other).code == 0
