@@ -196,7 +196,7 @@ class Run:
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance
-            differences = verify.compare(ours, theirs, options.canonical, options.optimizer == "adamw")
+            differences = verify.compare(ours, theirs, limit, options.optimizer == "adamw")
             for difference in differences:
                 where = f" ({difference.where})" if difference.where else ""
                 print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")

@@ -7,7 +7,6 @@ backward, microbatch after microbatch; then clip and step.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -330,14 +329,14 @@ class Difference(NamedTuple):
     where: str
 
 
-def compare(ours: Record, theirs: Record, exact: bool = True, adaptive: bool = False) -> list[Difference]:
+def compare(ours: Record, theirs: Record, limit: float = 0.0, adaptive: bool = False) -> list[Difference]:
     """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
 
-    Unless they should be `exact`, what is within float32's rounding of the whole
-    that a tensor is part of is no difference: a gradient that should be zero, as
-    that of a bias in front of a normalisation, is only that. An `adaptive`
-    optimizer makes whole steps of it, whose direction means nothing: such
-    elements of parameters are left out then.
+    A difference above `limit`, unless that is 0, may be what rounding makes of
+    the whole that a tensor is part of, and then is none: a gradient that should
+    be zero, as that of a bias in front of a normalisation, is nothing else. An
+    `adaptive` optimizer makes whole steps of it, whose direction means nothing:
+    such elements of parameters are left out.
     """
     losses = Difference("losses", 0.0, "")
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
@@ -349,10 +348,10 @@ def compare(ours: Record, theirs: Record, exact: bool = True, adaptive: bool = F
         (f" in step {step + 1}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
     parameters = ours.parameters
-    if adaptive and not exact:
+    if adaptive and limit:
         parameters = {key: torch.where(_noise(key, theirs), theirs.parameters[key], a) for key, a in parameters.items()}
     last = [("", parameters, theirs.parameters)]
-    return [losses, _worst("gradients", gradients, exact), _worst("parameters", last, exact)]
+    return [losses, _worst("gradients", gradients, limit), _worst("parameters", last, limit)]
 
 
 def _rounding(whole: Parameters) -> float:
@@ -370,14 +369,16 @@ def _noise(key: tuple[int, str], theirs: Record) -> Tensor:
     return found
 
 
-def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], exact: bool) -> Difference:
+def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit: float) -> Difference:
     worst = Difference(what, 0.0, "")
     for suffix, ours, theirs in pairs:
-        rounding = 0.0 if exact else _rounding(theirs)
+        rounding = _rounding(theirs)
         for key, value in theirs.items():
             apart = float(torch.linalg.vector_norm(ours[key].double() - value.double()))
             size_of = float(torch.linalg.vector_norm(value.double()))
-            size = apart if math.isnan(apart) else max(0.0, apart - rounding) / max(size_of, 1e-300)
+            size = 0.0 if apart == 0 else apart / max(size_of, 1e-300)
+            if size > limit > 0:
+                size = max(0.0, apart - rounding) / max(size_of, 1e-300)
             if not size <= worst.size:
                 worst = Difference(what, size, f"{key[1]} of stage {key[0]}{suffix}")
     return worst
