@@ -48,6 +48,18 @@ def test_a_plain_module_in_stages_trains_as_in_one_process(runs, model, scheme):
     assert code == 0 and "verify: passed: the limit is 0" in out, out
 
 
+def test_gradients_that_are_rounding_alone_fail_no_verification(several, compiled, graphs, text):
+    """Those of biases in front of a normalisation, or of keys, of which AdamW makes whole steps."""
+    models = ("gpt2", "resnet")
+    schedules = [compiled("lpp", graph=graphs[model], microbatches=4, workers=4, groups=2) for model in models]
+    runs = [
+        [schedule, "--model", f"split_models:{model}", "--text", text, "--steps", 2, "--verify"]
+        for model, schedule in zip(models, schedules, strict=True)
+    ]
+    for code, out in several(4, runs):
+        assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
+
+
 def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_path):
     """Names in checkpoints are the module's own; --verify does again only what was done with the same data."""
     two = tmp_path / "two"
