@@ -11,11 +11,13 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, event, settings
 from hypothesis.extra.numpy import arrays
 
+from schedgen.check import check
 from schedgen.cli import main
 from schedgen.compile import compile_scheme
+from schedgen.errors import RefusedFile
 from schedgen.program import DIRECTIONS, EXCHANGED, B, F, Kind, Op
 from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import SCHEMES
@@ -406,3 +408,33 @@ class Executor:
 @pytest.fixture(scope="session")
 def execute():
     return lambda program: Executor(program).run()
+
+
+@pytest.fixture(scope="session")
+def runs_as_proved(execute):
+    """Assert that a program is proved, and runs with the peaks that the checker says."""
+
+    def runs_as_proved(program):
+        memory = check(program)
+        assert execute(program) == [
+            {field: int(peak[rank]) for field, peak in memory._asdict().items()}
+            for rank in range(program.header.workers)
+        ]
+
+    return runs_as_proved
+
+
+@pytest.fixture(scope="session")
+def runs_if_accepted(runs_as_proved):
+    """Assert the same of a damaged program, unless it is refused."""
+
+    def runs_if_accepted(program):
+        try:
+            check(program)
+        except RefusedFile:
+            event("refused")
+            return
+        event("accepted")
+        runs_as_proved(program)
+
+    return runs_if_accepted

@@ -9,7 +9,7 @@ import re
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, given, settings
 from test_places import hold, random_bytes
 
 from schedgen.check import check
@@ -74,12 +74,9 @@ def divided(draw, cases) -> Program:
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases, execute, data):
+def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases, runs_as_proved, data):
     program = data.draw(divided(cases))
-    memory = check(program)
-    assert execute(program) == [
-        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(program.header.workers)
-    ]
+    runs_as_proved(program)
     text = written(program)
     again, fault = read(io.BytesIO(text), "file")
     assert fault is None and written(again) == text == written(parse(text.decode(), "file"))
@@ -100,7 +97,7 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_what_is_accepted_runs(cases, execute, data):
+def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     """Parts, ranks and places changed: where `check` accepts that, the program runs to a right end."""
     program = data.draw(divided(cases))
     rows = program.rows
@@ -121,16 +118,7 @@ def test_what_is_accepted_runs(cases, execute, data):
         values[i] = data.draw(st.integers(0, limit - 1))
         rows = rows._replace(**{column: values})
     changed = Program(program.header, rows).project()
-    try:
-        memory = check(changed)
-    except RefusedFile:
-        event("refused")
-        return
-    event("accepted")
-    peaks = [
-        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(changed.header.workers)
-    ]
-    assert execute(changed) == peaks
+    runs_if_accepted(changed)
 
 
 @given(data=st.data())
