@@ -16,8 +16,9 @@ from torch.func import functional_call
 
 from mpirun.model import build
 from mpirun.randomness import Draws
+from mpirun.record import Parameters, Record
 from mpirun.training import Training
-from mpirun.verify import Parameters, Record, forward_backward
+from mpirun.verify import forward_backward
 from schedgen.program import F, Header, Op, Program
 
 Versions = Mapping[tuple[int, int], int]  # by stage and microbatch

@@ -22,6 +22,7 @@ from mpirun.guard.watch import Watch
 from mpirun.interpreter import Result
 from mpirun.keeper import Keeper, newest
 from mpirun.progress import Progress
+from mpirun.record import Mine, Pieces, Record, compare, gather, named, put_together
 from mpirun.schedule import schedule
 from mpirun.shards import Unit
 from mpirun.trace import Trace
@@ -94,7 +95,7 @@ class Run:
 
     def _train(self) -> int:
         options, interpreter = self.options, self.interpreter
-        record = verify.Mine([], [], {})
+        record = Mine([], [], {})
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
         traced = max(self.begun, options.steps - options.trace_steps) if options.trace else options.steps
@@ -161,27 +162,27 @@ class Run:
         if sentence:
             print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
 
-    def _gradients(self, totals: dict[Unit, Tensor]) -> verify.Pieces:
+    def _gradients(self, totals: dict[Unit, Tensor]) -> Pieces:
         """The gradients of what this rank is first owner of."""
-        mine: verify.Pieces = {}
+        mine: Pieces = {}
         for (stage, via), total in totals.items():
             if self.header.holders(stage, via)[0] == self.comm.rank:
-                mine |= verify.named(self.interpreter.stages[stage], via, total)
+                mine |= named(self.interpreter.stages[stage], via, total)
         return mine
 
     def _beat(self) -> None:
         self.watch.state[BEAT] += 1
 
-    def _verify(self, record: verify.Mine) -> int:
+    def _verify(self, record: Mine) -> int:
         options = self.options
         self.watch.state[PHASE] = VERIFYING
         for stage in self.interpreter.optimizer.stages.values():
             for via, part in stage.own.items():
-                record.parameters.update(verify.named(stage, via, part))
-        ours = verify.gather(self.comm, self.header, self.training.shapes, record)
+                record.parameters.update(named(stage, via, part))
+        ours = gather(self.comm, self.header, self.training.shapes, record)
         of, header = self.training, self.header
-        if header.tensor > 1 and isinstance(ours, verify.Record):
-            together = verify.put_together(of, header, ours)
+        if header.tensor > 1 and isinstance(ours, Record):
+            together = put_together(of, header, ours)
             if isinstance(together, str) or not options.canonical:  # else the reference adds up shards as the ranks do
                 ours, (of, header) = together, verify.without_shards(of, header)
         used = delayed.versions(self.comm, self.program) if self.header.versions else None
@@ -196,7 +197,7 @@ class Run:
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance
-            differences = verify.compare(ours, theirs, limit, options.optimizer == "adamw")
+            differences = compare(ours, theirs, limit, options.optimizer == "adamw")
             for difference in differences:
                 where = f" ({difference.where})" if difference.where else ""
                 print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")

@@ -6,14 +6,12 @@ backward, microbatch after microbatch; then clip and step.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.batches import Microbatch, moved
@@ -23,83 +21,11 @@ from mpirun.model import build, shared_before
 from mpirun.norms import norms, whole_norm
 from mpirun.optimizer import clip_factor
 from mpirun.randomness import Draws
-from mpirun.shapes import Shape, whole
-from mpirun.shards import pieces
-from mpirun.stage import Stage
+from mpirun.record import Parameters, Record
+from mpirun.shapes import whole
 from mpirun.training import Training
 from mpirun.wiring import Value, Wires
 from schedgen.program import Header
-
-Parameters = dict[tuple[int, str], Tensor]  # by stage and name
-ROUNDING = 8  # times float32's: what sums in another order may differ by
-Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the parameter it begins
-
-
-class Record(NamedTuple):
-    """What a run, or a reference, did: enough to compare the two."""
-
-    losses: list[list[float]]  # by step and microbatch
-    gradients: list[Parameters]  # by step, before clipping; not of steps that changed nothing
-    parameters: Parameters  # in the end
-
-
-class Mine(NamedTuple):
-    """One rank's part of it."""
-
-    losses: list[list[float]]
-    gradients: list[Pieces]
-    parameters: Pieces
-
-
-def named(stage: Stage, via: int, flat: Tensor) -> Pieces:
-    """What of a stage's parameters lies in a part by name, as copies; `flat`: laid out as the part is."""
-    if via < 0:
-        return {(stage.index, name, 0): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
-    return {
-        (stage.index, stage.names[piece.parameter], piece.begin): piece.within(flat).clone()
-        for piece in pieces(stage.layout, stage.spans[via])
-    }
-
-
-def gather(comm: MPI.Intracomm, header: Header, shapes: Sequence[Shape], record: Mine) -> Record | str | None:
-    """On rank 0: the record of all stages, or a sentence where owners of a stage differ; None elsewhere.
-
-    Each rank gives the parameters it owns; gradients come from the first owner.
-    """
-    hashes = {key: hashlib.sha256(_bytes(value)).hexdigest() for key, value in record.parameters.items()}
-    firsts = {
-        key: value
-        for key, value in record.parameters.items()
-        if header.parts(key[0]) != (-1,) or header.owners[key[0]][0] == comm.rank
-    }
-    everything = comm.gather((hashes, [_numpy(gradients) for gradients in record.gradients], _numpy(firsts)))
-    if everything is None:
-        return None
-    parameters: Pieces = {}
-    gradients: list[Pieces] = [{} for _ in record.gradients]
-    for _, of_steps, final in everything:
-        parameters |= _torch(final)
-        for merged, one in zip(gradients, of_steps, strict=True):
-            merged |= _torch(one)
-    for rank, (digests, _, _) in enumerate(everything):
-        for key, digest in digests.items():
-            if hashlib.sha256(_bytes(parameters[key])).hexdigest() != digest:
-                return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
-    return Record(record.losses, [_joined(shapes, one) for one in gradients], _joined(shapes, parameters))
-
-
-def _joined(shapes: Sequence[Shape], pieces: Pieces) -> Parameters:
-    """Whole parameters, in the order of the model."""
-    found: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
-    for (stage, name, begin), piece in pieces.items():
-        found.setdefault((stage, name), []).append((begin, piece.reshape(-1)))
-    whole = {}
-    for stage, shape in enumerate(shapes):
-        for name, (_, size) in zip(shape.names, shape.layout, strict=True):
-            of_one = sorted(found.get((stage, name), []), key=lambda piece: piece[0])
-            if of_one or not size.numel():
-                whole[stage, name] = torch.cat([piece for _, piece in of_one] or [torch.zeros(0)]).view(size)
-    return whole
 
 
 def reference(of: Training, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
@@ -300,101 +226,3 @@ def without_shards(of: Training, header: Header) -> tuple[Training, Header]:
     reads = of.plain.wiring(plain.producers, len(of.batches(0, 0).leaves))
     wires = [Wires(reads, plain, [shape.outputs for shape in shapes])] * len(of.wires)
     return of._replace(model=of.plain, shapes=shapes, wires=wires), plain
-
-
-def put_together(of: Training, header: Header, record: Record) -> Record | str:
-    """The record of the model that a schedule has shards of; a sentence where what should be copies differs."""
-    T = header.tensor
-    wrong: list[str] = []
-
-    def whole(values: Parameters) -> Parameters:
-        found: Parameters = {}
-        for (stage, name), value in values.items():
-            key, cut = (stage // T, name), of.shapes[stage].cuts.get(name) if header.split[stage] else None
-            if cut is not None:
-                found.setdefault(key, cut.join([values[shard, name] for shard in header.siblings(stage)]))
-            elif _bytes(found.setdefault(key, value)) != _bytes(value):
-                wrong.append(f"{name} of stage {key[0]} is another in shard {stage % T} than in the first that has it")
-        return found
-
-    found = Record(record.losses, [whole(gradients) for gradients in record.gradients], whole(record.parameters))
-    return wrong[0] if wrong else found
-
-
-class Difference(NamedTuple):
-    """The largest relative difference of one kind of number, and where it is."""
-
-    what: str
-    size: float
-    where: str
-
-
-def compare(ours: Record, theirs: Record, limit: float = 0.0, adaptive: bool = False) -> list[Difference]:
-    """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
-
-    A difference above `limit`, unless that is 0, may be what rounding makes of
-    the whole that a tensor is part of, and then is none: a gradient that should
-    be zero, as that of a bias in front of a normalisation, is nothing else. An
-    `adaptive` optimizer makes whole steps of it, whose direction means nothing:
-    such elements of parameters are left out.
-    """
-    losses = Difference("losses", 0.0, "")
-    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
-        apart = np.where(np.isnan(a) & np.isnan(b), 0.0, np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30))
-        size = float(np.max(apart))
-        if not size <= losses.size:
-            losses = Difference("losses", size, f"step {step + 1}")
-    gradients = [
-        (f" in step {step + 1}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
-    ]
-    parameters = ours.parameters
-    if adaptive and limit:
-        parameters = {key: torch.where(_noise(key, theirs), theirs.parameters[key], a) for key, a in parameters.items()}
-    last = [("", parameters, theirs.parameters)]
-    return [losses, _worst("gradients", gradients, limit), _worst("parameters", last, limit)]
-
-
-def _rounding(whole: Parameters) -> float:
-    """What rounding may make of an element of the whole."""
-    norms = [float(torch.linalg.vector_norm(value.double())) for value in whole.values()]
-    return ROUNDING * float(np.linalg.norm(norms)) * torch.finfo(torch.float32).eps
-
-
-def _noise(key: tuple[int, str], theirs: Record) -> Tensor:
-    """Which elements of a parameter have had a gradient, not zero, that may be rounding alone."""
-    found = torch.zeros_like(theirs.parameters[key], dtype=torch.bool)
-    for step in theirs.gradients:
-        size = step[key].abs()
-        found |= (size > 0) & (size <= _rounding(step))
-    return found
-
-
-def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit: float) -> Difference:
-    worst = Difference(what, 0.0, "")
-    for suffix, ours, theirs in pairs:
-        rounding = _rounding(theirs)
-        for key, value in theirs.items():
-            apart = float(torch.linalg.vector_norm(ours[key].double() - value.double()))
-            size_of = float(torch.linalg.vector_norm(value.double()))
-            size = 0.0 if apart == 0 else apart / max(size_of, 1e-300)
-            if size > limit > 0:
-                size = max(0.0, apart - rounding) / max(size_of, 1e-300)
-            if not size <= worst.size:
-                worst = Difference(what, size, f"{key[1]} of stage {key[0]}{suffix}")
-    return worst
-
-
-def _bytes(value: Tensor) -> bytes:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-
-
-def _numpy(values: Pieces) -> dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]:
-    """Tensors as bytes: pickled quickly, and of types that numpy lacks."""
-    return {
-        key: (v.dtype, v.shape, v.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
-        for key, v in values.items()
-    }
-
-
-def _torch(values: dict[tuple[int, str, int], tuple[torch.dtype, torch.Size, np.ndarray]]) -> Pieces:
-    return {key: torch.from_numpy(data).view(dtype).view(shape) for key, (dtype, shape, data) in values.items()}

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from mpirun.model import build
 from mpirun.models import mlp
 from mpirun.optimizer import Recipe
-from mpirun.verify import Record, compare
+from mpirun.record import Record, compare
 
 MLP, DROPPING = "mpirun.models.mlp:tiny", "models_for_tests:dropping"
 LR, STEPS, WARMUP = 0.01, 6, 3

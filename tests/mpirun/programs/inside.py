@@ -3,7 +3,7 @@
     arguments  those of mpirun
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     late       a device that does its work late: "direct" or "staged"
-    record     a file for a `verify.Record` of all stages; needs --verify
+    record     a file for a `Record` of all stages; needs --verify
 
 What comes of it: its exit code, its stdout, and a hash of all weights in the end.
 """
@@ -26,9 +26,9 @@ from late import Late
 from mpi4py import MPI
 
 import mpirun.train
-from mpirun import verify
 from mpirun.device import Device, device
 from mpirun.options import train_options
+from mpirun.record import Mine, Record, gather
 
 WORLD = MPI.COMM_WORLD
 
@@ -38,11 +38,11 @@ class Run(mpirun.train.Run):
         super().__init__(WORLD, options)
         self.record = record
 
-    def _verify(self, record: verify.Mine) -> int:
+    def _verify(self, record: Mine) -> int:
         code = super()._verify(record)
-        whole = verify.gather(self.comm, self.header, self.training.shapes, record)
+        whole = gather(self.comm, self.header, self.training.shapes, record)
         if self.record is not None and WORLD.rank == 0:
-            assert isinstance(whole, verify.Record), whole
+            assert isinstance(whole, Record), whole
             torch.save(whole._asdict(), self.record)
         return code
 
