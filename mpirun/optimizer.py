@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,19 @@ from mpirun.gradient import Gradient, Part
 from mpirun.shards import Unit
 from mpirun.stage import Stage
 from mpirun.transport import Transport
+
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+
+
+def plainly(kind: type[Kind]) -> type[Kind]:
+    """The same optimizer without what torch.compile needs of it: to import that takes a second on every rank."""
+    names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    return type(kind.__name__, (kind,), methods | {"step": torch.no_grad()(methods["step"])})
+
+
+ADAMW, SGD = plainly(torch.optim.AdamW), plainly(torch.optim.SGD)
 
 
 class Recipe(NamedTuple):
@@ -33,8 +47,8 @@ class Recipe(NamedTuple):
         fused = all(parameter.is_floating_point() for parameter in parameters)  # torch fuses no complex numbers
         decay = self.weight_decay
         if self.name == "sgd":
-            return torch.optim.SGD(parameters, self.lr, momentum=self.momentum, weight_decay=decay, fused=fused)
-        return torch.optim.AdamW(parameters, self.lr, weight_decay=decay, fused=fused)
+            return SGD(parameters, self.lr, momentum=self.momentum, weight_decay=decay, fused=fused)
+        return ADAMW(parameters, self.lr, weight_decay=decay, fused=fused)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

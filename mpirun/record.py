@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -116,14 +116,15 @@ class Difference(NamedTuple):
     where: str
 
 
-def compare(ours: Record, theirs: Record, limit: float = 0.0, adaptive: bool = False) -> list[Difference]:
+def compare(
+    ours: Record, theirs: Record, limit: float = 0.0, left_out: Mapping[tuple[int, str], Tensor] | None = None
+) -> list[Difference]:
     """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
 
     A difference above `limit`, unless that is 0, may be what rounding makes of
     the whole that a tensor is part of, and then is none: a gradient that should
-    be zero, as that of a bias in front of a normalisation, is nothing else. An
-    `adaptive` optimizer makes whole steps of it, whose direction means nothing:
-    such elements of parameters are left out.
+    be zero, as that of a bias in front of a normalisation, is nothing else.
+    `left_out`: elements of parameters that are not compared, where True.
     """
     losses = Difference("losses", 0.0, "")
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
@@ -134,26 +135,33 @@ def compare(ours: Record, theirs: Record, limit: float = 0.0, adaptive: bool = F
     gradients = [
         (f" in step {step + 1}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
-    parameters = ours.parameters
-    if adaptive and limit:
-        parameters = {key: torch.where(_noise(key, theirs), theirs.parameters[key], a) for key, a in parameters.items()}
-    last = [("", parameters, theirs.parameters)]
+    kept = {
+        key: torch.where(left_out[key], theirs.parameters[key], value) if left_out else value
+        for key, value in ours.parameters.items()
+    }
+    last = [("", kept, theirs.parameters)]
     return [losses, _worst("gradients", gradients, limit), _worst("parameters", last, limit)]
+
+
+def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:
+    """Which elements of parameters have had a gradient, not zero, that may be rounding alone.
+
+    Of such a gradient an optimizer that divides by its size makes a whole step,
+    whose direction means nothing.
+    """
+    found = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in theirs.parameters.items()}
+    for step in theirs.gradients:
+        rounding = _rounding(step)
+        for key, gradient in step.items():
+            size = gradient.abs()
+            found[key] |= (size > 0) & (size <= rounding)
+    return found
 
 
 def _rounding(whole: Parameters) -> float:
     """What rounding may make of an element of the whole."""
     norms = [float(torch.linalg.vector_norm(value.double())) for value in whole.values()]
     return ROUNDING * float(np.linalg.norm(norms)) * torch.finfo(torch.float32).eps
-
-
-def _noise(key: tuple[int, str], theirs: Record) -> Tensor:
-    """Which elements of a parameter have had a gradient, not zero, that may be rounding alone."""
-    found = torch.zeros_like(theirs.parameters[key], dtype=torch.bool)
-    for step in theirs.gradients:
-        size = step[key].abs()
-        found |= (size > 0) & (size <= _rounding(step))
-    return found
 
 
 def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit: float) -> Difference:

@@ -22,7 +22,7 @@ from mpirun.guard.watch import Watch
 from mpirun.interpreter import Result
 from mpirun.keeper import Keeper, newest
 from mpirun.progress import Progress
-from mpirun.record import Mine, Pieces, Record, compare, gather, named, put_together
+from mpirun.record import Mine, Pieces, Record, compare, directionless, gather, named, put_together
 from mpirun.schedule import schedule
 from mpirun.shards import Unit
 from mpirun.trace import Trace
@@ -197,10 +197,14 @@ class Run:
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             limit = 0.0 if options.canonical else options.tolerance
-            differences = compare(ours, theirs, limit, options.optimizer == "adamw")
+            left_out = directionless(theirs) if limit and options.optimizer == "adamw" else None
+            differences = compare(ours, theirs, limit, left_out)
             for difference in differences:
                 where = f" ({difference.where})" if difference.where else ""
                 print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")
+            if left_out is not None and (many := sum(int(mask.sum()) for mask in left_out.values())):
+                whole = sum(mask.numel() for mask in left_out.values())
+                print(f"verify: {many} of {whole} parameter elements are left out: their gradients are rounding alone")
             code = 0 if all(difference.size <= limit for difference in differences) else 1
             print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
         meet(self.comm)  # rank 0 has done all steps again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -56,7 +55,6 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     with notes(comm):
         plain = together(comm, lambda: _model(options, header))
     model = together(comm, lambda: _sharded(plain, header))
-    importlib.import_module("torch._dynamo")  # takes a second: fake tensors on rank 0, then torch.optim would do it
     text = mpirun.data.load(comm, options.text, model.length)
     recipe = Recipe(
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,

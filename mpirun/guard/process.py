@@ -50,6 +50,7 @@ class Guard:
         for rank in self.ranks:  # tells who ended first; where a kernel lacks it the next look finds out
             with contextlib.suppress(AttributeError, OSError):
                 self.selector.register(os.pidfd_open(rank.pid), selectors.EVENT_READ, rank)
+                rank.reported = True
         self.links: list[Link] = []
         self.server = None
         if plan["listen"] is not None:
@@ -164,7 +165,7 @@ class Guard:
         self.listen()
         for rank in self.ranks:
             rank.look()
-            if process(rank.pid) is None:
+            if not rank.reported and process(rank.pid) is None:
                 self.gone(rank)
         if self.ending is not None and time.monotonic() >= self.ending:
             for rank in self.ranks:

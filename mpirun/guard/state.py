@@ -55,6 +55,7 @@ class Rank:
         self.seen: tuple[int, ...] = ()
         self.moved = time.monotonic()
         self.gone = False
+        self.reported = False  # by the kernel, when it ends: a look finds ranks in the order of their numbers
 
     def look(self) -> None:
         seen = (self.words[PHASE], self.words[STEP], self.words[ROW], self.words[BEAT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 
@@ -58,6 +59,8 @@ def test_gradients_that_are_rounding_alone_fail_no_verification(several, compile
     ]
     for code, out in several(4, runs):
         assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
+        few, whole = re.search(r"^verify: (\d+) of (\d+) parameter elements are left out", out, re.M).groups()
+        assert 0 < int(few) < int(whole) / 50
 
 
 def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_path):
