@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def _read(path: str | None, length: int) -> bytes:
 
 def standard_library() -> bytes:
     """The .py sources of the running interpreter's standard library, in sorted order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
-    return b"".join(path.read_bytes() for path in files)
+    files: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inside[:] = [name for name in inside if name != "site-packages"]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return b"".join(path.read_bytes() for path in sorted(files))
