@@ -17,7 +17,6 @@ from mpirun.shards import Unit
 from mpirun.stage import Stage
 from mpirun.transport import Transport
 
-
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
