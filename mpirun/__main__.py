@@ -7,11 +7,13 @@ sentence; a rank that fails on its own says where and takes all others along.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -36,20 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torch is slow to import: --help should not wait for it
         if arguments[:1] == ["profile"]:
             options = profile_options(comm, arguments[1:])
-            from mpirun.profile import Profile
+            with _for_good():
+                from mpirun.profile import Profile
 
             sys.path.insert(0, str(Path.cwd()))
             run = profile = Profile(comm, options)
             return profile.write()
         if arguments[:1] == ["graph"]:
             options = graph_options(comm, arguments[1:])
-            from mpirun import graph
+            with _for_good():
+                from mpirun import graph
 
             sys.path.insert(0, str(Path.cwd()))
             with notes(comm):
                 return on_rank_0(comm, lambda: graph.write(options)) or 0
         options = train_options(comm, arguments)
-        from mpirun.train import Run
+        with _for_good():
+            from mpirun.train import Run
 
         sys.path.insert(0, str(Path.cwd()))
         run = training = Run(comm, options)
@@ -64,6 +69,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comm.Abort(130)
     except BaseException as error:
         _die(comm, run, error)
+
+
+@contextlib.contextmanager
+def _for_good() -> Iterator[None]:
+    """What is imported is never garbage: it is not searched for any, now or in a training step."""
+    first = "torch" not in sys.modules
+    if first:
+        gc.disable()
+    yield
+    if first:
+        gc.freeze()
+        gc.enable()
 
 
 def _die(comm: MPI.Intracomm, run: Run | Profile | None, error: BaseException) -> NoReturn:
