@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from mpirun import Model
 from mpirun.batches import Minibatch
-from mpirun.models import mlp
+from mpirun.models import gpt, mlp
 from mpirun.models.cut import cut
 from mpirun.tensor import WHOLE, ColumnParallelLinear, RowParallelLinear, Shard, skip
 from mpirun.wiring import Input, Value
@@ -32,6 +33,13 @@ def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model
     entries = list(model.stages)
     entries[index] = stage
     return model._replace(stages=entries)
+
+
+# GPTs with little to compute, up to 8 stages
+
+gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
+gpt_tied = partial(gpt_tiny, tied=True)
+gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
 
 
 # Stages of a DAG

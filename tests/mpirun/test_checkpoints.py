@@ -240,7 +240,7 @@ def test_a_tied_parameter_is_one_entry_whatever_the_stages(several, compiled, te
     """Saved with embedding and scores on different ranks, resumed in one process."""
     tied = compiled("1f1b", stages=4, microbatches=4, workers=4, tied="0,3")
     alone = compiled("gpipe", stages=1, microbatches=4, workers=1)
-    common = ["--model", "mpirun.models.gpt:tied", "--text", text, "--steps", 2, "--canonical", "--save"]
+    common = ["--model", "models_for_tests:gpt_tied", "--text", text, "--steps", 2, "--canonical", "--save"]
     ((code, _),) = several(4, [[tied, *common, tmp_path / "whole", "--every", 1]])
     assert code == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "half")

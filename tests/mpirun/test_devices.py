@@ -10,8 +10,8 @@ import torch
 TRACES = Path(__file__).parents[2] / "traces"
 GOLDEN = sorted(path.stem for path in TRACES.glob("*.json"))
 MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {
-    "1f1b-tied": "mpirun.models.gpt:tied",
-    "1f1b-tensor": "mpirun.models.gpt:tensor",
+    "1f1b-tied": "models_for_tests:gpt_tied",
+    "1f1b-tensor": "models_for_tests:gpt_tensor",
 }
 LATE = [
     (name, how)

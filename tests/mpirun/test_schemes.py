@@ -19,8 +19,8 @@ GOLDEN = (
 ROUNDED = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "chimera", "ddp", "fsdp", "fsdp-sharded", "fslpp", "lpp", "zb-v",
 )  # fmt: skip
-GPT, TIED, MLP = "mpirun.models.gpt:tiny", "mpirun.models.gpt:tied", "mpirun.models.mlp:tiny"
-OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "mpirun.models.gpt:tensor"}  # of golden schedules, which models
+GPT, TIED, MLP = "models_for_tests:gpt_tiny", "models_for_tests:gpt_tied", "mpirun.models.mlp:tiny"
+OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # of golden schedules, which models
 
 # 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
 DEPTH_FIRST = """

@@ -24,7 +24,7 @@ from mpirun.tensor import (
 )
 from schedgen.errors import UsageError
 
-GPT = "mpirun.models.gpt:tensor"
+GPT = "models_for_tests:gpt_tensor"
 
 # The first stage of shard 0 is on the last rank, and ranks are in another order in each stage.
 ELSEWHERE = """

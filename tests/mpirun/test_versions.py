@@ -13,7 +13,7 @@ import mpirun.batches
 import mpirun.model
 from schedgen.program import UPDATES
 
-GPT, DROPPING = "mpirun.models.gpt:tiny", "models_for_tests:dropping"
+GPT, DROPPING = "models_for_tests:gpt_tiny", "models_for_tests:dropping"
 WALKS, BATCHES, STAGES = 2, 8, 4
 RATE = 0.05
 SGD = ["--optimizer", "sgd", "--lr", RATE, "--weight-decay", 0]
