@@ -126,8 +126,10 @@ def scene(name: str, file: str, program: Program, walk: Timeline, bytes: Bytes, 
 def sizes(one: Scene) -> str:
     """Workers, stages and microbatches, in words."""
     header = one.program.header
+    shards = f" ({header.stages // header.tensor} in {header.tensor} shards each)" if header.tensor > 1 else ""
     counted = (header.workers, "worker", "s"), (header.stages, "stage", "s"), (header.microbatches, "microbatch", "es")
-    return ", ".join(f"{n} {word}{ending if n != 1 else ''}" for n, word, ending in counted)
+    workers, stages, microbatches = (f"{n} {word}{ending if n != 1 else ''}" for n, word, ending in counted)
+    return f"{workers}, {stages}{shards}, {microbatches}"
 
 
 def title(one: Scene) -> str:
