@@ -1,6 +1,6 @@
 """make bench-run: seconds of a training step, mpirun beside torch's parallelisms and beside a loop written by hand.
 
-Two ranks of one thread on the CPU; peers.py does the steps of both sides in
+Two ranks of one thread on the CPU, or as many as a pair says; peers.py does the steps of both sides in
 turns, in the same processes. The ratio is the median over pairs of steps, with
 the quartiles of these ratios, `best` that of the fastest steps. Losses of the
 first steps have to agree, or nothing is reported.
@@ -22,7 +22,6 @@ from typing import NamedTuple
 from cases import CASES
 
 HERE = Path(__file__).parent
-RANKS = 2
 LIMIT = 300  # seconds a launch may take
 AGREE = 1e-4  # relative difference of losses
 
@@ -34,6 +33,7 @@ class Pair(NamedTuple):
     stages: int
     target: dict[str, float]  # by case: ours should take this part of their time, at most
     options: tuple[str, ...] = ()  # of schedgen compile
+    ranks: int = 2
 
 
 PAIRS = {
@@ -55,6 +55,10 @@ PAIRS = {
         "fsdp", "FSDP2; ours has half of each of two stages a rank", "fsdp", 2, {},
         ("--shards", "2", "--weight-slots", "1"),
     ),
+    "fsdp-shards-4": Pair(
+        "fsdp", "FSDP2 on four ranks; ours has a quarter of each of two stages a rank", "fsdp", 2, {},
+        ("--shards", "4", "--weight-slots", "1"), 4,
+    ),
     "fsdp-keep": Pair("fsdp-keep", "FSDP2 that gathers once a step", "fsdp", 4, {}),
     "floor": Pair("floor", "1F1B by hand, mpi4py", "1f1b", 2, {"compute": 1.03, "overhead": 1.03}),
 }  # fmt: skip
@@ -73,10 +77,10 @@ def launch(case: str, pair: Pair, steps: int, seed: int) -> dict[str, dict[str, 
     sizes = ["--stages", str(pair.stages), "--microbatches", str(CASES[case].microbatches)]
     with tempfile.TemporaryDirectory() as folder:
         schedule = str(Path(folder) / "schedule.json")
-        compiler = [sys.executable, "-m", "schedgen", "compile", pair.scheme, *sizes, "--workers", str(RANKS)]
+        compiler = [sys.executable, "-m", "schedgen", "compile", pair.scheme, *sizes, "--workers", str(pair.ranks)]
         subprocess.run([*compiler, *pair.options, "-o", schedule], check=True, env=environment)
-        command = [*mpi(RANKS), "-m", "mpi4py", "peers.py", pair.peer, schedule, "--model", f"cases:{case}", *sizes]
-        command += ["--steps", str(steps), "--seed", str(seed), "--meet", str(Path(folder) / "meet")]
+        command = [*mpi(pair.ranks), "-m", "mpi4py", "peers.py", pair.peer, schedule, "--model", f"cases:{case}"]
+        command += [*sizes, "--steps", str(steps), "--seed", str(seed), "--meet", str(Path(folder) / "meet")]
         done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -97,13 +101,13 @@ def measure(case: str, name: str, options: argparse.Namespace) -> None:
     low, middle, high = statistics.quantiles(ratios, n=4)
     target = f"{pair.target[case]:.2f}" if case in pair.target else "-"
     print(
-        f"{case:9} {name:12} {1e3 * statistics.median(ours):8.2f} {1e3 * statistics.median(theirs):8.2f}   "
+        f"{case:9} {name:13} {1e3 * statistics.median(ours):8.2f} {1e3 * statistics.median(theirs):8.2f}   "
         f"{middle:6.3f}  {low:.3f} to {high:.3f}  {min(ours) / min(theirs):.3f} {target:>7}  {pair.about}",
         flush=True,
     )
     if "--shards" in pair.options:
         owned = [" ".join(f"{size / 1e6:.2f}" for size in found[side]["weights"]) for side in ("ours", "theirs")]
-        print(f"{'':22} MB of weights that each rank owns: ours {owned[0]}, theirs {owned[1]}", flush=True)
+        print(f"{'':23} MB of weights that each rank owns: ours {owned[0]}, theirs {owned[1]}", flush=True)
 
 
 def main() -> None:
@@ -116,10 +120,10 @@ def main() -> None:
     for case in options.cases:
         c = CASES[case]
         print(
-            f"{case}: {RANKS} ranks, GPT blocks d={c.width}, T={c.length}, {c.microbatches} microbatches of "
+            f"{case}: GPT blocks d={c.width}, T={c.length}, {c.microbatches} microbatches of "
             f"{c.sequences}, {options.rounds} times {c.steps} pairs of steps"
         )
-    print(f"{'case':9} {'pair':12} {'ours ms':>8} {'theirs':>8}   {'ratio':>6}  {'quartiles':14}  best   target")
+    print(f"{'case':9} {'pair':13} {'ours ms':>8} {'theirs':>8}   {'ratio':>6}  {'quartiles':14}  best   target")
     for case in options.cases:
         for name in options.pairs:
             measure(case, name, options)
