@@ -144,17 +144,19 @@ def compare(
 
 
 def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:
-    """Which elements of parameters have had a gradient, not zero, that may be rounding alone.
+    """Which elements of parameters had, up to some step, no gradients but zeros and what may be rounding alone.
 
-    Of such a gradient an optimizer that divides by its size makes a whole step,
-    whose direction means nothing.
+    Of such a gradient an optimizer that divides by the size of those before makes
+    a whole step, whose direction means nothing.
     """
     found = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in theirs.parameters.items()}
+    largest: Parameters = {}
     for step in theirs.gradients:
         rounding = _rounding(step)
         for key, gradient in step.items():
             size = gradient.abs()
-            found[key] |= (size > 0) & (size <= rounding)
+            largest[key] = torch.maximum(largest[key], size) if key in largest else size
+            found[key] |= (largest[key] > 0) & (largest[key] <= rounding)
     return found
 
 
