@@ -81,6 +81,13 @@ class Microbatches:
         return found * (self.count // len(several))
 
     @property
+    def weights(self) -> list[float]:
+        """What the losses of a step count by, by microbatch, in their mean."""
+        if not isinstance(self.batch, Minibatch):
+            return [1 / self.count] * self.count
+        return [1 / self(0, number).parts for number in range(self.count)]
+
+    @property
     def sizes(self) -> list[list[Any]]:
         """The shapes and types of every microbatch's input, the first step's."""
         several = range(self.count) if isinstance(self.batch, Minibatch) else [0] * self.count

@@ -143,6 +143,8 @@ class Compute:
         def finish(outputs: list[Tensor]) -> Tensor:
             batch = read()
             loss = self.of.model.loss(whole(outputs), batch.target).reshape(())
+            if save and not loss.requires_grad:
+                raise ValueError("the loss has no gradient: it depends on no parameter")
             if i.op == Op.FWD and i.stage == first:  # other shards have the same
                 self.losses[mb] = loss.detach()
             return loss / (1 if versions else batch.parts)

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
+from mpirun.batches import Minibatch
 from mpirun.device import autocast
+from mpirun.microbatches import of_leaves
 from mpirun.model import Model
 from mpirun.shapes import whole
 from schedgen.errors import UsageError
@@ -60,14 +62,21 @@ class WholeLoss:
         leaves, targets = zip(*(self.ends[number] for number in sorted(self.ends)), strict=True)
         with torch.enable_grad(), autocast(self.kind, self.mixed):
             together = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-            loss = self.model.loss(whole(together), tree_map(_joined, *targets)).reshape(())
+            loss = self.model.loss(whole(together), self._target(targets)).reshape(())
         loss.backward()
         self.losses = dict.fromkeys(self.ends, loss.detach())
+
+    def _target(self, targets: Sequence[Any]) -> Any:
+        """Of the whole minibatch; what every microbatch got as it is, once."""
+        batch = self.model.batch
+        dims = batch.dims if isinstance(batch, Minibatch) else 0
+        by_leaf = of_leaves(targets[0], dims[1] if isinstance(dims, tuple) else dims)
+        leaves = zip(*map(tree_leaves, targets), strict=True)
+        joined = [
+            parts[0] if dim is None else torch.cat(parts, dim) for parts, dim in zip(leaves, by_leaf, strict=True)
+        ]
+        return tree_unflatten(joined, tree_structure(targets[0]))
 
     def gradients(self, mb: int) -> list[Tensor | None]:
         """With respect to a microbatch's outputs."""
         return [leaf.grad for leaf in self.ends.pop(mb)[0]]
-
-
-def _joined(*parts: Any) -> Any:
-    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]

@@ -29,8 +29,8 @@ def norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[float]:
         return []
     if canonical:
         return [math.sqrt(root(subtrees(lines(one)))) for one in gradients]
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    return torch.stack([torch.linalg.vector_norm(one, dtype=wide) for one in gradients]).tolist()
+    found = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in gradients]
+    return torch.stack(found).tolist() if len({one.dtype for one in found}) == 1 else [one.item() for one in found]
 
 
 def whole_norm(norms: Sequence[float]) -> float:

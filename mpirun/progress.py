@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -17,9 +18,9 @@ from schedgen.program import Header
 
 
 class Progress:
-    def __init__(self, begun: int, steps: int, tokens: int, metrics: str | None) -> None:
-        """`begun`: steps done by an earlier run; `tokens` of a step; `metrics`: a file, or None."""
-        self.begun, self.steps, self.tokens = begun, steps, tokens
+    def __init__(self, begun: int, steps: int, tokens: int, weights: Sequence[float], metrics: str | None) -> None:
+        """`begun`: steps done by an earlier run; `tokens` of a step; `weights` of its losses; `metrics`: a file."""
+        self.begun, self.steps, self.tokens, self.weights = begun, steps, tokens, weights
         self.metrics = _metrics(metrics, begun) if metrics else None
         self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
         self.every = max(1, (steps - begun) // 20)
@@ -27,7 +28,7 @@ class Progress:
         self.seconds: list[float] = []
 
     def step(self, step: int, result: Result, seconds: float) -> None:
-        loss = mean(result.losses)
+        loss = mean(result.losses, self.weights)
         self.losses.append(loss)
         self.seconds.append(seconds)
         rate = self.tokens / seconds
@@ -78,5 +79,7 @@ def _step(row: str) -> float:
         return math.inf
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    if len(set(weights)) == 1:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True))

@@ -158,6 +158,11 @@ def _aliases(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...
 def _source(one: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:
     if isinstance(one, Input):
         return leaves[one.leaf]
+    if one.output < len(outputs[one.stage]) and outputs[one.stage][one.output].is_complex():
+        raise UsageError(
+            f"stage {stage} reads complex numbers, output {one.output} of stage {one.stage}, which are not sent: "
+            "send torch.view_as_real of them"
+        )
     if one.output >= len(outputs[one.stage]):
         raise UsageError(
             f"stage {stage} reads output {one.output} of stage {one.stage}, which returns {len(outputs[one.stage])}"

@@ -62,7 +62,10 @@ class Run:
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)
         self.keeper = self._keeper(found, sha256) if found or options.save else None
-        self.progress = on_rank_0(comm, lambda: Progress(self.begun, options.steps, self.tokens, options.metrics))
+        weights = self.training.batches.weights
+        self.progress = on_rank_0(
+            comm, lambda: Progress(self.begun, options.steps, self.tokens, weights, options.metrics)
+        )
         self.asked: float | None = None  # when this rank was asked to leave
         signal.signal(signal.SIGTERM, self._asked_to_leave)
         if options.trace:
@@ -196,19 +199,28 @@ class Run:
                 theirs = verify.reference(of, header, self.begun, last, self._beat)
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
-            limit = 0.0 if options.canonical else options.tolerance
-            left_out = directionless(theirs) if limit and options.optimizer == "adamw" else None
-            differences = compare(ours, theirs, limit, left_out)
-            for difference in differences:
-                where = f" ({difference.where})" if difference.where else ""
-                print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")
-            if left_out is not None and (many := sum(int(mask.sum()) for mask in left_out.values())):
-                whole = sum(mask.numel() for mask in left_out.values())
-                print(f"verify: {many} of {whole} parameter elements are left out: their gradients are rounding alone")
-            code = 0 if all(difference.size <= limit for difference in differences) else 1
-            print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
+            code = self._compared(ours, theirs)
         meet(self.comm)  # rank 0 has done all steps again
         return int(self.comm.bcast(code))
+
+    def _compared(self, ours: Record, theirs: Record) -> int:
+        """The exit code, said why."""
+        options = self.options
+        limit = 0.0 if options.canonical else options.tolerance
+        if len(ours.gradients) != len(theirs.gradients):
+            print("verify: failed: other steps than in one process changed nothing", flush=True)
+            return 1
+        left_out = directionless(theirs) if limit and options.optimizer == "adamw" else None
+        differences = compare(ours, theirs, limit, left_out)
+        for difference in differences:
+            where = f" ({difference.where})" if difference.where else ""
+            print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")
+        if left_out is not None and (many := sum(int(mask.sum()) for mask in left_out.values())):
+            whole = sum(mask.numel() for mask in left_out.values())
+            print(f"verify: {many} of {whole} parameter elements are left out: their gradients are rounding alone")
+        code = 0 if all(difference.size <= difference.limit for difference in differences) else 1
+        print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
+        return code
 
 
 def _repeatable(others: list[str]) -> None:

@@ -41,6 +41,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
+    start = {key: parameter.detach().clone() for key, parameter in parameters.items()}
     optimizer = of.recipe.make(list(parameters.values())) if parameters else None
     losses: list[list[float]] = []
     passed: list[Passed] = []
@@ -87,7 +88,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
         if optimizer is not None:
             of.recipe.step(optimizer, step)
             optimizer.zero_grad()
-    return Record(losses[begun:], gradients, {key: parameter.detach() for key, parameter in parameters.items()})
+    return Record(losses[begun:], gradients, {key: parameter.detach() for key, parameter in parameters.items()}, start)
 
 
 class Passed(NamedTuple):
@@ -156,7 +157,8 @@ def forward(of: Training, header: Header, modules: Sequence[Callable[..., Any]],
         every = [found] if isinstance(found, Tensor) else list(found)
         for index in of.shapes[stage].aliases:
             every[index] = every[index].clone()
-        mine = {Value(stage, index): x.contiguous() for index, x in enumerate(every)}
+        inner = header.consumers[stage]  # what is sent is contiguous; the loss takes what it is given
+        mine = {Value(stage, index): x.contiguous() if inner else x for index, x in enumerate(every)}
         outputs |= mine
         read |= mine
         if header.split[stage] and stage % T == T - 1:

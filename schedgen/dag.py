@@ -33,6 +33,8 @@ def read_dag(text: str, name: str) -> Dag:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not JSON: {error}") from None
+    if isinstance(values, dict) and values.get("stages") == 1:
+        values = {"edges": []} | values
     if not isinstance(values, dict) or not {"stages", "edges"} <= values.keys() <= set(Dag._fields):
         raise UsageError(f"{name}: should be an object with stages and edges, and perhaps apart and tied")
     stages = values["stages"]

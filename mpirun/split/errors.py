@@ -70,6 +70,14 @@ def untraceable(module: nn.Module, error: BaseException) -> UsageError:
     return UsageError(f"{where}: cannot be traced: {type(error).__name__}: {one_line(error)[:300]}")
 
 
+def check_hooks(module: nn.Module) -> None:
+    """UsageError for hooks that stages would not have."""
+    for name, one in module.named_modules():
+        if one._backward_hooks or one._backward_pre_hooks:
+            what = f"{name!r}, " if name else ""
+            raise UsageError(f"{what}{type(one).__name__}: its backward hook would not be called in a stage")
+
+
 def unknown(what: str, name: str, names: Iterable[str]) -> UsageError:
     """There is no such name, but there are others."""
     near = difflib.get_close_matches(name, list(names), 3, 0.4)

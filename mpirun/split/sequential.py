@@ -13,7 +13,7 @@ from torch import nn
 from mpirun.split.borders import balanced, even
 from mpirun.split.coupled import warn
 from mpirun.split.cut import Cut
-from mpirun.split.errors import unknown
+from mpirun.split.errors import check_hooks, forward, unknown
 from mpirun.wiring import Input, Value
 from schedgen.errors import UsageError
 
@@ -34,6 +34,11 @@ def split_sequential(
         raise UsageError(
             f"split_sequential takes an nn.Sequential, not {type(module).__name__}; split takes any module"
         )
+    if type(module).forward is not nn.Sequential.forward:
+        raise UsageError(f"{forward(module)}: more than the children one after the other; split takes any module")
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
+    check_hooks(module)
     names = list(module._modules)
     if isinstance(stages, int):
         starts = _starts(names, stages, None if costs is None else _costs(costs, len(names)))

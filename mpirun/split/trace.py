@@ -6,15 +6,16 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from mpirun.split.cut import Inputs, Output
-from mpirun.split.errors import forward, place, untraceable
+from mpirun.split.errors import check_hooks, forward, place, untraceable
 from schedgen.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
@@ -42,11 +43,12 @@ class Traced(NamedTuple):
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """UsageError, with the line of the model that is the reason, where that cannot be done."""
     _check_inputs(args, kwargs)
+    check_hooks(module)
     export = torch.export.export
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
-        with _quiet():
+        with _quiet(), _seen():
             program = export(module, args, kwargs, strict=False)
             whole = program.module()
     except Exception as error:
@@ -118,6 +120,23 @@ def _state(module: nn.Module, whole: fx.GraphModule, graph: fx.Graph) -> dict[st
 def _attribute(whole: nn.Module, name: str) -> Any:
     owner, _, last = name.rpartition(".")
     return getattr(whole.get_submodule(owner), last)
+
+
+@contextlib.contextmanager
+def _seen() -> Iterator[None]:
+    """With errors where a backward of its own would be dropped: traced are the forward's operations."""
+
+    def refuse(what: str) -> Callable[..., NoReturn]:
+        def raised(*_: object, **__: object) -> NoReturn:
+            raise NotImplementedError(f"{what} is not traced, and its gradients would be others")
+
+        return raised
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", refuse("a torch.autograd.Function, as of a checkpoint,")),
+        mock.patch.object(Tensor, "register_hook", refuse("a hook on a tensor")),
+    ):
+        yield
 
 
 @contextlib.contextmanager
