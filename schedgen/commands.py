@@ -69,8 +69,8 @@ def run_compile(options: argparse.Namespace) -> int:
         options.stages = dag.stages
     scheme, sizes = _scheme(options)
     if dag is not None:
-        if dag.tied and options.parts > 1:
-            raise UsageError(f"{called(options.graph)} ties stages, and --parts divides them: say --tied instead")
+        if options.parts > 1:
+            raise UsageError(f"{called(options.graph)} says what stages read, and --parts makes chains of them")
         scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
         options.tied = [*options.tied, *dag.tied]
     if options.layers is not None:

@@ -39,6 +39,8 @@ def split_sequential(
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
     check_hooks(module)
+    if not isinstance(stages, int | Sequence) or isinstance(stages, str):
+        raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")
     names = list(module._modules)
     if isinstance(stages, int):
         starts = _starts(names, stages, None if costs is None else _costs(costs, len(names)))

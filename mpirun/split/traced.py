@@ -44,6 +44,8 @@ def split(
         example_args = (example_args,)
     if not module.training:
         note(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
+    if stages is not None and type(stages) is not int:
+        raise UsageError(f"stages should be a whole number, not {stages!r}")
     flow = separate_inputs(Flow(trace(module, example_args, dict(example_kwargs or {}))))
     if not flow.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")

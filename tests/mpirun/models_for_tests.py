@@ -42,6 +42,11 @@ gpt_tied = partial(gpt_tiny, tied=True)
 gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
 
 
+def without_gradient(stages: int) -> Model:
+    model = mlp.tiny(stages)
+    return model._replace(loss=lambda scores, target: model.loss(scores, target).detach())
+
+
 # Stages of a DAG
 
 

@@ -198,3 +198,10 @@ def test_a_rank_that_is_asked_to_leave_takes_all_along_after_the_step(agreed):
     assert [folder.name for folder in (agreed[1] / "left").iterdir()] == ["step-00000002"]
     ended = agreed[0]["asked to leave, nothing to save to"]
     assert (ended.code, ended.err) == (143, "mpirun: asked to leave (SIGTERM): nothing is saved after step 2\n")
+
+
+def test_a_loss_without_a_gradient_trains_nothing_and_is_refused(launch, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=2, workers=1)
+    result = launch(1, schedule, "--model", "models_for_tests:without_gradient", "--text", text)
+    assert result.code == 1
+    assert "ValueError: the loss has no gradient: it depends on no parameter" in result.err

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
+from mpirun.batches import Microbatches, Minibatch
+from mpirun.loss import WholeLoss
 from mpirun.microbatches import chunk, samples
+from mpirun.model import Model
+from mpirun.progress import mean
 from schedgen.errors import UsageError
 
 ROWS = torch.arange(20).view(10, 2)
@@ -74,3 +79,38 @@ def test_a_dimension_for_a_whole_part() -> None:
 def test_what_cannot_be_cut(tree: Any, count: int, dims: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         chunk(tree, count, dims)
+
+
+def test_dims_of_a_dict_go_by_its_keys() -> None:
+    whole = {"x": torch.zeros(4, 2), "table": torch.zeros(3)}
+    for piece in chunk(whole, 2, {"table": None, "x": 0}):
+        assert piece["x"].shape == (2, 2) and piece["table"].shape == (3,)
+    with pytest.raises(UsageError, match="is not nested as the minibatch"):
+        chunk(whole, 2, {"table": None, "y": 0})
+
+
+def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> None:
+    seen: list[Any] = []
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        seen.append(target)
+        return (output - target["rows"]).sum()
+
+    weights, rows = torch.ones(3), torch.arange(8.0).view(4, 2)
+    batch = Minibatch(lambda text, rng: (rows, {"rows": rows, "weights": weights}), (0, {"weights": None, "rows": 0}))
+    model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
+    pieces = Microbatches(batch, torch.zeros(1), 0, 2)
+    one = WholeLoss(model, 2, "cpu", None)
+    for number in range(2):
+        one.take(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
+    assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
+    assert one.losses[0] == 8 and torch.equal(one.gradients(0)[0], torch.ones(2, 2))
+
+
+def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
+    rows = torch.arange(5.0)
+    pieces = Microbatches(Minibatch(lambda text, rng: (rows, rows)), torch.zeros(1), 0, 4)
+    assert pieces.weights == [0.4, 0.2, 0.2, 0.2]
+    losses = [float(pieces(0, number).target.mean()) for number in range(4)]
+    assert mean(losses, pieces.weights) == pytest.approx(2.0)
+    assert Microbatches(lambda text, rng: (rows, rows), torch.zeros(1), 0, 4).weights == [0.25] * 4

@@ -426,6 +426,9 @@ def line_of(name: str) -> str:
         ("Numpy", "cannot be traced: RuntimeError"),
         ("Selected", "the shape depends on data"),
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
+        ("Rounded", "a torch.autograd.Function, .* is not traced, and its gradients would be others"),
+        ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, is not traced"),
+        ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("First", "would have no computation"),
@@ -441,6 +444,26 @@ def test_untraceable(name: str, why: str, capfd: pytest.CaptureFixture[str]) -> 
     assert line_of(name) in str(refused.value)
     assert "\n" not in str(refused.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_stages_would_not_call_is_refused() -> None:
+    module = untraceable.Layers()
+    module.two.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="'two', Linear: its backward hook would not be called in a stage"):
+        split(module, X, stages=2)
+    with pytest.raises(UsageError, match=r"'0\.two', Linear: its backward hook"):
+        split_sequential(nn.Sequential(module, nn.ReLU()), 2)
+
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    with pytest.raises(UsageError, match=r"in forward: .*more than the children one after the other"):
+        split_sequential(Residual(nn.Linear(2, 2), nn.ReLU()), 2)
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    hooked.register_forward_hook(lambda module, args, output: -output)
+    with pytest.raises(UsageError, match="Sequential has a hook of its own, which would not be called"):
+        split_sequential(hooked, 2)
 
 
 MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpirun.split import pipe_split
 
@@ -110,6 +111,37 @@ class Last(Layers):
         x = self.two(self.one(x))
         pipe_split()  # here
         return x
+
+
+class Straight(torch.autograd.Function):
+    """Rounds; backward as if it did not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Rounded(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = Straight.apply(self.one(x))  # here
+        return self.two(x)
+
+
+class Checkpointed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.one, x, use_reentrant=True)  # here
+        return self.two(x)
+
+
+class Hooked(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x.register_hook(torch.zeros_like)  # here
+        return self.two(x)
 
 
 class Returns(Layers):

@@ -1,0 +1,76 @@
+"""What --verify takes for a difference, and what for rounding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mpirun.record import Parameters, Record, compare, directionless
+
+LIMIT = 1e-5
+START = {(stage, name): torch.full((64,), 0.5) for stage in range(2) for name in ("weight", "bias")}
+
+
+def trained(gradients: list[Parameters], rate: float = 1e-3, still: str = "") -> Record:
+    """By the sign of gradients, as AdamW does at first; parameters called `still` are not."""
+    parameters = {
+        key: value - (0 if key[1] == still else rate) * sum(step[key].sign() for step in gradients)
+        for key, value in START.items()
+    }
+    return Record([[1.0]] * len(gradients), gradients, parameters, START)
+
+
+def gradient(scale: dict[int, float], seed: int) -> Parameters:
+    """Of all parameters, `scale` by stage."""
+    noise = torch.Generator().manual_seed(seed)
+    return {key: scale[key[0]] * torch.randn(64, generator=noise) for key in START}
+
+
+def failed(ours: Record, theirs: Record, limit: float = LIMIT, left_out: dict[tuple[int, str], Tensor] | None = None):
+    """What differs by more than it may."""
+    return [one.what for one in compare(ours, theirs, limit, left_out) if not one.size <= one.limit]
+
+
+def test_the_same_is_the_same():
+    one = trained([gradient({0: 1, 1: 1}, 0)])
+    assert failed(one, one) == failed(one, one, 0.0) == []
+
+
+def test_what_is_no_number_is_not_forgotten():
+    one = trained([gradient({0: 1, 1: 1}, 0)])
+    for key in START:
+        broken = one.parameters[key].clone()
+        broken[0] = math.nan
+        for limit in (0.0, LIMIT):
+            assert "parameters" in failed(one._replace(parameters=one.parameters | {key: broken}), one, limit)
+    assert failed(one._replace(losses=[[math.nan]]), one) == ["losses"]
+
+
+def test_a_small_step_that_is_not_made_is_seen():
+    steps = [gradient({0: 1, 1: 1}, seed) for seed in range(3)]
+    for rate in (1e-2, 1e-5, 1e-6):
+        assert "updates" in failed(trained(steps, rate, still="bias"), trained(steps, rate))
+
+
+def test_gradients_that_vanish_are_compared_by_themselves():
+    """A stage may have gradients a million times smaller than another."""
+    steps = [gradient({0: 1e-8, 1: 1}, seed) for seed in range(2)]
+    theirs = trained(steps)
+    lost = [{key: value * key[0] for key, value in step.items()} for step in steps]
+    assert failed(theirs._replace(gradients=lost), theirs) == ["gradients"]
+    assert sum(int(mask.sum()) for mask in directionless(theirs).values()) == 0
+
+
+def test_what_begins_as_rounding_is_left_out_and_nothing_else():
+    key = (1, "bias")
+    first, second = gradient({0: 1, 1: 1}, 0), gradient({0: 1, 1: 1}, 1)
+    first[key] = torch.tensor([0.0] * 16 + [1e-7] * 16 + [1.0] * 32)  # none, rounding, and plain
+    second[key] = torch.tensor([1.0] * 32 + [1e-7] * 32)  # rounding behind a plain one says nothing
+    theirs = trained([first, second])
+    left_out = directionless(theirs)
+    assert [int(mask.sum()) for mask in left_out.values()] == [0, 0, 0, 16] and left_out[key][16:32].all()
+    ours = theirs.parameters | {key: theirs.parameters[key] + torch.where(left_out[key], 2e-3, 0.0)}
+    assert failed(theirs._replace(parameters=ours), theirs) == ["parameters", "updates"]
+    assert failed(theirs._replace(parameters=ours), theirs, LIMIT, left_out) == []
