@@ -16,9 +16,8 @@ from schedgen.cli import main as schedgen
 
 MLP = "mpirun.models.mlp:tiny"
 NAMES = (
-    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "lpp-g4", "fslpp-g4", "zb-h1", "zb-h2", "chimera",
-    "pipedream-flush", "interleaved-1f1b", "looped-bfs", "depth-first", "breadth-first", "zb-v", "v-half", "v-min",
-    "dualpipe-v",
+    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "chimera", "interleaved-1f1b", "looped-bfs", "zb-v",
+    "v-half", "dualpipe-v",
 )  # fmt: skip
 
 
