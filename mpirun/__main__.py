@@ -77,10 +77,12 @@ def _for_good() -> Iterator[None]:
     first = "torch" not in sys.modules
     if first:
         gc.disable()
-    yield
-    if first:
-        gc.freeze()
-        gc.enable()
+    try:
+        yield
+    finally:
+        if first:
+            gc.freeze()
+            gc.enable()
 
 
 def _die(comm: MPI.Intracomm, run: Run | Profile | None, error: BaseException) -> NoReturn:

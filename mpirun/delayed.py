@@ -34,7 +34,7 @@ def versions(comm: MPI.Intracomm, program: Program) -> Versions:
 def reference(of: Training, header: Header, used: Versions, begun: int, steps: int, beat: Callable[[], None]) -> Record:
     """All steps from the first; recorded from step `begun` on: of every stage the gradient of its last update."""
     stages = [_Stage(of, header, stage) for stage in range(header.stages)]
-    start: Parameters = {(one.index, name): weight for one in stages for name, weight in one.kept[0].items()}
+    start: Parameters = {(one.index, name): weight.detach() for one in stages for name, weight in one.kept[0].items()}
     losses, gradients = [], []
     for step in range(steps):
         losses.append([_microbatch(of, header, stages, used, step, mb, beat) for mb in range(header.microbatches)])
@@ -44,7 +44,7 @@ def reference(of: Training, header: Header, used: Versions, begun: int, steps: i
     parameters: Parameters = {
         (one.index, name): weight.detach() for one in stages for name, weight in one.newest.items()
     }
-    return Record(losses[begun:], gradients[begun:], parameters, {key: one.detach() for key, one in start.items()})
+    return Record(losses[begun:], gradients[begun:], parameters, start)
 
 
 def _microbatch(

@@ -62,10 +62,7 @@ class Run:
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)
         self.keeper = self._keeper(found, sha256) if found or options.save else None
-        weights = self.training.batches.weights
-        self.progress = on_rank_0(
-            comm, lambda: Progress(self.begun, options.steps, self.tokens, weights, options.metrics)
-        )
+        self.progress = on_rank_0(comm, self._progress)
         self.asked: float | None = None  # when this rank was asked to leave
         signal.signal(signal.SIGTERM, self._asked_to_leave)
         if options.trace:
@@ -95,6 +92,10 @@ class Run:
         """All steps; the exit code."""
         with self.end:
             return self._train()
+
+    def _progress(self) -> Progress:
+        options = self.options
+        return Progress(self.begun, options.steps, self.tokens, self.training.batches.weights, options.metrics)
 
     def _train(self) -> int:
         options, interpreter = self.options, self.interpreter

@@ -62,6 +62,9 @@ def untraceable(module: nn.Module, error: BaseException) -> UsageError:
         for frame in reversed(traceback.extract_tb(one.__traceback__))
     ]
     where = _last(frames[::-1]) or forward(module)
+    for one in chain:
+        if isinstance(one, UsageError):
+            return UsageError(f"{where}: {one}")
     if any(word in type(one).__name__ for one in chain for word in DATA):
         why = (
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"

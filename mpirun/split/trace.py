@@ -128,7 +128,7 @@ def _seen() -> Iterator[None]:
 
     def refuse(what: str) -> Callable[..., NoReturn]:
         def raised(*_: object, **__: object) -> NoReturn:
-            raise NotImplementedError(f"{what} is not traced, and its gradients would be others")
+            raise UsageError(f"{what} is not traced, and its gradients would be others")
 
         return raised
 
