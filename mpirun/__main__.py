@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpirun.errors import Stop, notes, on_rank_0
 from mpirun.options import graph_options, profile_options, train_options
-from schedgen.errors import one_line
+from schedgen.errors import raised
 
 if TYPE_CHECKING:
     from mpirun.profile import Profile
@@ -93,7 +93,7 @@ def _die(comm: MPI.Intracomm, run: Run | Profile | None, error: BaseException) -
         frame = traceback.extract_tb(error.__traceback__)[-1:]
         source = f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
         place = f"rank {comm.rank} on {socket.gethostname()}: {run.place() if run is not None else ''}"
-        print(f"mpirun: {place}{type(error).__name__}: {one_line(error)}{source}", file=sys.stderr, flush=True)
+        print(f"mpirun: {place}{raised(error)}{source}", file=sys.stderr, flush=True)
         time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
     finally:
         comm.Abort(1)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.batches import Minibatch
+from mpirun.batches import Microbatches, Minibatch
 from mpirun.device import autocast
 from mpirun.microbatches import of_leaves
 from mpirun.model import Model
 from mpirun.shapes import whole
-from schedgen.errors import UsageError
+from mpirun.wiring import Wires
+from schedgen.errors import UsageError, raised
 from schedgen.program import Header, Instruction, Op
 
 
@@ -45,6 +46,18 @@ def check_order(header: Header, instructions: Sequence[Instruction]) -> None:
         )
 
 
+def try_whole_loss(model: Model, batches: Microbatches, wires: Sequence[Wires], mixed: torch.dtype | None) -> None:
+    """UsageError where the loss cannot be computed of what the last stage gives for the microbatches of a step."""
+    one = WholeLoss(model, len(wires), "cpu", mixed)
+    try:
+        for mb, of_mb in enumerate(wires):
+            one.take(mb, [torch.zeros(x.size, dtype=x.dtype) for x in of_mb.outputs[-1]], batches(0, mb).target)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
+
+
 class WholeLoss:
     """The loss of a step."""
 
@@ -62,7 +75,12 @@ class WholeLoss:
         leaves, targets = zip(*(self.ends[number] for number in sorted(self.ends)), strict=True)
         with torch.enable_grad(), autocast(self.kind, self.mixed):
             together = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-            loss = self.model.loss(whole(together), self._target(targets)).reshape(())
+            loss = self.model.loss(whole(together), self._target(targets))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UsageError("the loss should be one number")
+        if not loss.requires_grad:
+            raise UsageError("the loss has no gradient: it depends on no parameter")
+        loss = loss.reshape(())
         loss.backward()
         self.losses = dict.fromkeys(self.ends, loss.detach())
 

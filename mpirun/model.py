@@ -20,7 +20,7 @@ from mpirun.batches import Make, Minibatch
 from mpirun.randomness import number
 from mpirun.tensor import WHOLE, Shard
 from mpirun.wiring import Input, Reads, Value
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, raised
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 
@@ -101,7 +101,7 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name}: cannot import {module_name}: {type(error).__name__}: {error}") from None
+        raise UsageError(f"--model {name}: cannot import {module_name}: {raised(error)}") from None
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UsageError(f"--model {name}: {module_name} has no function {function_name}")
@@ -111,22 +111,61 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--model {name}: {function_name}({stages}) raised {type(error).__name__}: {error}") from None
+        raise UsageError(f"--model {name}: {function_name}({stages}) raised {raised(error)}") from None
     if not isinstance(model, Model):
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
-    if model.loss_of not in ("microbatch", "minibatch"):
-        raise UsageError(f"--model {name}: loss_of should be microbatch or minibatch, not {model.loss_of!r}")
-    if not isinstance(model.stages, Sequence):
-        raise UsageError(f"--model {name}: stages should be a list, not {type(model.stages).__name__}")
-    if len(model.stages) != stages:
-        raise UsageError(f"--model {name}: has {len(model.stages)} stages, not the {stages} that it is asked for")
-    for stage, name in (place for tie in model.tied for place in tie):
-        if not 0 <= stage < stages:
-            raise UsageError(f"the model ties {name} of stage {stage}, but there are {stages} stages")
-    for stage in model.split:
-        if not 0 <= stage < stages - 1:
-            raise UsageError(f"the model splits stage {stage}, but it may split 0 to {stages - 2}: the last is whole")
+    try:
+        _check(model, stages)
+    except UsageError as error:
+        raise UsageError(f"--model {name}: {error}") from None
     return model
+
+
+def _check(model: Model, stages: int) -> None:
+    """UsageError where a field of a model is not what it should be."""
+    _listed("stages", model.stages)
+    if len(model.stages) != stages:
+        raise UsageError(f"has {len(model.stages)} stages, not the {stages} that it is asked for")
+    for stage, entry in enumerate(model.stages):
+        layers = entry.items() if isinstance(entry, Mapping) else [("stage", entry)]
+        if not layers or not all(isinstance(name, str) and callable(make) for name, make in layers):
+            raise UsageError(f"stage {stage} should be layers by name, a function or a module, not {entry!r:.80}")
+    make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
+    for field, function in (("loss", model.loss), ("batch", make)):
+        if not callable(function):
+            raise UsageError(f"{field} should be a function, not {type(function).__name__}")
+    if type(model.length) is not int or model.length < 1:
+        raise UsageError(f"length should be a number of bytes, not {model.length!r}")
+    if model.loss_of not in ("microbatch", "minibatch"):
+        raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
+    _listed("split", model.split)
+    for stage in model.split:
+        if type(stage) is not int or not 0 <= stage < stages - 1:
+            raise UsageError(f"splits stage {stage!r}, which is none before the last: that is whole")
+    _listed("tied", model.tied)
+    seen: set[tuple[int, str]] = set()
+    for tie in model.tied:
+        _listed("a tie", tie)
+        if not tie:
+            raise UsageError("a tie has no places")
+        for place in tie:
+            pair = isinstance(place, Sequence) and len(place) == 2
+            if not pair or type(place[0]) is not int or not isinstance(place[1], str):
+                raise UsageError(f"a tie is of pairs (stage, name), not {place!r}")
+            if not 0 <= place[0] < stages:
+                raise UsageError(f"ties {place[1]} of stage {place[0]}, but there are {stages} stages")
+            if tuple(place) in seen:
+                raise UsageError(f"ties {place[1]} of stage {place[0]} twice")
+            seen.add((place[0], place[1]))
+    if model.reads is not None:
+        _listed("reads", model.reads)
+        for sources in model.reads:
+            _listed("what a stage reads", sources)
+
+
+def _listed(what: str, given: object) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise UsageError(f"{what} should be a list, not {type(given).__name__}")
 
 
 def among_shards(model: Model, tie: Sequence[tuple[int, str]]) -> bool:
@@ -167,14 +206,27 @@ def build(model: Model, stage: int, seed: int) -> nn.Module:
             continue
         if any(place == stage for place, _ in tie):
             source = module if first_stage == stage else _untied(model, first_stage, seed)
-            value = source.get_parameter(first_name)
+            value = _parameter(source, first_stage, first_name)
             mine = [name for place, name in tie if place == stage]
-            kept = module.get_parameter(mine[0])
+            kept, *others = (_parameter(module, stage, name) for name in mine)
+            for one in (kept, *others):
+                if (one.shape, one.dtype) != (value.shape, value.dtype):
+                    raise UsageError(
+                        f"the model ties {first_name} of stage {first_stage}, {value.dtype} of shape "
+                        f"{tuple(value.shape)}, to {one.dtype} of shape {tuple(one.shape)} in stage {stage}"
+                    )
             kept.data.copy_(value.data)
             for name in mine[1:]:
                 owner, _, last = name.rpartition(".")
                 setattr(module.get_submodule(owner), last, kept)
     return module
+
+
+def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
+    try:
+        return module.get_parameter(name)
+    except AttributeError:
+        raise UsageError(f"the model ties {name} of stage {stage}, which has no such parameter") from None
 
 
 def _untied(model: Model, stage: int, seed: int) -> nn.Module:
@@ -192,7 +244,7 @@ def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> n
     try:
         module = make()
     except (Exception, SystemExit) as error:
-        raise UsageError(f"stage {stage} of the model cannot be built: {type(error).__name__}: {error}") from None
+        raise UsageError(f"stage {stage} of the model cannot be built: {raised(error)}") from None
     if not isinstance(module, nn.Module):
         raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
     return module

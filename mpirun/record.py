@@ -21,6 +21,7 @@ Parameters = dict[tuple[int, str], Tensor]  # by stage and name
 ROUNDING = 8  # times float32's: what sums in another order may differ by
 EPSILON = torch.finfo(torch.float32).eps
 UPDATES = 0.1  # of what a parameter has changed by: less than one step of a few that is not made
+NARROW, MIXED, PLAIN = 5e-2, 1e-2, 1e-5  # the default of --tolerance: a hundred times float32's rounding, or six bf16's
 Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the parameter it begins
 
 
@@ -151,6 +152,13 @@ def compare(
     ]
     updates = _updates(kept, theirs)
     return found + [updates] * (limit > 0 and not updates.size <= updates.limit)
+
+
+def tolerance(of: Training) -> float:
+    """What may differ by default: as much as the types that are computed in say."""
+    if any(shape.type.itemsize < torch.float32.itemsize for shape in of.shapes):
+        return NARROW
+    return MIXED if of.mixed else PLAIN
 
 
 def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:

@@ -17,7 +17,7 @@ from mpirun.model import Model, build
 from mpirun.randomness import Watch
 from mpirun.tensor import Cut, cuts
 from mpirun.wiring import Input, Like, Reads, Source
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, raised
 
 ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
 
@@ -91,9 +91,7 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
                 with autocast("cpu", mixed), watch:
                     output = module(*inputs)
             except (Exception, SystemExit) as error:
-                raise UsageError(
-                    f"stage {stage} fails on the shapes it gets: {type(error).__name__}: {error}"
-                ) from None
+                raise UsageError(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
         every = [output] if isinstance(output, Tensor) else output
         if not isinstance(every, (list, tuple)) or not every or not all(isinstance(x, Tensor) for x in every):
             raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(output).__name__}")
@@ -136,7 +134,7 @@ def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | N
         with autocast("cpu", mixed):
             loss = model.loss(whole([torch.zeros(one.size, dtype=one.dtype) for one in found[-1].outputs]), target)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"the loss fails on the shapes it gets: {type(error).__name__}: {error}") from None
+        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError("the loss should be one number")
     last = len(found) - model.shards

@@ -22,7 +22,7 @@ from mpirun.guard.watch import Watch
 from mpirun.interpreter import Result
 from mpirun.keeper import Keeper, newest
 from mpirun.progress import Progress
-from mpirun.record import Mine, Pieces, Record, compare, directionless, gather, named, put_together
+from mpirun.record import Mine, Pieces, Record, compare, directionless, gather, named, put_together, tolerance
 from mpirun.schedule import schedule
 from mpirun.shards import Unit
 from mpirun.trace import Trace
@@ -207,7 +207,8 @@ class Run:
     def _compared(self, ours: Record, theirs: Record) -> int:
         """The exit code, said why."""
         options = self.options
-        limit = 0.0 if options.canonical else options.tolerance
+        given = tolerance(self.training) if options.tolerance is None else options.tolerance
+        limit = 0.0 if options.canonical else given
         if len(ours.gradients) != len(theirs.gradients):
             print("verify: failed: other steps than in one process changed nothing", flush=True)
             return 1

@@ -16,15 +16,15 @@ import mpirun.model
 from mpirun import wiring
 from mpirun.batches import Microbatches
 from mpirun.device import Device, device
-from mpirun.errors import from_rank_0, notes, together
-from mpirun.loss import check_whole_loss
+from mpirun.errors import from_rank_0, notes, on_rank_0, together
+from mpirun.loss import check_whole_loss, try_whole_loss
 from mpirun.model import Model
 from mpirun.optimizer import Recipe
 from mpirun.shapes import Shape, shapes
 from mpirun.sharded import check_shards, sharded
 from mpirun.ties import check_ties
 from mpirun.wiring import Like, Reads, Wires
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, raised
 from schedgen.program import Header
 
 
@@ -65,6 +65,8 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     shapes, others = from_rank_0(comm, lambda: _shapes(model, reads, batches, options.accumulate, mixed))
     distinct = [Wires(reads, header, outputs) for outputs in others]
     wires = [distinct[number] for number in _kinds(batches)[1][: header.microbatches]]
+    if model.loss_of == "minibatch":
+        on_rank_0(comm, lambda: try_whole_loss(model, batches, wires, mixed))
     return Training(
         model, plain, shapes, wires, batches, text, options.seed, recipe, options.accumulate, options.canonical, where,
         mixed, cores < 1,
@@ -98,7 +100,7 @@ def _reads(model: Model, header: Header, batches: Microbatches) -> Reads:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"the model's batch fails: {type(error).__name__}: {error}") from None
+        raise UsageError(f"the model's batch fails: {raised(error)}") from None
     reads = model.wiring(header.producers, leaves)
     wiring.check(reads, header)
     return reads

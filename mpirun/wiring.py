@@ -173,7 +173,7 @@ def check(reads: Reads, header: Header) -> None:
         raise UsageError(f"the model says what {len(reads)} stages read, but there are {header.stages}")
     for stage, sources in enumerate(reads):
         for one in sources:
-            if not isinstance(one, (Input, Value)) or one[-1] < 0:
+            if not isinstance(one, Input | Value) or not all(type(number) is int for number in one) or one[-1] < 0:
                 raise UsageError(f"stage {stage} of the model reads {one!r}, which is no Input and no Value")
             if isinstance(one, Value) and not 0 <= one.stage < stage:
                 raise UsageError(

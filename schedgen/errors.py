@@ -30,3 +30,8 @@ def one_line(error: object) -> str:
     """What an error says, on one line and without anything a terminal would obey."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def raised(error: BaseException) -> str:
+    """The name of an error, and what it says."""
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.errors import SlowScheme, UsageError
+from schedgen.errors import SlowScheme, UsageError, raised
 from schedgen.program import DIRECTIONS, MOST_PAIRS, B, Ints, W
 from schedgen.progress import over
 
@@ -192,7 +192,7 @@ def caps(scheme: Scheme, stages: int) -> list[int] | None:
         try:
             value = scheme.cap(stage)
         except (Exception, SystemExit) as error:
-            raise UsageError(f"cap({stage}) raised {type(error).__name__}: {error}") from None
+            raise UsageError(f"cap({stage}) raised {raised(error)}") from None
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise UsageError(f"cap({stage}) must be a whole number of at least 1, not {value!r}")
         values.append(int(value))
@@ -241,7 +241,7 @@ def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: in
         try:
             returned = function(*job)
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{name}{_words(job, shape)} raised {type(error).__name__}: {error}") from None
+            raise UsageError(f"{name}{_words(job, shape)} raised {raised(error)}") from None
         values = (returned,) if parts == 1 else returned
         if not (isinstance(values, (tuple, list)) and len(values) == parts):
             raise UsageError(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import linecache
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from schedgen.errors import UsageError, one_line
+from schedgen.errors import UsageError, raised
 
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
@@ -70,7 +71,7 @@ def untraceable(module: nn.Module, error: BaseException) -> UsageError:
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
         )
         return UsageError(f"{where}: {why} a Sequential")
-    return UsageError(f"{where}: cannot be traced: {type(error).__name__}: {one_line(error)[:300]}")
+    return UsageError(f"{where}: cannot be traced: {raised(error)[:300]}")
 
 
 def check_hooks(module: nn.Module) -> None:
@@ -81,9 +82,17 @@ def check_hooks(module: nn.Module) -> None:
             raise UsageError(f"{what}{type(one).__name__}: its backward hook would not be called in a stage")
 
 
-def unknown(what: str, name: str, names: Iterable[str]) -> UsageError:
+def check_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """UsageError where its forward cannot be called so."""
+    try:
+        inspect.signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"{forward(module)}: cannot be called with the example: {error}") from None
+
+
+def unknown(what: str, name: object, names: Iterable[str]) -> UsageError:
     """There is no such name, but there are others."""
-    near = difflib.get_close_matches(name, list(names), 3, 0.4)
+    near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
     return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 

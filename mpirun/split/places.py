@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from numbers import Real
 
 from torch import fx, nn
 from torch.distributed.pipelining._IR import aten_pipe_split_alias
@@ -29,13 +31,13 @@ def marked(flow: Flow) -> list[fx.Node]:
     return found
 
 
-def named(flow: Flow, module: nn.Module, points: Sequence[str]) -> list[fx.Node]:
+def named(flow: Flow, module: nn.Module, points: Collection[str]) -> list[fx.Node]:
     """Where the submodules of these names begin."""
     names = dict(module.named_modules(remove_duplicate=False))
     found: dict[fx.Node, str] = {}
     for point in points:
         if point not in names or not point:
-            raise unknown("the submodule", point, names)
+            raise unknown("points: the submodule", point, names)
         inside = [node for node in flow.body if point in modules(node)]
         if not inside:
             raise UsageError(f"points: {point!r} computes nothing when the example runs")
@@ -124,9 +126,11 @@ def _costs(flow: Flow, module: nn.Module, costs: Mapping[str, float] | None) -> 
         return own
     names = dict(module.named_modules())
     inside: dict[str, list[int]] = {name: [] for name in costs}
-    for name in costs:
+    for name, cost in costs.items():
         if name not in names:
             raise unknown("costs: the submodule", name, names)
+        if not isinstance(cost, Real) or not 0 <= cost < math.inf:
+            raise UsageError(f"costs: that of {name!r} should be a number that is not negative, not {cost!r}")
     for k, node in enumerate(flow.body):
         known = [name for name in modules(node) if name in costs]
         if known:

@@ -15,7 +15,7 @@ from mpirun.split.coupled import warn
 from mpirun.split.cut import Cut
 from mpirun.split.errors import check_hooks, forward, unknown
 from mpirun.wiring import Input, Value
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, raised
 
 
 def split_sequential(
@@ -92,7 +92,7 @@ def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
             profile = json.loads(Path(costs).read_text())
             found = [sum(times) for times in zip(*(profile[job] for job in "FBIW" if job in profile), strict=True)]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{costs} is no profile of mpirun profile: {type(error).__name__}: {error}") from None
+            raise UsageError(f"{costs} is no profile of mpirun profile: {raised(error)}") from None
         where = str(costs)
     else:
         found, where = [float(cost) for cost in costs], "costs"

@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import CustomObjArgument
 
 from mpirun.split.cut import Inputs, Output
-from mpirun.split.errors import check_hooks, forward, place, untraceable
+from mpirun.split.errors import check_example, check_hooks, forward, place, untraceable
 from schedgen.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
@@ -43,6 +44,7 @@ class Traced(NamedTuple):
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """UsageError, with the line of the model that is the reason, where that cannot be done."""
     _check_inputs(args, kwargs)
+    check_example(module, args, kwargs)
     check_hooks(module)
     export = torch.export.export
     if torch.__version__ < "2.7":  # where export makes the graph for inference
@@ -88,9 +90,12 @@ def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check(graph: fx.Graph) -> None:
-    """Refuse what depends on data: its values would have to be known to cut the graph."""
+    """Refuse objects, as a Generator, and what depends on data: its values would have to be known to cut the graph."""
     for node in graph.nodes:
         value = node.meta.get("val")
+        objects = [one.meta.get("val") for one in node.all_input_nodes]
+        for one in [one for one in objects if isinstance(one, CustomObjArgument)]:
+            raise UsageError(f"{place(node)}: a {one.class_fqn.rpartition('.')[2]} is no part of a stage; use tensors")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UsageError(
                 f"{place(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from operator import getitem
 from typing import Any
 
@@ -27,7 +27,7 @@ def split(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     stages: int | None = None,
-    points: Sequence[str] = (),
+    points: Collection[str] = (),
     costs: Mapping[str, float] | None = None,
     shared: str | Mapping[str, str] = "transmit",
 ) -> Cut:
@@ -42,6 +42,13 @@ def split(
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if not isinstance(example_args, tuple):
         example_args = (example_args,)
+    if isinstance(points, str) or not isinstance(points, Collection):
+        raise UsageError(f"points should be names of submodules, not {points!r}")
+    for what, given in (("example_kwargs", example_kwargs), ("costs", costs)):
+        if not isinstance(given, Mapping | None):
+            raise UsageError(f"{what} should be a mapping from names, not {type(given).__name__}")
+    if not isinstance(shared, str | Mapping):
+        raise UsageError(f"shared should be 'transmit' or 'replicate', or a mapping to these, not {shared!r}")
     if not module.training:
         note(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if stages is not None and type(stages) is not int:
@@ -77,7 +84,7 @@ def split(
 
 
 def _starts(
-    flow: Flow, module: nn.Module, stages: int | None, points: Sequence[str], costs: Mapping[str, float] | None
+    flow: Flow, module: nn.Module, stages: int | None, points: Collection[str], costs: Mapping[str, float] | None
 ) -> list[fx.Node]:
     marks, ours = marked(flow), named(flow, module, points)
     found = flow.ordered({*marks, *ours})

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from schedgen.dag import check_apart
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, raised
 from schedgen.graph import check_edges
 from schedgen.program import UPDATES
 from schedgen.scheme import Scheme, Sizes, fill, fourth
@@ -107,7 +107,7 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from None
+        raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
     finally:
         sys.dont_write_bytecode = writes
     for wanted in ("w", "n"):
@@ -124,7 +124,7 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            raise UsageError(f"{path}: edges() raised {type(error).__name__}: {error}") from None
+            raise UsageError(f"{path}: edges() raised {raised(error)}") from None
     edges = None if edges is None else check_edges(edges, sizes.stages)
     apart = getattr(module, "apart", ())
     if not isinstance(apart, (list, tuple)) or (apart and edges is None):

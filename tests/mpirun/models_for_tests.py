@@ -544,10 +544,6 @@ def reads_no_leaf(stages: int) -> Model:
     return _reading(stages, [Input(2)], [Value(0, 0)])
 
 
-def loss_of_what(stages: int) -> Model:
-    return mlp.tiny(stages)._replace(loss_of="step")
-
-
 def too_small(stages: int) -> Model:
     return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
 

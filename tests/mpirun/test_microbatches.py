@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.batches import Microbatches, Minibatch
-from mpirun.loss import WholeLoss
+from mpirun.loss import WholeLoss, try_whole_loss
 from mpirun.microbatches import chunk, samples
 from mpirun.model import Model
 from mpirun.progress import mean
+from mpirun.wiring import Like
 from schedgen.errors import UsageError
 
 ROWS = torch.arange(20).view(10, 2)
@@ -105,6 +107,22 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
         one.take(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
     assert one.losses[0] == 8 and torch.equal(one.gradients(0)[0], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda output, target: output, "the loss should be one number"),
+        (lambda output, target: 5.0, "the loss should be one number"),
+        (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
+        (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
+    ],
+)
+def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any, sentence: str) -> None:
+    model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
+    wires = [SimpleNamespace(outputs=[[Like((4,), torch.float32)]])] * 2
+    with pytest.raises(UsageError, match=sentence):
+        try_whole_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), wires, None)
 
 
 def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mpirun.batches import Microbatch, Microbatches
+from mpirun.batches import Microbatch, Microbatches, Minibatch
 from mpirun.model import Model, build, load
 from mpirun.models import gpt, mlp
 from mpirun.shapes import shapes
@@ -149,6 +153,69 @@ def test_more_stages_than_layers_is_one_clear_error(name):
     assert str(error.value) == (
         f"--model mpirun.models.{name}:tiny: it has {layers} layers, too few for {layers + 1} stages"
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("stages", 5, "stages should be a list, not int"),
+        ("stages", [nn.Identity()], "has 1 stages, not the 2 that it is asked for"),
+        (
+            "stages",
+            [nn.Identity(), {"score": 5}],
+            "stage 1 should be layers by name, a function or a module, not {'score': 5}",
+        ),
+        ("stages", [nn.Identity(), {}], "stage 1 should be layers by name, a function or a module, not {}"),
+        ("loss", None, "loss should be a function, not NoneType"),
+        ("batch", Minibatch(5), "batch should be a function, not int"),
+        ("length", "many", "length should be a number of bytes, not 'many'"),
+        ("length", 0, "length should be a number of bytes, not 0"),
+        ("loss_of", "step", "loss_of should be microbatch or minibatch, not 'step'"),
+        ("split", 0, "split should be a list, not int"),
+        ("split", ["x"], "splits stage 'x', which is none before the last: that is whole"),
+        ("split", [1], "splits stage 1, which is none before the last: that is whole"),
+        ("tied", "ab", "tied should be a list, not str"),
+        ("tied", [[]], "a tie has no places"),
+        ("tied", [[(0, 1)]], "a tie is of pairs (stage, name), not (0, 1)"),
+        ("tied", [[(2, "weight")]], "ties weight of stage 2, but there are 2 stages"),
+        ("tied", [[(0, "a"), (1, "b")], [(0, "a"), (1, "c")]], "ties a of stage 0 twice"),
+        ("reads", 5, "reads should be a list, not int"),
+        ("reads", [[], 5], "what a stage reads should be a list, not int"),
+    ],
+)
+def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, field, value, sentence):
+    module = types.ModuleType("wrong")
+    module.model = lambda stages: mlp.tiny(stages)._replace(**{field: value})
+    monkeypatch.setitem(sys.modules, "wrong", module)
+    with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
+        load("wrong:model", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("tie", "sentence"),
+    [
+        ([(0, "layer0.linear.weight"), (1, "nothing")], "ties nothing of stage 1, which has no such parameter"),
+        ([(0, "nothing"), (1, "score.weight")], "ties nothing of stage 0, which has no such parameter"),
+        (
+            [(0, "layer0.linear.weight"), (1, "score.weight")],
+            "ties layer0.linear.weight of stage 0, torch.float32 of shape (128, 128), to torch.float32 of shape (256",
+        ),
+    ],
+)
+def test_what_cannot_be_tied_is_one_sentence(tie, sentence):
+    with pytest.raises(UsageError, match=re.escape(f"the model {sentence}")):
+        build(mlp.tiny(2)._replace(tied=[tie]), 1, 0)
+
+
+def test_what_a_model_raises_is_on_one_line(monkeypatch):
+    def model(stages: int) -> Model:
+        raise ValueError("two\nlines")
+
+    module = types.ModuleType("wrong")
+    module.model = model
+    monkeypatch.setitem(sys.modules, "wrong", module)
+    with pytest.raises(UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines$"):
+        load("wrong:model", 2, 0)
 
 
 def test_the_small_models_have_the_sizes_they_say():

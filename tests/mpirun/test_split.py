@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -428,6 +429,7 @@ def line_of(name: str) -> str:
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
         ("Rounded", "a torch.autograd.Function, .* is not traced, and its gradients would be others"),
         ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, is not traced"),
+        ("Generated", "a Generator is no part of a stage"),
         ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("Counted", "changes the buffer seen, which several stages would use"),
@@ -472,6 +474,8 @@ MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        ({"points": "head"}, "points should be names of submodules, not 'head'"),
+        ({"points": [3]}, "points: the submodule 3 does not exist"),
         ({"points": ["blocks.9"]}, "the submodule 'blocks.9' does not exist; did you mean blocks.[0-3]"),
         ({"points": ["blocks.0.dropout"]}, "'blocks.0.dropout' runs 2 times"),
         ({"points": ["blocks"]}, "'blocks' computes nothing"),
@@ -483,8 +487,14 @@ MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
         ({"stages": 0}, "0 stages: there should be one at least"),
         ({"stages": 4000}, r"can be cut into \d+ stages at most, not 4000"),
         ({"stages": 2, "costs": {"hed": 1}}, "costs: the submodule 'hed' does not exist; did you mean head"),
+        ({"stages": 2, "costs": [1, 2]}, "costs should be a mapping from names, not list"),
+        (
+            {"stages": 2, "costs": {"head": math.nan}},
+            "costs: that of 'head' should be a number that is not negative",
+        ),
         ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
         ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
+        ({"stages": 2, "shared": None}, "shared should be 'transmit' or 'replicate', or a mapping to these, not None"),
         (
             {"stages": 2, "shared": {"wrds.weight": "replicate"}},
             "'wrds.weight' does not exist; did you mean words.weight",
@@ -494,6 +504,24 @@ MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
 def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         split(GPT2Like(), (TOKENS, MASK), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why"),
+    [
+        ((), {}, "cannot be called with the example: missing a required argument"),
+        ((TOKENS, MASK, MASK), {}, "cannot be called with the example: too many positional arguments"),
+        (
+            (TOKENS, MASK),
+            {"more": MASK},
+            "called with the example: got an unexpected keyword argument 'more'",
+        ),
+        ((TOKENS, MASK), 5, "example_kwargs should be a mapping from names, not int"),
+    ],
+)
+def test_examples_that_do_not_fit(args: Any, kwargs: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(GPT2Like(), args, kwargs, stages=2)
 
 
 def test_a_point_that_runs_twice_is_named_with_its_line() -> None:

@@ -163,7 +163,7 @@ MISTAKES = {
     "mpirun.models.gpt:tiny": (8, "the schedule has shards, but no stage of the model can be split"),
     GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --whole 0"),
     "models_for_tests:drops_in_shards": (2, "stage 0 of the model is split, but draws random numbers"),
-    "models_for_tests:splits_the_last": (2, "the model splits stage 1, but it may split 0 to 0: the last is whole"),
+    "models_for_tests:splits_the_last": (2, "splits stage 1, which is none before the last: that is whole"),
     "models_for_tests:splits_a_module": (2, "stage 0 of the model is split, but it is a module, not what builds one"),
     "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 shards"),
     "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model is split, but shares parameters with others"),
