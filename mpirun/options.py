@@ -56,7 +56,8 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
         "--tolerance",
         type=_fraction,
         metavar="X",
-        help="relative difference that --verify allows; default: 1e-5, with --autocast 1e-2, and 5e-2 where parameters are narrower than float32",
+        help="relative difference that --verify allows; default: 1e-5, 1e-2 with --autocast, 5e-2 where parameters "
+        "are narrower than float32",
     )
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
