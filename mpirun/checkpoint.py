@@ -49,7 +49,7 @@ class Manifest(NamedTuple):
     folder: Path
     step: int  # how many are done
     seed: int
-    facts: dict[str, Any]  # optimizer, data, schedule and the above
+    facts: dict[str, Any]  # optimizer and its options, data, schedule, what was changed on the way, and the above
     parts: list[Part]
 
     def files(self, kind: str) -> dict[str, Path]:
@@ -177,13 +177,15 @@ def manifest(folder: Path) -> Manifest:
     """RefusedFile where the folder is no checkpoint that this version reads. Its parts are not looked at."""
     file = folder / MANIFEST
     try:
-        facts = {"data": None, "optimizer": None, **json.loads(file.read_bytes())}
+        facts = {"optimizer": None, "options": {}, "changed": [], **json.loads(file.read_bytes())}
         if facts.pop("checkpoint") != VERSION:
             raise RefusedFile(f"{file}: of another version")
         parts = [Part(**part) for part in facts.pop("parts")]
         numbers = [facts["step"], facts["seed"], *(part.bytes for part in parts)]
         sound = all(type(one) is int and one >= 0 for one in numbers) and max(numbers[:2]) < 2**31
         sound &= all(isinstance(name, str) for part in parts for name in part.entries)
+        sound &= isinstance(facts["options"], dict) and isinstance(facts["changed"], list)
+        sound &= facts["data"].keys() >= {"text", "microbatches"}
         if not sound or not all(_PART.fullmatch(part.name) for part in parts):
             raise RefusedFile(f"{file}: damaged")
     except FileNotFoundError:

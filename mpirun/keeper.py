@@ -62,6 +62,8 @@ class Keeper:
                 "text": hashlib.sha256(of.text.numpy().data).hexdigest() if comm.rank == 0 else "",
                 "microbatches": header.microbatches * of.walks,
             },
+            "options": _options(of),
+            "changed": [],
         }
         mine = [(name, s) for s, stage in stages.items() if self._has_rest(s) for name in rest(of.model, stage)]
         beside = [one for of_rank in comm.allgather(mine) for one in of_rank]
@@ -188,8 +190,10 @@ class Keeper:
         self.last = found.step
         if self.comm.rank == 0:
             print(f"resumed after step {found.step}: {found.folder}", flush=True)
-            for what in self.others(found):
+            others = self.others(found)
+            for what in others:
                 print(f"mpirun: note: the checkpoint was made with {what}", file=sys.stderr, flush=True)
+            self.facts["changed"] = [*found.facts["changed"], *others]
 
     def others(self, found: Manifest) -> list[str]:
         """What a checkpoint was made with that is another here, in words. On rank 0."""
@@ -199,6 +203,11 @@ class Keeper:
             f"seed {found.facts['seed']}, not {self.of.seed}": found.facts["seed"] != self.of.seed,
             "another text": before["text"] != here["text"],
             counts: before["microbatches"] != here["microbatches"],
+        }
+        given, now = found.facts["options"], self.facts["options"]
+        differs |= {
+            f"{_said(name, given.get(name))}, not {_said(name, now.get(name))}": given.get(name) != now.get(name)
+            for name in {**given, **now}
         }
         return [words for words, wrong in differs.items() if wrong]
 
@@ -241,6 +250,21 @@ class Keeper:
                     restored.append(of_one | pieces_of)
                 self.optimizer.restore((index, via), restored)
             self.state[BEAT] += 1
+
+
+def _options(of: Training) -> dict[str, Any]:
+    """What a step depends on besides, by option; what is not given is not there."""
+    recipe = of.recipe
+    given = {"--lr": recipe.lr, "--weight-decay": recipe.weight_decay, "--lr-schedule": recipe.schedule}
+    given |= {"--clip": recipe.clip, "--autocast": "bf16" if of.mixed else None}
+    given |= {"--momentum": recipe.momentum or None, "--warmup": recipe.warmup or None}
+    if recipe.schedule != "constant":
+        given["--steps"] = recipe.steps
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _said(name: str, value: object) -> str:
+    return f"no {name}" if value is None else f"{name} {value}"
 
 
 def _of_part(stage: Stage, via: int, part: Tensor, names: Sequence[str]) -> list[tuple[Tensor, str, Piece | None]]:

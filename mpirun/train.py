@@ -77,7 +77,7 @@ class Run:
         )
         if found is not None:
             if options.verify:
-                on_rank_0(comm, lambda: _repeatable(keeper.others(found)))
+                on_rank_0(comm, lambda: _repeatable([*found.facts["changed"], *keeper.others(found)]))
             keeper.take(found)
         if options.save:
             keeper.save_to(options.save, options.keep, options.resume)

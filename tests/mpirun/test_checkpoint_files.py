@@ -17,7 +17,8 @@ def write(directory: Path, step: int) -> Path:
     """A checkpoint of one parameter."""
     checkpoint.begin(directory, step)
     part = checkpoint.write_part(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
-    return checkpoint.publish(directory, step, {"step": step, "seed": 0}, [part])
+    facts = {"step": step, "seed": 0, "data": {"text": "", "microbatches": 1}}
+    return checkpoint.publish(directory, step, facts, [part])
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -71,6 +72,10 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
         {"step": 1e999},
         {"step": "1"},
         {"seed": None},
+        {"data": None},
+        {"data": {}},
+        {"options": 1},
+        {"changed": {}},
         {"parts": 1},
         {"parts": [1]},
         {"parts": [{"name": "weights-0.safetensors"}]},

@@ -151,6 +151,11 @@ def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
     runs["into itself"] = [*command, "--save", saved / "adamw" / "half" / older]
     runs["no name"] = [*command, "--save", ""]
     runs["seed"] = [*command, "--seed", 1, "--resume", saved / "adamw" / "half"]
+    options = ["--lr", 0.5, "--warmup", 9]
+    resumed = ["--resume", saved / "adamw" / "half"]
+    runs["options"] = [*command, *options, *resumed, "--save", folder / "changed", "--every", 1]
+    runs["options, to be verified"] = [*command, *options, *resumed, "--verify"]
+    runs["changed on the way"] = [*command, *options, "--resume", folder / "changed", "--verify"]
     return dict(zip(runs, mistakes(4, list(runs.values())), strict=True)), folder
 
 
@@ -206,6 +211,15 @@ def test_what_cannot_be_resumed_or_saved_is_refused(damaged, name, code, sentenc
 def test_another_seed_is_said(damaged):
     ended = damaged[0]["seed"]
     assert (ended.code, ended.err) == (0, "mpirun: note: the checkpoint was made with seed 0, not 1\n")
+
+
+def test_other_options_are_said_and_cannot_be_verified(damaged):
+    ended = damaged[0]["options"]
+    made = "mpirun: note: the checkpoint was made with"
+    assert (ended.code, ended.err) == (0, f"{made} --lr 0.001, not --lr 0.5\n{made} no --warmup, not --warmup 9\n")
+    for name in ("options, to be verified", "changed on the way"):
+        why = "--verify repeats all steps from the first, but the checkpoint was made with --lr 0.001, not --lr 0.5"
+        assert (damaged[0][name].code, damaged[0][name].err) == (2, f"mpirun: {why}\n")
 
 
 # Keeping
