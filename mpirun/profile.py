@@ -2,8 +2,8 @@
 
 Every rank trains all stages by schedules of one worker, with the interpreter
 that trains, and times its instructions; all ranks do so at once, and share
-cores and memory's bandwidth as they do in training. Bytes are counted by the
-tracker, in steps of their own. Messages are timed between neighbouring ranks.
+cores and memory's bandwidth as they do in training. Bytes are the same on all:
+the first counts them by the tracker, in steps of its own. Messages are timed between neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Profile:
 
     def write(self) -> int:
         """Measure, and write the file on rank 0; the exit code."""
-        sizes = self._bytes()
+        sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds()
         alpha, beta = links(self.comm, self.training.crowded)
         if self.comm.size == 1:

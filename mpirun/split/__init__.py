@@ -1,6 +1,6 @@
 """From an nn.Module to the stages of a model and what each of them reads."""
 
-from torch.distributed.pipelining import pipe_split
+from typing import TYPE_CHECKING, Any
 
 from mpirun.split.coupled import batch_coupled
 from mpirun.split.cut import Cut
@@ -8,4 +8,16 @@ from mpirun.split.errors import MpirunWarning
 from mpirun.split.sequential import split_sequential
 from mpirun.split.traced import split
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import pipe_split
+
 __all__ = ["Cut", "MpirunWarning", "batch_coupled", "pipe_split", "split", "split_sequential"]
+
+
+def __getattr__(name: str) -> Any:
+    """torch's own mark, for a model that uses it: its package takes a second to import."""
+    if name != "pipe_split":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch.distributed.pipelining import pipe_split
+
+    return pipe_split

@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]  # tensors in both have no data
+    fewer: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # the same of a microbatch with a sample less
 
     def leaves(self, data: Any, whole: bool = False) -> tuple[Any, ...]:
         """Those of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
@@ -47,15 +48,14 @@ class Inputs(NamedTuple):
         return tuple(leaves)
 
     def check(self, leaves: Sequence[Any]) -> None:
-        """UsageError where leaves are no microbatch like the example."""
-        names = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path((self.args, self.kwargs))]
-        for name, leaf, one in zip(names, leaves, pytree.tree_leaves((self.args, self.kwargs)), strict=True):
-            given, example = map(_seen, (leaf, one))
-            if given != example:
-                raise UsageError(
-                    f"input {name[3:]} of a microbatch is {given}, but the module was traced on {example}: "
-                    "every microbatch has the example's shapes"
-                )
+        """UsageError where leaves are no microbatch like the example, or like that with a sample less."""
+        if self.fewer is not None and _other(leaves, self.fewer) is None:
+            return
+        if (wrong := _other(leaves, (self.args, self.kwargs))) is not None:
+            shapes = "every microbatch has the example's shapes" + (
+                "; split with dims, it may have a sample less" if self.fewer is None else ", or a sample less"
+            )
+            raise UsageError(f"{wrong}: {shapes}")
 
 
 class Output(NamedTuple):
@@ -182,6 +182,15 @@ def _layers(stage: nn.Module) -> nn.Module | dict[str, Callable[[], nn.Module]]:
     if type(stage) is not nn.Sequential or len({*map(id, stage)}) < len(stage):
         return stage
     return {name: Copied(child) for name, child in stage.named_children()}
+
+
+def _other(leaves: Sequence[Any], example: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    """What is another than in the example."""
+    for (path, one), leaf in zip(pytree.tree_leaves_with_path(example), leaves, strict=True):
+        if _seen(leaf) != _seen(one):
+            name = pytree.keystr(path)[3:]
+            return f"input {name} of a microbatch is {_seen(leaf)}, but the module was traced on {_seen(one)}"
+    return None
 
 
 def _seen(leaf: Any) -> str:

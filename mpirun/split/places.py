@@ -8,13 +8,13 @@ from itertools import pairwise
 from numbers import Real
 
 from torch import fx, nn
-from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
 from mpirun.split.borders import NEVER, balanced
 from mpirun.split.errors import place, unknown
 from mpirun.split.flow import Flow, persistent, size
 from schedgen.errors import UsageError
 
+MARK = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph
 SLACK = 0.1  # how much slower the slowest stage may be so that less is sent
 
 
@@ -22,7 +22,7 @@ def marked(flow: Flow) -> list[fx.Node]:
     """Where the model's source calls pipe_split."""
     found = []
     for mark in flow.graph.nodes:
-        if mark.target is aten_pipe_split_alias:
+        if str(mark.target) == MARK:
             behind = [node for node in flow.body if flow.position[node] > flow.position[mark]]
             if not behind:
                 raise UsageError(f"{place(mark)}: the stage that begins here would have no computation")

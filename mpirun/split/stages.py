@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from mpirun.split.flow import Flow, size
+from mpirun.split.sizes import SHAPES, look_up
 from mpirun.wiring import Input, Source, Value
 
 aten = torch.ops.aten
@@ -79,9 +80,11 @@ class Builder:
                 new[node] = graph.node_copy(node, new.__getitem__)
                 if node.target is aten.view.default and self.flow.root(node) not in self.flow.writes:
                     new[node].target = aten.reshape.default  # what is received is contiguous, whatever was traced
-                new[node].meta = {"stack_trace": node.meta.get("stack_trace")}  # others hold fake tensors
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
+        for node, copied in new.items():  # the rest holds fake tensors
+            copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
+        look_up(graph)
         _follow_device(graph)
         outputs = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
@@ -109,6 +112,7 @@ class Builder:
             root.register_buffer(last, value.detach().clone())
         else:
             code = copy.deepcopy(value)
+            look_up(code.graph)
             for node in code.graph.nodes:
                 node.meta = {"stack_trace": node.meta.get("stack_trace")}
             _follow_device(code.graph)

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import fx, nn
 
+from mpirun.microbatches import Dims
 from mpirun.split.coupled import warn
 from mpirun.split.cut import Cut
 from mpirun.split.errors import note, unknown
 from mpirun.split.flow import Flow
 from mpirun.split.inplace import separate, separate_inputs
 from mpirun.split.places import automatic, marked, modules, named
+from mpirun.split.sizes import fewer, merged
 from mpirun.split.stages import Builder
 from mpirun.split.trace import trace
 from schedgen.errors import UsageError
@@ -30,6 +32,7 @@ def split(
     points: Collection[str] = (),
     costs: Mapping[str, float] | None = None,
     shared: str | Mapping[str, str] = "transmit",
+    dims: Dims = None,
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
@@ -37,6 +40,8 @@ def split(
     none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimate
     of what they cost, flops and bytes of parameters; others then cost nothing. `shared`: whether a parameter
     that several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or that by name.
+    `dims`: along which dimension the example's samples lie, a number, or nested as args, kwargs or (args, kwargs),
+    None for what is not of samples: it is traced a second time, and microbatches may have a sample less.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
@@ -53,7 +58,11 @@ def split(
         note(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if stages is not None and type(stages) is not int:
         raise UsageError(f"stages should be a whole number, not {stages!r}")
-    flow = separate_inputs(Flow(trace(module, example_args, dict(example_kwargs or {}))))
+    example_kwargs = dict(example_kwargs or {})
+    traced = trace(module, example_args, example_kwargs)
+    if dims is not None:
+        traced = merged(traced, trace(module, *fewer(example_args, example_kwargs, dims)))
+    flow = separate_inputs(Flow(traced))
     if not flow.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
     starts = _starts(flow, module, stages, points, costs)

@@ -12,8 +12,8 @@ WIDTH, WORDS, LENGTH = 16, 32, 8
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    heads = [x.unflatten(-1, (2, -1)).transpose(1, 2) for x in (q, k, v)]
-    return nnf.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2).flatten(2)
+    heads = [x.view(*x.shape[:2], 2, -1).transpose(1, 2) for x in (q, k, v)]
+    return nnf.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2).reshape(q.shape)
 
 
 class Block(nn.Module):

@@ -20,12 +20,13 @@ CASES = [(model, scheme) for model in PLAIN[:-1] for scheme in SCHEMES if "greed
 CASES += [("tied_replicated", "1f1b"), ("tied_replicated", "fslpp")]
 CASES += [*zip(TRANSFORMERS, ("zb-h1", "1f1b", "fslpp"), strict=False)]
 CASES += [("two_tower", "gpipe, greedy"), ("two_tower", "1f1b, greedy"), ("sequential", "zb-h1")]
+CASES += [("uneven", "1f1b"), ("uneven", "fslpp")]
 
 
 @pytest.fixture(scope="module")
 def graphs(several, tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
-    models = (*PLAIN, *TRANSFORMERS, "sequential")
+    models = (*PLAIN, *TRANSFORMERS, "sequential", "uneven")
     runs = [["graph", "--model", f"split_models:{name}", "--stages", 4, "-o", folder / name] for name in models]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
     return {name: folder / name for name in models}

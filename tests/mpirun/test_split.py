@@ -175,12 +175,78 @@ def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]
 def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
     module, inputs = transformer(name, attention)
     module.train()
-    cut = split(module, (), inputs, stages=stages, shared=shared)
+    sized = stages == 3
+    inputs = {key: torch.cat([one, one.flip(1)])[: 3 if sized else 2] for key, one in inputs.items()}
+    cut = split(module, (), inputs, stages=stages, shared=shared, dims=0 if sized else None)
     travels(cut)
     agree(module, cut, (), inputs)
+    if sized:
+        agree(module, cut, (), {key: one[:2] for key, one in inputs.items()})
     for value in cut.bytes:  # masks and positions are made where they are used
         output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
         assert "mask" not in str(output)
+
+
+class Sized(nn.Module):
+    """Numbers that depend on the number of samples: shapes, factors, bounds, and some in a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        samples = len(x)
+        x = nnf.dropout(self.one(x).view(samples * 2, -1).view(samples, -1), 0.5) / samples + x.new_zeros(samples, 1)
+        with torch.no_grad():
+            mean = x.reshape(samples, 2, -1).sum(1) / samples
+        x = self.two(torch.cat([mean, mean], 1) * x) + torch.arange(samples).view(samples, 1) + table
+        y = torch.zeros(samples, WIDTH)
+        y[: samples - 1] = x[1:]
+        return self.three(x.reshape(samples * 4, -1).reshape(samples, -1) + y), x[samples - 1]
+
+
+@pytest.mark.parametrize(("samples", "stages"), [(4, 1), (4, 2), (4, 3), (2, 3)])
+def test_a_microbatch_may_have_a_sample_less(samples: int, stages: int) -> None:
+    module, table = Sized(), torch.ones(WIDTH)
+    cut = split(module, (X[:samples], table), stages=stages, dims=(0, None))
+    for count in (samples, samples - 1):
+        assert cut.leaves((X[:count], table))[0].shape == (count, WIDTH)
+        agree(module, cut, (X[:count], table))
+    for count in (samples + 1, samples - 2):
+        with pytest.raises(UsageError, match=r"input \[0\] of a microbatch is .*example's shapes, or a sample less"):
+            cut.leaves((torch.zeros(count, WIDTH), table))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_modules_of_two_sizes(name: str) -> None:
+    make, *example = PLAIN[name]
+    args, kwargs = pytree.tree_map(lambda one: torch.cat([one, one.flip(1)])[:3], example)
+    module = make()
+    cut = split(module, args, kwargs, stages=3, dims=0)
+    for count in (3, 2):
+        agree(module, cut, *pytree.tree_map(lambda one: one[:count], (args, kwargs)))
+
+
+@pytest.mark.parametrize("name", ["Times", "Halved", "Constant", "Tells"])
+def test_what_is_computed_may_not_depend_on_the_number_of_samples(name: str) -> None:
+    with pytest.raises(UsageError, match="does something else for a microbatch with a sample less") as refused:
+        split(getattr(untraceable, name)(), X, stages=2, dims=0)
+    assert line_of(name) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("dims", "why"),
+    [
+        (2, "the minibatch.* has 2 dimensions, so none is 2"),
+        ((0, 0), r"dims: \(0, 0\) is not nested as the minibatch"),
+        ("x", "dims: 'x' is neither a dimension nor None"),
+    ],
+)
+def test_dims_that_the_example_does_not_have(dims: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(untraceable.Repeated(), X, stages=2, dims=dims)
+    with pytest.raises(UsageError, match="dims: the example has one sample, so a smaller microbatch would have none"):
+        split(untraceable.Repeated(), X[:1], stages=2, dims=0)
 
 
 # Where it is cut

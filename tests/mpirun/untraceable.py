@@ -151,6 +151,32 @@ class Hooked(Layers):
         return self.two(x)
 
 
+class Times(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x)):
+            x = self.one(x)  # here
+        return self.two(x)
+
+
+class Halved(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) % 2:
+            return self.two(self.one(x))
+        return self.two(x)  # here
+
+
+class Constant(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = x + torch.tensor([len(x)])  # here
+        return self.two(x)
+
+
+class Tells(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return self.two(self.one(x)), len(x)  # here
+
+
 class Returns(Layers):
     def forward(self, x: Tensor) -> Any:  # here
         return iter([self.one(x)])
