@@ -1,7 +1,7 @@
 """Random numbers in a model depend on the step, the microbatch and the layer: never on rank, scheme or order.
 
-A layer is an entry of the mapping that a stage of the model is given as; a
-stage given otherwise is one layer. Layers that draw random numbers in their
+A layer is an entry of the mapping that a stage of the model is given as, or in
+a traced stage an operation that draws; a stage given otherwise is one layer. Layers that draw random numbers in their
 forward (dropout) are found once, on fake tensors, and before each of their
 forwards the generator is seeded anew: a forward done again, on whichever rank,
 draws the same.
@@ -26,6 +26,17 @@ def number(*parts: int | str) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
 
+class Draw(nn.Module):
+    """An operation of a traced module that draws, as a layer with a name that does not depend on the cut."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.operation(*args, **kwargs)
+
+
 class Draws:
     """Seeds the layers of one stage that draw; `at` says for which step and microbatch."""
 
@@ -47,11 +58,11 @@ class Watch(TorchDispatchMode):
     """Notes which of a module's layers draw random numbers while it is active."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        """`names` of the layers; empty: the module is one."""
+        """`names` of the layers; empty: each `Draw` in the module is one, or else the module."""
         super().__init__()
         self.drawn = False
         self.found: list[str] = []
-        for name in names or [ALL]:
+        for name in names or [name for name, one in module.named_modules() if isinstance(one, Draw)] or [ALL]:
             layer = module.get_submodule(name) if name else module
             layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))
             layer.register_forward_hook(lambda *_, name=name: self.found.append(name) if self.drawn else None)

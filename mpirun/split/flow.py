@@ -82,6 +82,10 @@ class Flow:
     def ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self.position.__getitem__)
 
+    def draws(self, node: fx.Node) -> bool:
+        """Whether it draws random numbers."""
+        return _random(node, self.traced.state)
+
     def _free(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             return True
@@ -90,7 +94,7 @@ class Flow:
         return (
             node.op == "call_function"
             and all(one in self.free for one in self.needs[node])
-            and not _random(node, self.traced.state)
+            and not self.draws(node)
             and self.flops.get(node, 0) <= CHEAP * size(node)
         )
 

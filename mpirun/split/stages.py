@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from mpirun.randomness import Draw
 from mpirun.split.flow import Flow, size
 from mpirun.split.sizes import SHAPES, look_up
 from mpirun.wiring import Input, Source, Value
 
 aten = torch.ops.aten
+DRAWS = "draws_of_stage"  # the submodule that has its layers that draw
 
 
 class Stages(NamedTuple):
@@ -77,7 +79,7 @@ class Builder:
         new = {node: graph.placeholder(node.name) for node in foreign}
         for node in nodes:
             if node not in new:
-                new[node] = graph.node_copy(node, new.__getitem__)
+                new[node] = self._drawing(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
                 if node.target is aten.view.default and self.flow.root(node) not in self.flow.writes:
                     new[node].target = aten.reshape.default  # what is received is contiguous, whatever was traced
                 if node.op == "get_attr":
@@ -96,6 +98,18 @@ class Builder:
             owner, _, last = name.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(last)
         return module
+
+    def _drawing(
+        self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]
+    ) -> fx.Node | None:
+        """A node that draws random numbers, as a layer."""
+        if node.op != "call_function" or not self.flow.draws(node):
+            return None
+        if not hasattr(root, DRAWS):
+            root.add_module(DRAWS, nn.Module())
+        root.get_submodule(DRAWS).add_module(node.name, Draw(node.target))  # type: ignore[arg-type]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
+        return graph.create_node("call_module", f"{DRAWS}.{node.name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
         """The parameter itself in the first stage that has it, else a copy."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -77,6 +78,23 @@ def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_pat
     runs = [[first, *arguments, *saved], *([one, *arguments, *resumed, "--verify"] for one in (second, other))]
     (code, _), (again, out), (refused, _) = several(4, runs)
     assert (code, again, refused) == (0, 0, 2) and "resumed after step 1" in out
+
+
+def test_dropout_of_a_traced_module_does_not_depend_on_the_cut(several, compiled, graphs, text, tmp_path):
+    """Nor do losses and norms, to the bit, whatever the scheme."""
+    model = ["--model", "split_models:gpt2"]
+    ((code, _),) = several(1, [["graph", *model, "--stages", 2, "-o", tmp_path / "two"]])
+    assert code == 0
+    schedules = {
+        "four": compiled("1f1b", graph=graphs["gpt2"], microbatches=4, workers=4),
+        "two": compiled("fsdp", graph=tmp_path / "two", microbatches=4, workers=4),
+    }
+    common = ["--text", text, "--steps", 3, "--canonical", "--threads", 1, "--clip", 1, "--metrics"]
+    runs = [[schedule, *model, *common, tmp_path / f"{name}.jsonl"] for name, schedule in schedules.items()]
+    assert [code for code, _ in several(4, runs)] == [0, 0]
+    rows = [[json.loads(row) for row in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in schedules]
+    four, two = ([(row["loss"], row["grad_norm"]) for row in one] for one in rows)
+    assert four == two and len(set(four)) == 3
 
 
 def test_what_only_some_read_goes_straight_to_them(graphs):
