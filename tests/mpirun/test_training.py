@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-GPT = "mpirun.models.gpt:tiny"
-STEPS = 30
+GPT, SMALL = "mpirun.models.gpt:tiny", "models_for_tests:gpt_tiny"
+STEPS = 20
 AGAIN = ("1f1b", "fslpp", "lpp")  # ranks send activations; and add gradients; and sum them over owners
 
 
@@ -46,7 +46,7 @@ def short(several, traces, text, tmp_path_factory):
         "sgd": ["lpp.json", "--optimizer", "sgd", "--lr", 0.1, "--momentum", 0.9, "--verify", "--canonical"],
         **{f"{name} again": [f"{name}.json"] for name in AGAIN},
     }
-    common = ["--model", GPT, "--text", text, "--steps", 4, "--metrics"]
+    common = ["--model", SMALL, "--text", text, "--steps", 4, "--metrics"]
     commands = [[traces / name, *more, *common, folder / run] for run, (name, *more) in runs.items()]
     done = several(4, commands[: -len(AGAIN)]) + several(4, commands[-len(AGAIN) :], fresh=True)
     return dict(zip(runs, done, strict=True)), folder
