@@ -12,22 +12,25 @@ import time
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun import delayed, verify
 from mpirun.assemble import interpreter
-from mpirun.checkpoint import Manifest
+from mpirun.checkpoint.facts import others
+from mpirun.checkpoint.files import Manifest
+from mpirun.checkpoint.keeper import Keeper
+from mpirun.checkpoint.resume import newest
 from mpirun.errors import Stop, meet, on_rank_0, together, writable
 from mpirun.finite import origin
 from mpirun.guard import BEAT, PHASE, ROW, VERIFYING
 from mpirun.guard.watch import Watch
 from mpirun.interpreter import Result
-from mpirun.keeper import Keeper, newest
 from mpirun.progress import Progress
-from mpirun.record import Mine, Pieces, Record, compare, directionless, gather, named, put_together, tolerance
 from mpirun.schedule import schedule
 from mpirun.shards import Unit
 from mpirun.trace import Trace
 from mpirun.tracker import measure
 from mpirun.training import training
+from mpirun.verify import delayed, plain
+from mpirun.verify.compare import compare, directionless, tolerance
+from mpirun.verify.record import Mine, Pieces, Record, gather, named, put_together
 from schedgen.errors import UsageError
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
@@ -77,7 +80,7 @@ class Run:
         )
         if found is not None:
             if options.verify:
-                on_rank_0(comm, lambda: _repeatable([*found.facts["changed"], *keeper.others(found)]))
+                on_rank_0(comm, lambda: _repeatable([*found.facts["changed"], *others(found.facts, keeper.facts)]))
             keeper.take(found)
         if options.save:
             keeper.save_to(options.save, options.keep, options.resume)
@@ -188,7 +191,7 @@ class Run:
         if header.tensor > 1 and isinstance(ours, Record):
             together = put_together(of, header, ours)
             if isinstance(together, str) or not options.canonical:  # else the reference adds up shards as the ranks do
-                ours, (of, header) = together, verify.without_shards(of, header)
+                ours, (of, header) = together, plain.without_shards(of, header)
         used = delayed.versions(self.comm, self.program) if self.header.versions else None
         code = 0
         if isinstance(ours, str):
@@ -197,7 +200,7 @@ class Run:
         elif ours is not None:
             last = max(self.begun, options.steps)  # --resume may find more
             if used is None:
-                theirs = verify.reference(of, header, self.begun, last, self._beat)
+                theirs = plain.reference(of, header, self.begun, last, self._beat)
             else:
                 theirs = delayed.reference(self.training, self.header, used, self.begun, last, self._beat)
             code = self._compared(ours, theirs)

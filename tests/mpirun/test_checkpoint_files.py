@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from mpirun import checkpoint
+from mpirun.checkpoint import files
 from schedgen.errors import RefusedFile
 
 
 def write(directory: Path, step: int) -> Path:
     """A checkpoint of one parameter."""
-    checkpoint.begin(directory, step)
-    part = checkpoint.write_part(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
+    files.begin(directory, step)
+    part = files.write_part(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
     facts = {"step": step, "seed": 0, "data": {"text": "", "microbatches": 1}}
-    return checkpoint.publish(directory, step, facts, [part])
+    return files.publish(directory, step, facts, [part])
 
 
 def test_what_is_written_is_read(tmp_path):
-    found = checkpoint.manifest(write(tmp_path, 7))
+    found = files.manifest(write(tmp_path, 7))
     for part in found.parts:
-        checkpoint.verify_part(found.folder, part)
+        files.verify_part(found.folder, part)
     assert (found.step, found.seed) == (7, 0)
-    assert checkpoint.read(found.files("weights"), ["a", "b"])["a"].tolist() == [7, 7]
+    assert files.read(found.files("weights"), ["a", "b"])["a"].tolist() == [7, 7]
 
 
 def test_the_newest_is_that_of_the_highest_step(tmp_path):
@@ -36,9 +36,9 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path):
         write(tmp_path, step)
     write(tmp_path, 4).rename(tmp_path / "step-00000004-best")
     (tmp_path / "step-00000005").write_bytes(b"")
-    names = [folder.name for folder in checkpoint.folders(tmp_path)]
+    names = [folder.name for folder in files.folders(tmp_path)]
     assert names == [f"step-{step:08d}" for step in sorted(steps, reverse=True)]
-    checkpoint.prune(tmp_path, 100_000_000, keep=1)
+    files.prune(tmp_path, 100_000_000, keep=1)
     assert {one.name for one in tmp_path.iterdir()} == {"step-100000000", "step-00000004-best", "step-00000005"}
 
 
@@ -46,8 +46,8 @@ def test_a_later_one_that_could_not_be_read_does_not_count_as_kept(tmp_path):
     """A run that had to go on from step 3 keeps what it writes, not what it could not read."""
     for step in (3, 9, 4):
         write(tmp_path, step)
-    checkpoint.prune(tmp_path, 4, keep=1)
-    assert [checkpoint.manifest(folder).step for folder in checkpoint.folders(tmp_path)] == [9, 4]
+    files.prune(tmp_path, 4, keep=1)
+    assert [files.manifest(folder).step for folder in files.folders(tmp_path)] == [9, 4]
 
 
 def test_what_cannot_be_removed_stays(tmp_path):
@@ -55,8 +55,8 @@ def test_what_cannot_be_removed_stays(tmp_path):
     for step in (1, 2):
         write(tmp_path, step)
     (tmp_path / ".old-step-00000001").write_bytes(b"")
-    checkpoint.prune(tmp_path, 2, keep=1)
-    assert [checkpoint.manifest(folder).step for folder in checkpoint.folders(tmp_path)] == [2, 1]
+    files.prune(tmp_path, 2, keep=1)
+    assert [files.manifest(folder).step for folder in files.folders(tmp_path)] == [2, 1]
 
 
 PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["a"]}
@@ -87,13 +87,13 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
     ],
 )
 def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[str, Any]):
-    file = write(tmp_path, 1) / checkpoint.MANIFEST
+    file = write(tmp_path, 1) / files.MANIFEST
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(RefusedFile, match=r"manifest\.json: (damaged|of another version)$"):
-        checkpoint.manifest(file.parent)
+        files.manifest(file.parent)
 
 
 def test_what_the_format_has_no_type_for_is_refused(tmp_path):
-    checkpoint.begin(tmp_path, 1)
+    files.begin(tmp_path, 1)
     with pytest.raises(RefusedFile, match=r"weights-0\.safetensors: .*complex128"):
-        checkpoint.write_part(tmp_path, 1, "weights", 0, {"a": torch.ones(1, dtype=torch.complex128)})
+        files.write_part(tmp_path, 1, "weights", 0, {"a": torch.ones(1, dtype=torch.complex128)})

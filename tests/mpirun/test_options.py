@@ -20,7 +20,8 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from mpirun.model import build
 from mpirun.models import mlp
 from mpirun.optimizer import Recipe
-from mpirun.record import Record, compare
+from mpirun.verify.compare import compare
+from mpirun.verify.record import Record
 
 MLP, DROPPING = "mpirun.models.mlp:tiny", "models_for_tests:dropping"
 LR, STEPS, WARMUP = 0.01, 6, 3

@@ -8,10 +8,10 @@ import sys
 
 from mpi4py import MPI
 
-from mpirun import checkpoint
 from mpirun.__main__ import main
+from mpirun.checkpoint import files
 
-write_part = checkpoint.write_part
+write_part = files.write_part
 
 
 def when_full(directory, step, kind, rank, entries):
@@ -25,5 +25,5 @@ def when_full(directory, step, kind, rank, entries):
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 if MPI.COMM_WORLD.rank == 0:
-    checkpoint.write_part = when_full
+    files.write_part = when_full
 sys.exit(main())

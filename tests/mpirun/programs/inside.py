@@ -28,7 +28,7 @@ from mpi4py import MPI
 import mpirun.train
 from mpirun.device import Device, device
 from mpirun.options import train_options
-from mpirun.record import Mine, Record, gather
+from mpirun.verify.record import Mine, Record, gather
 
 WORLD = MPI.COMM_WORLD
 

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from mpirun.record import Parameters, Record, compare, directionless
+from mpirun.verify.compare import compare, directionless
+from mpirun.verify.record import Parameters, Record
 
 LIMIT = 1e-5
 START = {(stage, name): torch.full((64,), 0.5) for stage in range(2) for name in ("weight", "bias")}

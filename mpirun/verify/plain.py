@@ -1,4 +1,4 @@
-"""--verify: the same steps in one process and without any schedule, compared with what the ranks did.
+"""The same steps in one process and without any schedule, to compare with what the ranks did.
 
 The reference is the loop everyone knows: forward through all stages, loss / B,
 backward, microbatch after microbatch; then clip and step.
@@ -21,9 +21,9 @@ from mpirun.model import build, shared_before
 from mpirun.norms import norms, whole_norm
 from mpirun.optimizer import clip_factor
 from mpirun.randomness import Draws
-from mpirun.record import Parameters, Record
 from mpirun.shapes import whole
 from mpirun.training import Training
+from mpirun.verify.record import Parameters, Record
 from mpirun.wiring import Value, Wires
 from schedgen.program import Header
 

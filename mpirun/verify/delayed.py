@@ -1,4 +1,4 @@
-"""--verify where a schedule has versions of weights: the same late updates in one process.
+"""The reference where a schedule has versions of weights: the same late updates in one process.
 
 Microbatch after microbatch goes forward and back with the versions that the
 schedule names, and a stage steps when it has the gradients of an update.
@@ -16,9 +16,9 @@ from torch.func import functional_call
 
 from mpirun.model import build
 from mpirun.randomness import Draws
-from mpirun.record import Parameters, Record
 from mpirun.training import Training
-from mpirun.verify import forward_backward
+from mpirun.verify.plain import forward_backward
+from mpirun.verify.record import Parameters, Record
 from schedgen.program import F, Header, Op, Program
 
 Versions = Mapping[tuple[int, int], int]  # by stage and microbatch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mpirun import checkpoint
+from mpirun.checkpoint import files
 from mpirun.tensor import Cut, Shard
 from schedgen.errors import UsageError
 
@@ -40,12 +40,12 @@ class Entries:
     def read(self, names: Sequence[str], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
         """Whole entries; those that are not there are left out. `cuts`: of the names that may be cut."""
         here = [name for name in names if name in self.files]
-        values = checkpoint.read(self.files, here)
+        values = files.read(self.files, here)
         for name in names:
             entries = list(self.shares.get(name, {}).values())
             if name in values or not entries or "" in entries:
                 continue
-            parts = checkpoint.read(self.files, entries)
+            parts = files.read(self.files, entries)
             values[name] = self._joined(name, [parts[entry] for entry in entries], cuts.get(name))
         return values
 

@@ -1,0 +1,1 @@
+"""--verify: the same steps in one process, and how what the ranks did differs."""
