@@ -48,7 +48,7 @@ def others(found: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     given, wanted = found["options"], here["options"]
     differs |= {
         f"{_said(name, given.get(name))}, not {_said(name, wanted.get(name))}": given.get(name) != wanted.get(name)
-        for name in {**given, **wanted}
+        for name in ({**given, **wanted} if given else ())  # a manifest may know of none
     }
     return [words for words, wrong in differs.items() if wrong]
 
