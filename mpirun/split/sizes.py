@@ -6,7 +6,6 @@ each is looked up by a shape that differs too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import getitem
 from typing import Any
 
@@ -114,7 +113,7 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
 
 def look_up(graph: fx.Graph) -> None:
     """Make of the numbers that depend on the size of a microbatch what a placeholder's shape says."""
-    sized = [node for node in graph.nodes if any(_numbers(node))]
+    sized = [node for node in graph.nodes if _numbers(node)]
     if not sized:
         return
     inputs = graph.find_nodes(op="placeholder")
@@ -141,7 +140,7 @@ def size_of(x: Tensor, dim: int, sizes: tuple[int, int]) -> int:
     return sizes.index(x.shape[dim])
 
 
-def _numbers(node: fx.Node) -> Iterator[Count | Real]:
+def _numbers(node: fx.Node) -> list[Count | Real]:
     values: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), values.append)
-    return (value for value in values if isinstance(value, Count | Real))
+    return [value for value in values if isinstance(value, Count | Real)]
