@@ -10,7 +10,8 @@ import copy
 import importlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -77,7 +78,7 @@ class Model(NamedTuple):
     reads: Reads | None = None
     loss_of: str = "microbatch"
     named: bool = False
-    split: Sequence[int] = ()
+    split: Collection[int] = ()
     shards: int = 1
 
     def wiring(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
@@ -115,32 +116,34 @@ def load(name: str, stages: int, seed: int, layers: Sequence[int] | None = None)
     if not isinstance(model, Model):
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
     try:
-        _check(model, stages)
+        return _checked(model, stages)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
-    return model
 
 
-def _check(model: Model, stages: int) -> None:
-    """UsageError where a field of a model is not what it should be."""
+def _checked(model: Model, stages: int) -> Model:
+    """The same, its numbers Python's own; UsageError where a field is not what it should be."""
     _listed("stages", model.stages)
     if len(model.stages) != stages:
         raise UsageError(f"has {len(model.stages)} stages, not the {stages} that it is asked for")
     for stage, entry in enumerate(model.stages):
         layers = entry.items() if isinstance(entry, Mapping) else [("stage", entry)]
-        if not layers or not all(isinstance(name, str) and callable(make) for name, make in layers):
+        if not layers or not all(isinstance(layer, str) and callable(make) for layer, make in layers):
             raise UsageError(f"stage {stage} should be layers by name, a function or a module, not {entry!r:.80}")
+        for layer in [layer for layer, _ in layers if not layer or "." in layer]:
+            raise UsageError(f"stage {stage} has a layer called {layer!r}, which no module can be")
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
     for field, function in (("loss", model.loss), ("batch", make)):
         if not callable(function):
             raise UsageError(f"{field} should be a function, not {type(function).__name__}")
-    if type(model.length) is not int or model.length < 1:
+    if not isinstance(model.length, Integral) or model.length < 1:
         raise UsageError(f"length should be a number of bytes, not {model.length!r}")
-    if model.loss_of not in ("microbatch", "minibatch"):
+    if not isinstance(model.loss_of, str) or model.loss_of not in ("microbatch", "minibatch"):
         raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
-    _listed("split", model.split)
+    if not isinstance(model.split, Collection) or isinstance(model.split, str):
+        raise UsageError(f"split should be a list, not {type(model.split).__name__}")
     for stage in model.split:
-        if type(stage) is not int or not 0 <= stage < stages - 1:
+        if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
             raise UsageError(f"splits stage {stage!r}, which is none before the last: that is whole")
     _listed("tied", model.tied)
     seen: set[tuple[int, str]] = set()
@@ -150,7 +153,7 @@ def _check(model: Model, stages: int) -> None:
             raise UsageError("a tie has no places")
         for place in tie:
             pair = isinstance(place, Sequence) and len(place) == 2
-            if not pair or type(place[0]) is not int or not isinstance(place[1], str):
+            if not pair or not isinstance(place[0], Integral) or not isinstance(place[1], str):
                 raise UsageError(f"a tie is of pairs (stage, name), not {place!r}")
             if not 0 <= place[0] < stages:
                 raise UsageError(f"ties {place[1]} of stage {place[0]}, but there are {stages} stages")
@@ -161,6 +164,12 @@ def _check(model: Model, stages: int) -> None:
         _listed("reads", model.reads)
         for sources in model.reads:
             _listed("what a stage reads", sources)
+    return model._replace(
+        length=int(model.length),
+        split=sorted({int(stage) for stage in model.split}),
+        tied=[[(int(stage), name) for stage, name in tie] for tie in model.tied],
+        shards=1,
+    )
 
 
 def _listed(what: str, given: object) -> None:

@@ -70,6 +70,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:  # attention is, even without dropout
-            given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+            arguments = func._schema.arguments
+            given = {one.name: one.default_value for one in arguments if one.has_default_value()}
+            given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)}
             self.drawn |= (given | kwargs).get("dropout_p", 1.0) != 0.0
         return func(*args, **kwargs)

@@ -31,7 +31,7 @@ from mpirun.training import training
 from mpirun.verify import delayed, plain
 from mpirun.verify.compare import compare, directionless, tolerance
 from mpirun.verify.record import Mine, Pieces, Record, gather, named, put_together
-from schedgen.errors import UsageError
+from schedgen.errors import UsageError, one_line
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
@@ -231,4 +231,6 @@ class Run:
 def _repeatable(others: list[str]) -> None:
     """UsageError where one process would not do again what was done before a checkpoint."""
     if others:
-        raise UsageError(f"--verify repeats all steps from the first, but the checkpoint was made with {others[0]}")
+        raise UsageError(
+            f"--verify repeats all steps from the first, but the checkpoint was made with {one_line(others[0])}"
+        )

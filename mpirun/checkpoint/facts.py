@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpirun.training import Training
+from schedgen.errors import one_line
 from schedgen.program import Header
 
 
@@ -50,7 +51,7 @@ def others(found: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         f"{_said(name, given.get(name))}, not {_said(name, wanted.get(name))}": given.get(name) != wanted.get(name)
         for name in ({**given, **wanted} if given else ())  # a manifest may know of none
     }
-    return [words for words, wrong in differs.items() if wrong]
+    return [one_line(words) for words, wrong in differs.items() if wrong]
 
 
 def _said(name: str, value: object) -> str:

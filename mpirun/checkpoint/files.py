@@ -184,7 +184,7 @@ def manifest(folder: Path) -> Manifest:
         numbers = [facts["step"], facts["seed"], *(part.bytes for part in parts)]
         sound = all(type(one) is int and one >= 0 for one in numbers) and max(numbers[:2]) < 2**31
         sound &= all(isinstance(name, str) for part in parts for name in part.entries)
-        sound &= isinstance(facts["options"], dict) and isinstance(facts["changed"], list)
+        sound &= isinstance(facts["options"], dict) and all(isinstance(one, str) for one in list(facts["changed"]))
         sound &= facts["data"].keys() >= {"text", "microbatches"}
         if not sound or not all(_PART.fullmatch(part.name) for part in parts):
             raise RefusedFile(f"{file}: damaged")

@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,13 @@ def unknown(what: str, name: object, names: Iterable[str]) -> UsageError:
     """There is no such name, but there are others."""
     near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
     return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+
+def users(frame: FrameType | None) -> bool:
+    """Whether a switch of gradients is the user's, not one inside of torch."""
+    while frame is not None and frame.f_code.co_filename.endswith(("grad_mode.py", "_contextlib.py")):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(OURS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

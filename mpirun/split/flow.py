@@ -7,7 +7,7 @@ the graph, are computed once, each in its stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import getitem
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpirun.split.errors import place
+from mpirun.split.regions import attributes, regions
 from mpirun.split.trace import Traced
+from schedgen.errors import UsageError, raised
 
 aten = torch.ops.aten
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}  # written, says no schema
@@ -109,25 +112,19 @@ def size(node: fx.Node) -> int:
     return sum(one.numel() * one.element_size() for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor))
 
 
-def _code(node: fx.Node, state: dict[str, Any]) -> Iterator[tuple[fx.GraphModule, list[fx.Node]]]:
-    """The graphs that a node runs, a region without gradients say, and what each of their placeholders is."""
-    for index, one in enumerate(node.args):
-        if isinstance(one, fx.Node) and one.op == "get_attr" and isinstance(state.get(str(one.target)), fx.GraphModule):
-            yield state[str(one.target)], list(node.args[index + 1 :])  # type: ignore[arg-type]
-
-
-def _random(node: fx.Node, state: dict[str, Any]) -> bool:
+def _random(node: fx.Node, state: Mapping[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
-    return any(_random(one, state) for code, _ in _code(node, state) for one in code.graph.nodes)
+    return any(_random(one, attributes(code)) for code, _ in regions(node, state) for one in code.graph.nodes)
 
 
-def _written(node: fx.Node, state: dict[str, Any]) -> list[fx.Node]:
+def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     """The arguments that it changes in place."""
     found = []
-    for code, operands in _code(node, state):
+    for code, operands in regions(node, state):
         inner = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
-        found += [inner[one] for each in code.graph.nodes for one in _written(each, state) if one in inner]
+        written = (one for each in code.graph.nodes for one in _written(each, attributes(code)))
+        found += [inner[one] for one in written if one in inner]
     if isinstance(node.target, OpOverload):
         hidden = STATISTICS.get(node.target, ()) if len(node.args) > 5 and node.args[5] else ()
         for index, argument in enumerate(node.target._schema.arguments):
@@ -168,7 +165,10 @@ def _flops(traced: Traced) -> dict[fx.Node, int]:
             key = f"{node.target} {shapes}"
             if key not in known:
                 before = counter.get_total_flops()
-                node.target(*given[0], **given[1])
+                try:
+                    node.target(*given[0], **given[1])
+                except Exception as error:
+                    raise UsageError(f"{place(node)}: cannot be run by itself: {raised(error)[:200]}") from None
                 known[key] = counter.get_total_flops() - before
             if known[key]:
                 found[node] = known[key]

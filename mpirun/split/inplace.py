@@ -9,7 +9,7 @@ from torch import fx
 
 from mpirun.split.errors import place
 from mpirun.split.flow import Flow, persistent
-from mpirun.split.places import regions
+from mpirun.split.places import changed
 from schedgen.errors import UsageError
 
 
@@ -23,8 +23,8 @@ def separate_inputs(flow: Flow) -> Flow:
 
 def separate(flow: Flow, starts: Sequence[fx.Node]) -> tuple[Flow, list[fx.Node]]:
     """Where a stage would change what an earlier one made, it changes a copy, which is what later ones read."""
-    renewed, changed = list(starts), False
-    for root, first, last in regions(flow):
+    renewed, anew = list(starts), False
+    for root, first, last in changed(flow):
         if not any(start in flow.body[first + 1 : last + 1] for start in renewed):
             continue
         if persistent(root):
@@ -33,9 +33,9 @@ def separate(flow: Flow, starts: Sequence[fx.Node]) -> tuple[Flow, list[fx.Node]
                 f"{where}: changes the buffer {root.target}, which several stages would use; cut elsewhere"
             )
         copies = _separate(flow, root, "changes in place what an earlier stage has made")
-        changed = True
+        anew = True
         renewed = [copies.get(start, start) for start in renewed]
-    return Flow(flow.traced, flow.flops) if changed else flow, renewed
+    return Flow(flow.traced, flow.flops) if anew else flow, renewed
 
 
 def _separate(flow: Flow, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:

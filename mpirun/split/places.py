@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
+from operator import getitem
 
 from torch import fx, nn
 
@@ -74,7 +75,7 @@ def modules(node: fx.Node) -> list[str]:
     return [path for path, *_ in stack(node).values() if path]
 
 
-def regions(flow: Flow) -> list[tuple[fx.Node, int, int]]:
+def changed(flow: Flow) -> list[tuple[fx.Node, int, int]]:
     """Memory that is changed in place, and the first and the last place in the body between which it may not be cut."""
     index = {node: k for k, node in enumerate(flow.body)}
     found = []
@@ -107,7 +108,10 @@ def _tolls(flow: Flow) -> list[float]:
     for k, (one, other) in enumerate(pairwise(flow.body), 1):
         total += changes[k]
         tolls.append(float(total + len(stack(one).keys() & stack(other).keys())))
-    for _, first, last in regions(flow):
+    for k, node in enumerate(flow.body):
+        if node.target is getitem:  # goes with what it is part of
+            tolls[k] = NEVER
+    for _, first, last in changed(flow):
         tolls[first + 1 : last + 1] = [NEVER] * (last - first)
     return tolls
 

@@ -1,12 +1,10 @@
 """Two traces of one module, on microbatches of two sizes, as one graph.
 
-What differs between them are numbers, such as the shape of a view. In a stage
-each is looked up by a shape that differs too.
+What differs between them are numbers, such as the shape of a view.
 """
 
 from __future__ import annotations
 
-from operator import getitem
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -15,6 +13,7 @@ from torch import Tensor, fx
 from mpirun.microbatches import Dims, of_leaves, samples
 from mpirun.split.cut import Inputs
 from mpirun.split.errors import place
+from mpirun.split.regions import attributes
 from mpirun.split.trace import Traced
 from schedgen.errors import UsageError
 
@@ -40,7 +39,7 @@ def fewer(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> tuple[tu
         raise UsageError("dims: the example has one sample, so a smaller microbatch would have none")
     leaves, spec = pytree.tree_flatten((args, kwargs))
     found = [
-        leaf if dim is None else leaf.narrow(dim, 0, leaf.shape[dim] - 1)
+        leaf if dim is None else leaf.narrow(dim, 0, leaf.shape[dim] - 1).contiguous()
         for leaf, dim in zip(leaves, of_leaves(nested, dims), strict=True)
     ]
     smaller: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
@@ -95,52 +94,13 @@ def _otherwise(node: fx.Node) -> UsageError:
 
 def _same_state(node: fx.Node, value: Any, other: Any) -> None:
     if isinstance(value, fx.GraphModule) and isinstance(other, fx.GraphModule):
-        _merge(value.graph, other.graph, *(_attributes(one) for one in (value, other)))
-    elif value is not other and not (
-        isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape and value.equal(other)
-    ):
-        raise _otherwise(next(iter(node.users), node))
-
-
-def _attributes(code: fx.GraphModule) -> dict[str, Any]:
-    return {str(node.target): getattr(code, str(node.target)) for node in code.graph.find_nodes(op="get_attr")}
+        _merge(value.graph, other.graph, *(attributes(one) for one in (value, other)))
+    elif value is not other:
+        both = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
+        if not both or not bool(((value == other) | ((value != value) & (other != other))).all()):  # NaN is itself
+            raise _otherwise(next(iter(node.users), node))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def look_up(graph: fx.Graph) -> None:
-    """Make of the numbers that depend on the size of a microbatch what a placeholder's shape says."""
-    sized = [node for node in graph.nodes if _numbers(node)]
-    if not sized:
-        return
-    inputs = graph.find_nodes(op="placeholder")
-    known = next((node for node in inputs if node.meta.get(SHAPES)), None)
-    if known is None:
-        raise UsageError(f"{place(sized[0])}: depends on the size of the microbatch, of which its stage sees nothing")
-    few, many = known.meta[SHAPES][1], known.meta[SHAPES][0]
-    dim = next(dim for dim, (a, b) in enumerate(zip(many, few, strict=True)) if a != b)
-    found: dict[tuple[float, float], fx.Node] = {}
-    with graph.inserting_after(inputs[-1]):
-        which = graph.call_function(size_of, (known, dim, (many[dim], few[dim])))
-    for node in sized:
-        for number in _numbers(node):
-            if number.each not in found:
-                with graph.inserting_after(which):
-                    found[number.each] = graph.call_function(getitem, (number.each, which))
-        node.args, node.kwargs = fx.node.map_aggregate(
-            (node.args, node.kwargs), lambda one: found[one.each] if isinstance(one, Count | Real) else one
-        )
-
-
-def size_of(x: Tensor, dim: int, sizes: tuple[int, int]) -> int:
-    """Which of two sizes a microbatch has."""
-    return sizes.index(x.shape[dim])
-
-
-def _numbers(node: fx.Node) -> list[Count | Real]:
-    values: list[Any] = []
-    fx.node.map_aggregate((node.args, node.kwargs), values.append)
-    return [value for value in values if isinstance(value, Count | Real)]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from mpirun.randomness import Draw
+from mpirun.split.bind import bind, sized
 from mpirun.split.flow import Flow, size
-from mpirun.split.sizes import SHAPES, look_up
+from mpirun.split.regions import attribute
+from mpirun.split.sizes import SHAPES
 from mpirun.wiring import Input, Source, Value
 
 aten = torch.ops.aten
-DRAWS = "draws_of_stage"  # the submodule that has its layers that draw
+DRAWS = "__draws__"  # the submodule that has its layers that draw
 
 
 class Stages(NamedTuple):
@@ -42,6 +44,7 @@ class Builder:
         sizes: dict[Value, int] = {}
         for stage, found in enumerate(nodes):
             foreign = [node for node in found if not self._here(node, stage)]
+            foreign += self._size(found, foreign)
             modules.append(self._module(stage, found, foreign, sends[stage]))
             reads.append([])
             for node in foreign:
@@ -51,6 +54,12 @@ class Builder:
                 if value is not None:
                     sizes[value] = size(node)
         return Stages(modules, reads, sizes)
+
+    def _size(self, found: Sequence[fx.Node], foreign: Sequence[fx.Node]) -> list[fx.Node]:
+        """An input that shows the size of the microbatch, where a stage needs it and sees it nowhere else."""
+        if any(SHAPES in node.meta for node in foreign) or not any(sized(x, self.flow.traced.state) for x in found):
+            return []
+        return [next(node for node in self.flow.traced.inputs if SHAPES in node.meta)]
 
     def _nodes(self, stage: int) -> list[fx.Node]:
         """All that a stage computes or reads; what it reads is added to what others send."""
@@ -86,8 +95,7 @@ class Builder:
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest holds fake tensors
             copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
-        look_up(graph)
-        _follow_device(graph)
+        bind(graph, {str(node.target): attribute(root, str(node.target)) for node in graph.find_nodes(op="get_attr")})
         outputs = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in sends
@@ -125,28 +133,4 @@ class Builder:
         elif isinstance(value, Tensor):
             root.register_buffer(last, value.detach().clone())
         else:
-            code = copy.deepcopy(value)
-            look_up(code.graph)
-            for node in code.graph.nodes:
-                node.meta = {"stack_trace": node.meta.get("stack_trace")}
-            _follow_device(code.graph)
-            code.recompile()
-            setattr(root, last, code)
-
-
-def _follow_device(graph: fx.Graph) -> None:
-    """Make new tensors where the stage's are, not where the example's were."""
-    anchor = next((node for node in graph.nodes if node.op in ("placeholder", "get_attr")), None)
-    if anchor is None:
-        return
-    for node in list(graph.nodes):
-        if not any(isinstance(one, torch.device) for one in [*node.args, *node.kwargs.values()]):
-            continue
-        with graph.inserting_before(node):
-            device = graph.call_function(getattr, (anchor, "device"))
-
-        def there(given: Any) -> Any:
-            return device if isinstance(given, torch.device) else given
-
-        node.args = tuple(map(there, node.args))
-        node.kwargs = {name: there(given) for name, given in node.kwargs.items()}
+            setattr(root, last, copy.deepcopy(value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -16,7 +17,8 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
 from mpirun.split.cut import Inputs, Output
-from mpirun.split.errors import check_example, check_hooks, forward, place, untraceable
+from mpirun.split.errors import check_example, check_hooks, forward, place, untraceable, users
+from mpirun.split.regions import attribute
 from schedgen.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
@@ -113,7 +115,7 @@ def _state(module: nn.Module, whole: fx.GraphModule, graph: fx.Graph) -> dict[st
     for node in list(graph.find_nodes(op="get_attr")):
         value = own.get(node.target)
         if value is None:
-            value = _attribute(whole, node.target)
+            value = attribute(whole, node.target)
         node.target = names.get(id(value), node.target)
         state[node.target] = value
         if first.setdefault(node.target, node) is not node:
@@ -122,14 +124,12 @@ def _state(module: nn.Module, whole: fx.GraphModule, graph: fx.Graph) -> dict[st
     return state
 
 
-def _attribute(whole: nn.Module, name: str) -> Any:
-    owner, _, last = name.rpartition(".")
-    return getattr(whole.get_submodule(owner), last)
-
-
 @contextlib.contextmanager
 def _seen() -> Iterator[None]:
-    """With errors where a backward of its own would be dropped: traced are the forward's operations."""
+    """With errors where something that gradients depend on would be dropped: traced are the forward's operations."""
+    inside = 0  # regions under autocast
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    switch = torch.set_grad_enabled.__init__
 
     def refuse(what: str) -> Callable[..., NoReturn]:
         def raised(*_: object, **__: object) -> NoReturn:
@@ -137,9 +137,27 @@ def _seen() -> Iterator[None]:
 
         return raised
 
+    def entered(region: torch.autocast) -> Any:
+        nonlocal inside
+        inside += 1
+        return enter(region)
+
+    def left(region: torch.autocast, *error: Any) -> Any:
+        nonlocal inside
+        inside -= 1
+        return leave(region, *error)
+
+    def switched(region: torch.set_grad_enabled, mode: bool) -> None:
+        if inside and mode != torch.is_grad_enabled() and users(sys._getframe(1)):
+            refuse("no_grad under autocast")()
+        switch(region, mode)
+
     with (
         mock.patch.object(torch.autograd.Function, "apply", refuse("a torch.autograd.Function, as of a checkpoint,")),
         mock.patch.object(Tensor, "register_hook", refuse("a hook on a tensor")),
+        mock.patch.object(torch.autocast, "__enter__", entered),
+        mock.patch.object(torch.autocast, "__exit__", left),
+        mock.patch.object(torch.set_grad_enabled, "__init__", switched),
     ):
         yield
 

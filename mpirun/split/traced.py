@@ -61,7 +61,12 @@ def split(
     example_kwargs = dict(example_kwargs or {})
     traced = trace(module, example_args, example_kwargs)
     if dims is not None:
-        traced = merged(traced, trace(module, *fewer(example_args, example_kwargs, dims)))
+        smaller = fewer(example_args, example_kwargs, dims)
+        try:
+            other = trace(module, *smaller)
+        except UsageError as error:
+            raise UsageError(f"with a sample less: {error}") from None
+        traced = merged(traced, other)
     flow = separate_inputs(Flow(traced))
     if not flow.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
@@ -71,6 +76,8 @@ def split(
     for node in flow.body:
         behind = sum(flow.position[start] <= flow.position[node] for start in starts)
         stage_of[node] = stage_of[node.all_input_nodes[0]] if node.target is getitem else behind
+    if len({*stage_of.values()}) <= len(starts):
+        raise UsageError(f"one of {len(starts) + 1} stages would have no computation")
     uses = _uses(flow, stage_of)
     sent = {name for name, way in _ways(flow, shared).items() if way == "transmit"}
     results, output = flow.traced.output()

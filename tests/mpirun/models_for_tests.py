@@ -318,6 +318,18 @@ def dropping_function(stages: int) -> Model:
     return model._replace(stages=[model.stages[0], lambda: nn.Sequential(Dropped(), Dropped()), *model.stages[2:]])
 
 
+class Everywhere(mlp.Embedding):
+    """Attention that is neither causal nor has dropout."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)[None]
+        return nnf.scaled_dot_product_attention(x, x, x)[0]
+
+
+def attends_everywhere(stages: int) -> Model:
+    return mlp.tiny(1)._replace(stages=[lambda: Everywhere(WIDTH), lambda: nn.Linear(WIDTH, 256)])
+
+
 # Trouble in the middle of the second step: stage 2's 13th forward, with 8 microbatches a step
 
 

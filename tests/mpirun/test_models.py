@@ -166,6 +166,7 @@ def test_more_stages_than_layers_is_one_clear_error(name):
             "stage 1 should be layers by name, a function or a module, not {'score': 5}",
         ),
         ("stages", [nn.Identity(), {}], "stage 1 should be layers by name, a function or a module, not {}"),
+        ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
         ("loss", None, "loss should be a function, not NoneType"),
         ("batch", Minibatch(5), "batch should be a function, not int"),
         ("length", "many", "length should be a number of bytes, not 'many'"),
@@ -189,6 +190,16 @@ def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, fiel
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
         load("wrong:model", 2, 0)
+
+
+def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
+    module = types.ModuleType("mine")
+    fields = {"length": np.int64(20), "split": {np.int64(0)}, "tied": [[[np.int64(0), "a"], (1, "b")]], "shards": 5}
+    module.model = lambda stages: mlp.tiny(stages)._replace(**fields)
+    monkeypatch.setitem(sys.modules, "mine", module)
+    found = load("mine:model", 2, 0)
+    assert (found.length, found.split, found.tied, found.shards) == (20, [0], [[(0, "a"), (1, "b")]], 1)
+    assert type(found.length) is type(found.split[0]) is type(found.tied[0][0][0]) is int
 
 
 @pytest.mark.parametrize(

@@ -157,3 +157,5 @@ def test_the_layers_that_draw_are_found():
     found = shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
     assert found[1].draws == ("",)  # the whole stage
     assert shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].draws == ()
+    everywhere = models_for_tests.attends_everywhere(2)  # attention's other defaults
+    assert [one.draws for one in shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]

@@ -20,6 +20,7 @@ from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked,
 from torch import Tensor, nn
 
 from mpirun.batches import Microbatches, Minibatch
+from mpirun.randomness import Draw
 from mpirun.split import Cut, MpirunWarning, batch_coupled, split, split_sequential
 from mpirun.wiring import Input, Value
 from schedgen.errors import UsageError
@@ -200,6 +201,7 @@ class Sized(nn.Module):
         with torch.no_grad():
             mean = x.reshape(samples, 2, -1).sum(1) / samples
         x = self.two(torch.cat([mean, mean], 1) * x) + torch.arange(samples).view(samples, 1) + table
+        x = x * torch.full((WIDTH,), float(samples))  # a float beside the same ints
         y = torch.zeros(samples, WIDTH)
         y[: samples - 1] = x[1:]
         y = y + x[samples - 4 :].sum(0)  # from 0 on, or the last one
@@ -216,6 +218,73 @@ def test_a_microbatch_may_have_a_sample_less(samples: int, stages: int) -> None:
     for count in (samples + 1, samples - 2):
         with pytest.raises(UsageError, match=r"input \[0\] of a microbatch is .*example's shapes, or a sample less"):
             cut.leaves((torch.zeros(count, WIDTH), table))
+
+
+class Regions(Sized):
+    """One inside another, with numbers and draws of their own; one that nothing is given to."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.no_grad():
+            place = x * 1
+        with torch.no_grad():
+            w = x.abs()
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                w = nnf.dropout(w / len(x), 0.5)
+            mask = torch.ones(len(x), 1)
+        with torch.no_grad():
+            other = torch.ones(len(x), 1, device=x.device)
+        return self.three(self.two(x * w + place) * mask + other) + table
+
+
+class Latents(Sized):
+    """Begins with what no input is part of, but for the number of samples."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        latent = self.two(self.one(table.expand(len(x), -1))).relu()
+        return self.three(latent) + x
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("make", [Regions, Latents])
+def test_a_stage_may_see_the_number_of_samples_nowhere_else(make: type[Sized], stages: int) -> None:
+    module, table = make(), torch.ones(WIDTH)
+    cut = split(module, (X, table), stages=stages, dims=(0, None))
+    for count in (4, 3):
+        agree(module, cut, (X[:count], table))
+
+
+def test_regions_in_regions_draw_by_their_names_too() -> None:
+    """And new tensors in a region are made where it is, not where it was traced."""
+    cut = split(Regions(), (X, torch.ones(WIDTH)), stages=1)
+    assert sum(isinstance(one, Draw) for one in cut.stages[0].modules()) == 1
+    codes = [one.code for one in cut.stages[0].modules() if isinstance(one, torch.fx.GraphModule)]
+    assert len(codes) == 5 and not any("device(type" in code for code in codes)
+
+
+def test_samples_may_lie_along_another_dimension() -> None:
+    class Across(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x.contiguous()).view(-1, WIDTH).relu()).view(*x.shape)
+
+    module, x = Across(), torch.rand(2, 4, WIDTH)
+    cut = split(module, (x,), stages=2, dims=-2)
+    for count in (4, 3):
+        agree(module, cut, (x[:, :count],))
+
+
+def test_no_stage_begins_with_a_part_of_a_result() -> None:
+    class Parts(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.two(self.one(x))
+            return self.three(x.float())
+
+    module = Parts()
+    cut = split(module, X, stages=2)
+    agree(module, cut, (X,))
+    with pytest.raises(UsageError, match="stages at most, not 9"):
+        split(module, X, stages=9)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -497,6 +566,7 @@ def line_of(name: str) -> str:
         ("Rounded", "a torch.autograd.Function, .* is not traced, and its gradients would be others"),
         ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, is not traced"),
         ("Generated", "a Generator is no part of a stage"),
+        ("Ungraded", "no_grad under autocast is not traced, and its gradients would be others"),
         ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("Counted", "changes the buffer seen, which several stages would use"),

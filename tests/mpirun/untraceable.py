@@ -144,6 +144,16 @@ class Generated(Layers):
         return self.two(x)
 
 
+class Ungraded(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.one(x)
+            with torch.no_grad():  # here
+                y = x * 3
+            x = x + y
+        return self.two(x.float())
+
+
 class Hooked(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(x)
