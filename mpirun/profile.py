@@ -3,7 +3,8 @@
 Every rank trains all stages by schedules of one worker, with the interpreter
 that trains, and times its instructions; all ranks do so at once, and share
 cores and memory's bandwidth as they do in training. Bytes are the same on all:
-the first counts them by the tracker, in steps of its own. Messages are timed between neighbouring ranks.
+the first counts them by the tracker, in steps of its own. Messages are timed
+between neighbouring ranks.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ def regions(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.GraphM
             yield state[str(one.target)], list(node.args[index + 1 :])
 
 
-def attributes(code: fx.GraphModule) -> dict[str, Any]:
-    """What get_attr nodes of a region refer to."""
-    return {str(node.target): attribute(code, str(node.target)) for node in code.graph.find_nodes(op="get_attr")}
+def attributes(module: Any, graph: fx.Graph | None = None) -> dict[str, Any]:
+    """What get_attr nodes of a region, or of a graph to be that of a module, refer to."""
+    nodes = (graph or module.graph).find_nodes(op="get_attr")
+    return {str(node.target): attribute(module, str(node.target)) for node in nodes}
 
 
 def attribute(module: Any, name: str) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from mpirun.randomness import Draw
 from mpirun.split.bind import bind, sized
 from mpirun.split.flow import Flow, size
-from mpirun.split.regions import attribute
+from mpirun.split.regions import attributes
 from mpirun.split.sizes import SHAPES
 from mpirun.wiring import Input, Source, Value
 
@@ -95,7 +95,7 @@ class Builder:
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest holds fake tensors
             copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
-        bind(graph, {str(node.target): attribute(root, str(node.target)) for node in graph.find_nodes(op="get_attr")})
+        bind(graph, attributes(root, graph))
         outputs = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in sends
