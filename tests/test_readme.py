@@ -6,9 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from waiting import Waiting
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -16,6 +19,8 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README + (ROOT / "mpirun" / "README.m
 COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()))
 
 LEFT_OUT = {"make test"}  # what runs this
+Place = tuple[Path, dict[str, str]]  # a folder and an environment
+TRAIN = "mpiexec -n 4 python -m mpirun "
 EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # asked to find differences
 
 # There is no Slurm to test with: srun's ranks are started by mpiexec.
@@ -25,8 +30,16 @@ exec $MPIEXEC -n $ranks "$@"
 """
 
 
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A copy of the repository, and an environment in which the README's commands find what they need."""
     copy = tmp_path_factory.mktemp("readme") / "repository"
     skip = shutil.ignore_patterns(".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
@@ -34,8 +47,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     venv = Path(sys.prefix)
     for name in (".venv", ".venv-system"):
         (copy / name).symlink_to(venv)
-    for name in ("pyproject.toml", ".ci/constraints.txt"):  # older than the venv: make must not install the copy in it
-        os.utime(copy / name, (0, 0))
     tools = copy / "build" / "tools"
     tools.mkdir(parents=True)
     (tools / "srun").write_text(SRUN)
@@ -48,18 +59,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     return copy, {**inherited, "PATH": path, "MPIEXEC": mpiexec}
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LEFT_OUT])
-def test_a_command_of_the_readme_runs(command: str, place: tuple[Path, dict[str, str]]) -> None:
+@pytest.fixture(scope="module")
+def four(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
+    """`mpiexec -n 4 python -m mpirun ARGUMENTS`: the first launched by itself, the others in a launch they share."""
     copy, environment = place
-    if command.startswith("make"):
-        command += " VENV=.venv"
-    elif command.startswith("mpiexec"):
-        command = command.replace("mpiexec", environment["MPIEXEC"], 1)
+    waiting: list[Waiting] = []
+
+    def four(command: str) -> Done:
+        if not waiting:
+            waiting.append(Waiting(4, environment, tmp_path_factory.mktemp("launch"), copy))
+            return shell(command.replace("mpiexec", environment["MPIEXEC"], 1), place)
+        return Done(*waiting[0].run(shlex.split(command.removeprefix(TRAIN)), 300))
+
+    yield four
+    for one in waiting:
+        one.close()
+
+
+def shell(command: str, place: Place) -> Done:
+    copy, environment = place
     done = subprocess.run(
         ["bash", "-c", command], cwd=copy, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == EXIT.get(command, 0), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LEFT_OUT])
+def test_a_command_of_the_readme_runs(command: str, place: Place, four: Callable[[str], Done]) -> None:
+    if command.startswith("make"):
+        command += " VENV=.venv --old-file=.venv/installed"  # nothing is to be installed
+    done = four(command) if command.startswith(TRAIN) else shell(command, place)
+    assert done.code == EXIT.get(command, 0), done.out + done.err
+    assert "Traceback" not in done.err
 
 
 def test_the_readme_quotes_the_golden_1f1b_file() -> None:
@@ -67,14 +98,14 @@ def test_the_readme_quotes_the_golden_1f1b_file() -> None:
     assert "  [\n" + quoted in (ROOT / "traces" / "1f1b.json").read_text()
 
 
-def test_the_readme_shows_the_plan_that_is_made(place: tuple[Path, dict[str, str]]) -> None:
+def test_the_readme_shows_the_plan_that_is_made(place: Place) -> None:
     copy, environment = place
     command = next(command for command in COMMANDS if command.startswith("schedgen plan"))
     done = subprocess.run(shlex.split(command), cwd=copy, env=environment, capture_output=True, text=True, check=True)
     assert f"```\n{done.stdout}```" in README
 
 
-def test_the_readme_shows_what_is_printed(place: tuple[Path, dict[str, str]]) -> None:
+def test_the_readme_shows_what_is_printed(place: Place) -> None:
     copy, environment = place
     for command in (
         "schedgen compile 1f1b --stages 4 --microbatches 8 --output 1f1b.json",

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 class Waiting:
     """`mpiexec -n RANKS python -m mpi4py programs/several.py`, which reads runs from a FIFO until that is closed."""
 
-    def __init__(self, ranks: int, env: dict[str, str], folder: Path) -> None:
+    def __init__(self, ranks: int, env: dict[str, str], folder: Path, cwd: Path = HERE) -> None:
         self.marker, self.runs, self.rest = uuid.uuid4().hex, 0, b""
         os.mkfifo(folder / "asked")
         self.asked = os.open(folder / "asked", os.O_RDWR)  # does not wait until somebody reads
@@ -35,10 +35,10 @@ class Waiting:
                     sys.executable,
                     "-m",
                     "mpi4py",
-                    "programs/several.py",
+                    str(HERE / "programs" / "several.py"),
                     str(folder / "asked"),
                 ],
-                cwd=HERE,
+                cwd=cwd,
                 env=environment(self.marker, env),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
