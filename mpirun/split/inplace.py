@@ -6,11 +6,31 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from mpirun.split.errors import place
 from mpirun.split.flow import Flow, persistent
 from mpirun.split.places import changed
 from schedgen.errors import UsageError
+
+aten = torch.ops.aten
+
+
+def settle(flow: Flow) -> Flow:
+    """A buffer gets its new value as soon as it may, not at the end of the graph, where torch.export assigns it."""
+    settled = False
+    for root in filter(persistent, flow.writes):
+        for write in flow.writes[root]:
+            value = write.args[1] if write.target is aten.copy_.default and write.args[0] is root else None
+            if not isinstance(value, fx.Node) or value.op != "call_function":
+                continue
+            if _changes(value, root):  # it is there already
+                write.replace_all_uses_with(root)
+                flow.graph.erase_node(write)
+            else:
+                _last_use(flow, (root, flow.root(value)), value, write).append(write)
+            settled = True
+    return Flow(flow.traced, flow.flops) if settled else flow
 
 
 def separate_inputs(flow: Flow) -> Flow:
@@ -36,6 +56,23 @@ def separate(flow: Flow, starts: Sequence[fx.Node]) -> tuple[Flow, list[fx.Node]
         anew = True
         renewed = [copies.get(start, start) for start in renewed]
     return Flow(flow.traced, flow.flops) if anew else flow, renewed
+
+
+def _changes(node: object, root: fx.Node) -> bool:
+    """Whether its value is all of root, changed in place."""
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
+        returned = [one.alias_info for one in node.target._schema.returns]
+        if len(returned) != 1 or returned[0] is None or not returned[0].is_write:
+            return False
+        node = node.args[0]
+    return node is root
+
+
+def _last_use(flow: Flow, roots: Sequence[fx.Node], after: fx.Node, before: fx.Node) -> fx.Node:
+    """The last node between two that reads or writes such memory; else the first of the two."""
+    between = list(flow.position)[flow.position[after] + 1 : flow.position[before]]
+    uses = (node for node in reversed(between) if any(flow.root(one) in roots for one in node.all_input_nodes))
+    return next(uses, after)
 
 
 def _separate(flow: Flow, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:

@@ -61,7 +61,8 @@ def automatic(flow: Flow, module: nn.Module, stages: int, costs: Mapping[str, fl
     begins = balanced(_costs(flow, module, costs), stages, tolls, SLACK) if stages <= len(tolls) else None
     if begins is None:
         most = 1 + sum(toll < NEVER for toll in tolls[1:])
-        raise UsageError(f"the traced graph can be cut into {most} stages at most, not {stages}")
+        into = f"{most} stage{'s' * (most > 1)}"
+        raise UsageError(f"the traced graph can be cut into {into} at most, not {stages}{_whole(flow)}")
     return [flow.body[begin] for begin in begins[1:]]
 
 
@@ -87,6 +88,16 @@ def changed(flow: Flow) -> list[tuple[fx.Node, int, int]]:
         if inside:
             found.append((root, min(inside), max(inside)))
     return found
+
+
+def _whole(flow: Flow) -> str:
+    """The longest run of operations that is not cut, and why."""
+    root, first, last = max(changed(flow), key=lambda one: one[2] - one[1], default=(None, 0, 0))
+    if root is None or last == first:
+        return ""
+    what = f"the buffer {root.target}" if persistent(root) else "a tensor"
+    where = place(flow.writes[root][0])
+    return f": {last - first + 1} operations stay together, since {what} is changed in place at {where}"
 
 
 def _computes(flow: Flow, found: Sequence[fx.Node], what: str) -> None:

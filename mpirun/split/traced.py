@@ -13,7 +13,7 @@ from mpirun.split.coupled import warn
 from mpirun.split.cut import Cut
 from mpirun.split.errors import note, unknown
 from mpirun.split.flow import Flow
-from mpirun.split.inplace import separate, separate_inputs
+from mpirun.split.inplace import separate, separate_inputs, settle
 from mpirun.split.places import automatic, marked, modules, named
 from mpirun.split.sizes import fewer, merged
 from mpirun.split.stages import Builder
@@ -67,7 +67,7 @@ def split(
         except UsageError as error:
             raise UsageError(f"with a sample less: {error}") from None
         traced = merged(traced, other)
-    flow = separate_inputs(Flow(traced))
+    flow = separate_inputs(settle(Flow(traced)))
     if not flow.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
     starts = _starts(flow, module, stages, points, costs)

@@ -39,8 +39,8 @@ def score(output: Any) -> Tensor:
     )
 
 
-def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
-    """The output and the gradients by parameter, stage after stage, with nothing between stages but what is sent."""
+def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """Output, gradients by parameter and buffers, stage after stage, with nothing between stages but what is sent."""
     stages = [copy.deepcopy(stage) for stage in cut.stages]  # as mpirun does
     leaves = cut.leaves(data)
     sent: dict[Value, Tensor] = {}
@@ -81,15 +81,15 @@ def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor]]:
             if parameter.grad is not None:
                 key = tied.get((stage, name), (stage, name))[1]
                 found[key] = found.get(key, 0) + parameter.grad
-    return whole[0], found
+    return whole[0], found, {name: one for stage in stages for name, one in stage.named_buffers()}
 
 
 def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
-    """The same output and gradients as those of the module."""
+    """The same output, gradients and buffers as those of the module."""
     plain, kwargs = copy.deepcopy(module), kwargs or {}
     data = (args, kwargs) if args and kwargs else kwargs or args
     torch.manual_seed(1)
-    output, gradients = train(cut, data)
+    output, gradients, buffers = train(cut, data)
     torch.manual_seed(1)
     expected = plain(*args, **kwargs)
     score(expected).backward()
@@ -99,6 +99,9 @@ def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
+    for name, buffer in plain.named_buffers():
+        if name in buffers:  # a stage has it
+            torch.testing.assert_close(buffers[name], buffer, msg=lambda text: f"{name}: {text}")
 
 
 def travels(cut: Cut) -> None:
@@ -501,6 +504,42 @@ def test_without_gradients_and_mixed_precision_inside() -> None:
         module.ema.zero_()
 
 
+class Assigned(nn.Module):
+    """Buffers that get new values by assignment."""
+
+    count: Tensor
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.full((WIDTH,), 0.5))
+        self.register_buffer("last", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x = self.layers[0](x)
+        before = self.mean
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        x = self.layers[1](x)
+        if self.late:
+            x = x + before
+        for layer in self.layers[2:]:
+            x = layer(x)
+        self.last = x.detach()[0]
+        return x
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: bool) -> None:
+    module = Assigned(late)
+    cut = split(module, X, points=["layers.2", "layers.3"])
+    buffers = [sorted(name for name, _ in stage.named_buffers()) for stage in cut.stages]
+    assert buffers == [["count", "mean"], [], ["last"]]
+    agree(module, cut, (X,))
+
+
 def test_statistics_of_batches() -> None:
     module = ResNetLike()
     assert batch_coupled(module)[:2] == ["down1.norm1", "down1.norm2"]
@@ -570,6 +609,7 @@ def line_of(name: str) -> str:
         ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("Counted", "changes the buffer seen, which several stages would use"),
+        ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
         ("Twice", "would have no computation"),
         ("Last", "would have no computation"),

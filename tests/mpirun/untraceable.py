@@ -92,6 +92,12 @@ class Counted(Layers):
         return self.two(x + self.seen)
 
 
+class Kept(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum(0))  # here
+        return self.two(self.one(x)) + self.seen
+
+
 class First(Layers):
     def forward(self, x: Tensor) -> Tensor:
         pipe_split()  # here
