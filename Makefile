@@ -4,6 +4,7 @@
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
 # make test-fuzz  100,000 hostile files and options
+# make test-models  architectures of the transformers library, split
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
 #
@@ -31,7 +32,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv launcher run test test-slurm test-hosts test-check test-fuzz test-crash lint
+.PHONY: venv launcher run test test-slurm test-hosts test-check test-fuzz test-models test-crash lint
 .PHONY: traces pictures gallery curves bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
@@ -65,6 +66,9 @@ test-check: venv
 
 test-fuzz: venv
 	$(BIN)/python tests/schedgen/fuzz.py --count 100000
+
+test-models: venv
+	$(BIN)/python tests/mpirun/architectures.py
 
 test-slurm test-hosts: test-%: venv
 	tests/clusters/$*.sh $(BIN)
