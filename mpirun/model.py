@@ -249,13 +249,15 @@ def _untied(model: Model, stage: int, seed: int) -> nn.Module:
     place = stage // model.shards
     if isinstance(entry, Mapping):
         return nn.Sequential(OrderedDict((name, _built(place, make, seed, name)) for name, make in entry.items()))
-    return _built(place, entry, seed, f"stage {place}")
+    return _built(place, entry, seed, getattr(entry, "seeded", f"stage {place}"))
 
 
 def _built(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
     torch.manual_seed(number(seed, name) % 2**63)
     try:
         module = make()
+    except UsageError as error:
+        raise UsageError(f"stage {stage} of the model cannot be built: {error}") from None
     except (Exception, SystemExit) as error:
         raise UsageError(f"stage {stage} of the model cannot be built: {raised(error)}") from None
     if not isinstance(module, nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from mpirun.split.deferred import Deferred, Values
 from mpirun.wiring import Source, Value
 from schedgen.errors import UsageError
 
@@ -86,6 +87,7 @@ class Cut(NamedTuple):
     output  None: the output is the last stage's.
     flops   of each stage's forward, as far as they are known.
     bytes   of each value that is sent, as far as they are known.
+    values  where the module is on the meta device: what its stages get theirs from.
     """
 
     stages: list[nn.Module]
@@ -96,6 +98,7 @@ class Cut(NamedTuple):
     output: Output | None = None
     flops: tuple[int, ...] = ()
     bytes: Mapping[Value, int] = {}
+    values: Values | None = None
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -138,7 +141,7 @@ class Cut(NamedTuple):
         from mpirun.model import Model  # imports MPI, which a cut does without
 
         return Model(
-            stages=[_layers(stage) for stage in self.stages],
+            stages=[_layers(stage, self.values) for stage in self.stages],
             loss=self.loss(loss),
             batch=batch._replace(make=flat, check=self.inputs and self.inputs.check) if whole else flat,
             length=length,
@@ -177,11 +180,15 @@ class Copied:
         return copy.deepcopy(self.layer)
 
 
-def _layers(stage: nn.Module) -> nn.Module | dict[str, Callable[[], nn.Module]]:
+def _layers(
+    stage: nn.Module, values: Values | None
+) -> nn.Module | Callable[[], nn.Module] | dict[str, Callable[[], nn.Module]]:
     """A run of a Sequential's children by name: dropout and checkpoints then do not depend on the cut."""
     if type(stage) is not nn.Sequential or len({*map(id, stage)}) < len(stage):
-        return stage
-    return {name: Copied(child) for name, child in stage.named_children()}
+        return stage if values is None else Deferred(stage, values)
+    if values is None:
+        return {name: Copied(child) for name, child in stage.named_children()}
+    return {name: Deferred(child, values._replace(module=child)) for name, child in stage.named_children()}
 
 
 def _other(leaves: Sequence[Any], example: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:

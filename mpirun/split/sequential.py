@@ -13,6 +13,7 @@ from torch import nn
 from mpirun.split.borders import balanced, even
 from mpirun.split.coupled import warn
 from mpirun.split.cut import Cut
+from mpirun.split.deferred import Init, values_of
 from mpirun.split.errors import check_hooks, forward, unknown
 from mpirun.wiring import Input, Value
 from schedgen.errors import UsageError, raised
@@ -22,13 +23,15 @@ def split_sequential(
     module: nn.Sequential,
     stages: int | Sequence[str | int],
     costs: Sequence[float] | str | Path | None = None,
+    init: Init | None = None,
 ) -> Cut:
     """The children of `module` as stages, in a chain.
 
     `stages`: how many, or the names (or indices) of the children that begin the second stage, the third and so
     on; the first child's may be among them. `costs`: of each child, in any unit, or the profile that `python -m
     mpirun profile` wrote of a model with one stage a child; the slowest stage is then as fast as can be.
-    Without them stages have even numbers of children. Parameters that several children share are tied.
+    Without them stages have even numbers of children. Parameters that several children share are tied. `init` as
+    of split.
     """
     if not isinstance(module, nn.Sequential):
         raise UsageError(
@@ -58,6 +61,7 @@ def split_sequential(
         [[Input(0) if stage == 0 else Value(stage - 1, 0)] for stage in range(len(parts))],
         _ties(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
+        values=values_of(module, init),
     )
 
 

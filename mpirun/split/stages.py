@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.randomness import Draw
 from mpirun.split.bind import bind, sized
@@ -105,6 +106,9 @@ class Builder:
         for name in self.flow.traced.temporary & {name for name, _ in module.named_buffers()}:
             owner, _, last = name.rpartition(".")
             module.get_submodule(owner)._non_persistent_buffers_set.add(last)
+        module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {  # its copies would save these otherwise
+            "_non_persistent_buffers_set": module._non_persistent_buffers_set
+        }
         return module
 
     def _drawing(

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
 from mpirun.split.cut import Inputs, Output
+from mpirun.split.deferred import is_deferred
 from mpirun.split.errors import check_example, check_hooks, forward, place, untraceable, users
 from mpirun.split.regions import attribute
 from schedgen.errors import UsageError
@@ -46,13 +47,17 @@ class Traced(NamedTuple):
 def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
     """UsageError, with the line of the model that is the reason, where that cannot be done."""
     _check_inputs(args, kwargs)
+    where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if is_deferred(module):
+        where = torch.device("meta")
+        args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
     check_example(module, args, kwargs)
     check_hooks(module)
     export = torch.export.export
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
-        with _quiet(), _seen():
+        with _quiet(), _seen(), where:
             program = export(module, args, kwargs, strict=False)
             whole = program.module()
     except Exception as error:
@@ -63,6 +68,8 @@ def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         if isinstance(part, fx.GraphModule) and name != "_guards_fn":
             _check(part.graph)
     state = _state(module, whole, graph)
+    if is_deferred(module):
+        _check_values(module, state, graph)
     numbers = pytree.tree_unflatten(list(range(program.call_spec.in_spec.num_leaves)), program.call_spec.in_spec)
     order = pytree.tree_leaves((numbers[0], {name: numbers[1][name] for name in kwargs}))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -122,6 +129,16 @@ def _state(module: nn.Module, whole: fx.GraphModule, graph: fx.Graph) -> dict[st
             node.replace_all_uses_with(first[node.target])
             graph.erase_node(node)
     return state
+
+
+def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> None:
+    """Refuse tensors that the forward makes of numbers, which were not kept."""
+    known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    for node in graph.find_nodes(op="get_attr"):
+        value = state.get(node.target)
+        if node.target not in known and isinstance(value, Tensor) and value.is_meta:
+            where = place(next(iter(node.users), node))
+            raise UsageError(f"{where}: a tensor of numbers is lost on the meta device; make it a buffer")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import fx, nn
 from mpirun.microbatches import Dims
 from mpirun.split.coupled import warn
 from mpirun.split.cut import Cut
+from mpirun.split.deferred import Init, values_of
 from mpirun.split.errors import note, unknown
 from mpirun.split.flow import Flow
 from mpirun.split.inplace import separate, separate_inputs, settle
@@ -33,6 +34,7 @@ def split(
     costs: Mapping[str, float] | None = None,
     shared: str | Mapping[str, str] = "transmit",
     dims: Dims = None,
+    init: Init | None = None,
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
@@ -42,6 +44,8 @@ def split(
     that several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or that by name.
     `dims`: along which dimension the example's samples lie, a number, or nested as args, kwargs or (args, kwargs),
     None for what is not of samples: it is traced a second time, and microbatches may have a sample less.
+    `init`: of a module on the meta device, what gives a submodule its own parameters and buffers, in place, on the
+    ranks that build them (the default is its reset_parameters).
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
@@ -58,7 +62,7 @@ def split(
         note(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     if stages is not None and type(stages) is not int:
         raise UsageError(f"stages should be a whole number, not {stages!r}")
-    example_kwargs = dict(example_kwargs or {})
+    example_kwargs, values = dict(example_kwargs or {}), values_of(module, init)
     traced = trace(module, example_args, example_kwargs)
     if dims is not None:
         smaller = fewer(example_args, example_kwargs, dims)
@@ -96,6 +100,7 @@ def split(
             for stage in range(len(made.modules))
         ),
         made.bytes,
+        values,
     )
 
 

@@ -30,6 +30,7 @@ def _model(
     loss: Callable[[Any, Any], Tensor],
     data: Make,
     points: Sequence[str],
+    init: Callable[[nn.Module], None] | None,
     stages: int,
     shared: str,
 ) -> Model:
@@ -43,7 +44,7 @@ def _model(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
         where = {"points": points} if len(points) + 1 == stages else {"stages": stages}
-        cut = split(module().train(), args, kwargs, shared=shared, **where)
+        cut = split(module().train(), args, kwargs, shared=shared, init=init, **where)
     return cut.model(loss, batch, 2 * LENGTH)
 
 
@@ -53,13 +54,14 @@ def named(
     loss: Callable[[Any, Any], Tensor],
     data: Make,
     points: Sequence[str] = (),
+    init: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Two functions of this module: `name`, and `name_replicated` whose shared parameters are copies.
 
-    `points`: where four stages begin; otherwise they are found.
+    `points`: where four stages begin; otherwise they are found. `init`: of a module on the meta device.
     """
     for suffix, shared in (("", "transmit"), ("_replicated", "replicate")):
-        made = functools.partial(_model, module, loss, data, points, shared=shared)
+        made = functools.partial(_model, module, loss, data, points, init, shared=shared)
         globals()[name + suffix] = functools.cache(lambda stages, made=made: made(stages=stages))
 
 
@@ -88,8 +90,22 @@ def scores_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return words(output["scores"], target)
 
 
+def tied_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return plain_models.Tied()
+
+
+def set_values(module: nn.Module) -> None:
+    """Those of a submodule that has none."""
+    if isinstance(module, plain_models.GPT2Like):
+        module.positions.copy_(torch.arange(LENGTH))
+    else:
+        module.reset_parameters()
+
+
 named("gpt2", plain_models.GPT2Like, scores_of, with_mask)
 named("tied", plain_models.Tied, scores_of, with_mask)
+named("tied_on_meta", tied_on_meta, scores_of, with_mask, init=set_values)
 named("resnet", plain_models.ResNetLike, nnf.cross_entropy, image)
 named(
     "encoder_decoder",

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+FASTEST = 2**24 / 20e9  # seconds for 16 MiB through memory: what takes less was there before
+
 
 @pytest.fixture(scope="module")
 def measured(launch) -> dict[str, Any]:
@@ -32,6 +34,6 @@ def test_with_the_pump_a_message_hides_behind_a_computation(measured, pump):
     if pump == "pumped" and not measured["works"]:
         pytest.skip("this MPI lets one thread in only")
     transfer, plain, pumped = (median(measured[what]) for what in ("transfer", "plain", pump))
-    if plain < transfer / 2:
+    if plain < max(transfer / 2, FASTEST):
         pytest.skip("this MPI moves messages by itself")
     assert pumped < plain / 2, measured
