@@ -132,9 +132,8 @@ def _checked(model: Model, stages: int) -> Model:
             raise UsageError(f"stage {stage} should be layers by name, a function or a module, not {entry!r:.80}")
         for layer in [layer for layer, _ in layers if not layer or "." in layer]:
             raise UsageError(f"stage {stage} has a layer called {layer!r}, which no module can be")
-        for module in [make if isinstance(make, nn.Module) else getattr(make, "layer", None) for _, make in layers]:
-            tensors = (*module.named_parameters(), *module.named_buffers()) if isinstance(module, nn.Module) else ()
-            for name in [name for name, one in tensors if one.is_meta]:
+        for module in [make for _, make in layers if isinstance(make, nn.Module)]:
+            for name in [name for name, one in (*module.named_parameters(), *module.named_buffers()) if one.is_meta]:
                 raise UsageError(f"stage {stage} has no values for {name}, which is on the meta device")
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
     for field, function in (("loss", model.loss), ("batch", make)):

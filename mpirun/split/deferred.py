@@ -86,17 +86,21 @@ class Deferred:
 
 def _empty(one: Tensor) -> Tensor:
     """Memory for it on the CPU, filled with what nothing is set to."""
-    found = torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="cpu")
-    return found if one.dtype == torch.bool else found.fill_(_nothing(one.dtype))
+    found = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+    nothing = _nothing(one.dtype)
+    return found if nothing is None else found.fill_(nothing)
 
 
-def _nothing(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+def _nothing(dtype: torch.dtype) -> float | None:
+    """None: any value may be meant."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).max if dtype in (torch.int32, torch.int64) else None
 
 
 def _unset(value: Tensor) -> bool:
-    """Whether nothing was written to it; unknown of booleans, and of shapes alone."""
-    if isinstance(value, FakeTensor) or value.dtype == torch.bool or not value.numel():
-        return False
+    """Whether nothing was written to it; unknown of booleans and bytes, and of shapes alone."""
     nothing = _nothing(value.dtype)
-    return bool(value.isnan().all() if nothing != nothing else (value == nothing).all())
+    if isinstance(value, FakeTensor) or nothing is None or not value.numel():
+        return False
+    return bool((value.isnan() if nothing != nothing else value == nothing).all())

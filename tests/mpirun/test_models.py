@@ -16,7 +16,6 @@ from mpirun.batches import Microbatch, Microbatches, Minibatch
 from mpirun.model import Model, build, load
 from mpirun.models import gpt, mlp
 from mpirun.shapes import shapes
-from mpirun.split.cut import Copied
 from mpirun.wiring import Like
 from schedgen.errors import UsageError
 
@@ -170,7 +169,6 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("stages", [nn.Identity(), {}], "stage 1 should be layers by name, a function or a module, not {}"),
         ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
         ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
-        ("stages", [nn.Identity(), {"a": Copied(META)}], "stage 1 has no values for weight, which is on the meta"),
         ("loss", None, "loss should be a function, not NoneType"),
         ("batch", Minibatch(5), "batch should be a function, not int"),
         ("length", "many", "length should be a number of bytes, not 'many'"),
