@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,4 +104,4 @@ def _unset(value: Tensor) -> bool:
     nothing = _nothing(value.dtype)
     if isinstance(value, FakeTensor) or nothing is None or not value.numel():
         return False
-    return bool((value.isnan() if nothing != nothing else value == nothing).all())
+    return bool((value.isnan() if math.isnan(nothing) else value == nothing).all())
