@@ -70,9 +70,12 @@ def _changes(node: object, root: fx.Node) -> bool:
 
 def _last_use(flow: Flow, roots: Sequence[fx.Node], after: fx.Node, before: fx.Node) -> fx.Node:
     """The last node between two that reads or writes such memory; else the first of the two."""
-    between = list(flow.position)[flow.position[after] + 1 : flow.position[before]]
-    uses = (node for node in reversed(between) if any(flow.root(one) in roots for one in node.all_input_nodes))
-    return next(uses, after)
+    found, node = after, after.next
+    while node is not before:  # by the graph as it is now, not by flow.position: others were moved
+        if any(flow.root(one) in roots for one in node.all_input_nodes):
+            found = node
+        node = node.next
+    return found
 
 
 def _separate(flow: Flow, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:

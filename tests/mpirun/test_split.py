@@ -540,6 +540,24 @@ def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: b
     agree(module, cut, (X,))
 
 
+def test_a_buffer_that_gets_another_s_old_value() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+            self.register_buffer("before", torch.zeros(WIDTH))
+            self.register_buffer("now", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.before = self.now.detach()
+            x = self.layers[0](x)
+            self.now = x.detach().mean(0)
+            return self.layers[2](self.layers[1](x))
+
+    module = Remembers()
+    agree(module, split(module, X, stages=2), (X,))
+
+
 def test_statistics_of_batches() -> None:
     module = ResNetLike()
     assert batch_coupled(module)[:2] == ["down1.norm1", "down1.norm2"]
