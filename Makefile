@@ -1,6 +1,6 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
 # make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
-# make curves  the loss with and without a flush: schedgen/pictures/updates.svg
+# make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
 # make test-fuzz  100,000 hostile files and options
@@ -59,16 +59,16 @@ test: launcher
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests
 
 test-crash: launcher
-	$(BIN)/python tests/mpirun/crash.py --count 50
+	$(BIN)/python tests/helpers/crash.py --count 50
 
 test-check: venv
-	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/test_check_rules.py -k false_alarm
+	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/checker/test_check_rules.py -k false_alarm
 
 test-fuzz: venv
-	$(BIN)/python tests/schedgen/fuzz.py --count 100000
+	$(BIN)/python tests/helpers/fuzz.py --count 100000
 
 test-models: venv
-	$(BIN)/python tests/mpirun/architectures.py
+	$(BIN)/python tests/helpers/architectures.py
 
 test-slurm test-hosts: test-%: venv
 	tests/clusters/$*.sh $(BIN)
@@ -100,16 +100,16 @@ $(GOLDEN:%=traces/%.json): traces/%.json: venv
 
 # SVG depends on the version of matplotlib: these are made by the one in .ci/constraints.txt.
 pictures: venv
-	mkdir -p schedgen/pictures
-	$(BIN)/schedgen draw traces/1f1b.json --output schedgen/pictures/1f1b.svg
-	$(BIN)/schedgen draw traces/gpipe.json traces/zb-h1.json --output schedgen/pictures/gpipe-zb-h1.svg
+	mkdir -p schedgen/report/pictures
+	$(BIN)/schedgen draw traces/1f1b.json --output schedgen/report/pictures/1f1b.svg
+	$(BIN)/schedgen draw traces/gpipe.json traces/zb-h1.json --output schedgen/report/pictures/gpipe-zb-h1.svg
 
 gallery: venv
-	$(BIN)/python -m schedgen.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
+	$(BIN)/python -m schedgen.report.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
 
 curves: launcher
-	mkdir -p schedgen/pictures
-	$(BIN)/python tests/bench/updates.py schedgen/pictures/updates.svg
+	mkdir -p schedgen/report/pictures
+	$(BIN)/python tests/bench/updates.py schedgen/report/pictures/updates.svg
 
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpirun.errors import Stop, notes, on_rank_0
-from mpirun.options import graph_options, profile_options, train_options
-from schedgen.errors import raised
+from mpirun.cli.options import graph_options, profile_options, train_options
+from mpirun.comm.fail_together import Stop, notes, on_rank_0
+from schedgen.util.errors import raised
 
 if TYPE_CHECKING:
-    from mpirun.profile import Profile
-    from mpirun.train import Run
+    from mpirun.cli.profile import Profile
+    from mpirun.cli.run import Run
 
 T = TypeVar("T", int, float)
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["profile"]:
             options = profile_options(comm, arguments[1:])
             with _for_good():
-                from mpirun.profile import Profile
+                from mpirun.cli.profile import Profile
 
             sys.path.insert(0, str(Path.cwd()))
             run = profile = Profile(comm, options)
@@ -47,14 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["graph"]:
             options = graph_options(comm, arguments[1:])
             with _for_good():
-                from mpirun import graph
+                from mpirun.cli import graph
 
             sys.path.insert(0, str(Path.cwd()))
             with notes(comm):
                 return on_rank_0(comm, lambda: graph.write(options)) or 0
         options = train_options(comm, arguments)
         with _for_good():
-            from mpirun.train import Run
+            from mpirun.cli.run import Run
 
         sys.path.insert(0, str(Path.cwd()))
         run = training = Run(comm, options)

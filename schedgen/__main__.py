@@ -1,5 +1,5 @@
 """`python -m schedgen` is the `schedgen` command."""
 
-from schedgen.cli import main
+from schedgen.cli.main import main
 
 raise SystemExit(main())

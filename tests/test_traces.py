@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from schedgen.cli import main
+from schedgen.cli.main import main
 
 TRACES = sorted((Path(__file__).parent.parent / "traces").glob("*.json"))
 

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from mpirun.training import Training
-from schedgen.errors import one_line
-from schedgen.program import Header
+from mpirun.engine.setup import Training
+from schedgen.ir.program import Header
+from schedgen.util.errors import one_line
 
 
 def facts(header: Header, of: Training, schedule: str, rank: int) -> dict[str, Any]:

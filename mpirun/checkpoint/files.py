@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from schedgen.errors import RefusedFile
+from schedgen.util.errors import RefusedFile
 
 VERSION = 1
 MANIFEST = "manifest.json"

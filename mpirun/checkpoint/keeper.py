@@ -22,15 +22,15 @@ from mpirun.checkpoint.facts import facts, others
 from mpirun.checkpoint.files import Manifest
 from mpirun.checkpoint.names import own_names, rest
 from mpirun.checkpoint.resume import take
-from mpirun.errors import Stop, on_rank_0, together
-from mpirun.guard import BEAT, PHASE, SAVING, TRAINING
-from mpirun.model import entry_name, is_copy
-from mpirun.optimizer import Optimizer
-from mpirun.shards import pieces
-from mpirun.stage import Stage
-from mpirun.training import Training
-from schedgen.errors import UsageError
-from schedgen.program import Header
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Training
+from mpirun.engine.stage import Stage
+from mpirun.engine.weight_shards import pieces
+from mpirun.model.contract import entry_name, is_copy
+from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
+from schedgen.ir.program import Header
+from schedgen.util.errors import UsageError
 
 
 class Keeper:

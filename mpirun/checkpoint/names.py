@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from mpirun.checkpoint.shares import share_name
-from mpirun.model import Model, entry_name, shard_of
-from mpirun.stage import Stage
+from mpirun.engine.stage import Stage
+from mpirun.model.contract import Model, entry_name, shard_of
 
 
 def own_names(model: Model, stage: Stage) -> list[str | None]:

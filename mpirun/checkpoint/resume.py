@@ -20,14 +20,14 @@ from mpirun.checkpoint import files
 from mpirun.checkpoint.files import Manifest
 from mpirun.checkpoint.names import rest
 from mpirun.checkpoint.shares import Entries
-from mpirun.errors import Stop, from_rank_0, together
-from mpirun.model import entry_name, shard_of
-from mpirun.optimizer import Optimizer
-from mpirun.shards import Piece, pieces
-from mpirun.stage import Stage
-from mpirun.tensor import Cut, Shard
-from mpirun.training import Training
-from schedgen.errors import UsageError
+from mpirun.comm.fail_together import Stop, from_rank_0, together
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Training
+from mpirun.engine.stage import Stage
+from mpirun.engine.weight_shards import Piece, pieces
+from mpirun.model.contract import entry_name, shard_of
+from mpirun.model.parallel_layers import Cut, Shard
+from schedgen.util.errors import UsageError
 
 
 def newest(comm: MPI.Intracomm, options: argparse.Namespace) -> Manifest | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from mpirun.checkpoint import files
-from mpirun.tensor import Cut, Shard
-from schedgen.errors import UsageError
+from mpirun.model.parallel_layers import Cut, Shard
+from schedgen.util.errors import UsageError
 
 _SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
 

@@ -1,1 +1,1 @@
-"""Models to begin with; each module's functions follow the contract in `mpirun.model`."""
+"""Models to begin with; each module's functions follow the contract in `mpirun.model.contract`."""

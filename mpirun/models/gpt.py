@@ -15,9 +15,16 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.model import Model
-from mpirun.models.cut import cut
-from mpirun.tensor import WHOLE, ColumnParallelLinear, HeadParallelAttention, RowParallelLinear, Shard, skip
+from mpirun.model.contract import Model
+from mpirun.model.parallel_layers import (
+    WHOLE,
+    ColumnParallelLinear,
+    HeadParallelAttention,
+    RowParallelLinear,
+    Shard,
+    skip,
+)
+from mpirun.models.split_layers import cut
 
 VOCABULARY = 256  # bytes
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.model import Model
-from mpirun.models.cut import cut
+from mpirun.model.contract import Model
+from mpirun.models.split_layers import cut
 
 CONTEXT = 16  # bytes
 

@@ -1,4 +1,4 @@
-"""A byte-level encoder and decoder, an nn.Module without any thought of stages, which `mpirun.split` cuts into them.
+"""A byte-level encoder and decoder, an nn.Module without any thought of stages, which `mpirun.frontend` cuts into them.
 
 `--model mpirun.models.seq2seq:tiny` or `:small`. The encoder reads a piece of
 text, the decoder guesses how it goes on; every stage of the decoder reads what
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.model import Model
+from mpirun.frontend import split
+from mpirun.model.contract import Model
 from mpirun.models.gpt import VOCABULARY
-from mpirun.split import split
 
 
 class Seq2Seq(nn.Module):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.training import Training
+from mpirun.engine.setup import Training
 from mpirun.verify.record import Parameters, Record
 
 ROUNDING = 8  # times float32's: what sums in another order may differ by

@@ -11,11 +11,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.shapes import Shape
-from mpirun.shards import pieces
-from mpirun.stage import Stage
-from mpirun.training import Training
-from schedgen.program import Header
+from mpirun.engine.setup import Training
+from mpirun.engine.stage import Stage
+from mpirun.engine.weight_shards import pieces
+from mpirun.model.shapes import Shape
+from schedgen.ir.program import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
 Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the parameter it begins

@@ -14,11 +14,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from schedgen.dag import check_apart
-from schedgen.errors import UsageError, raised
-from schedgen.graph import check_edges
-from schedgen.program import UPDATES
-from schedgen.scheme import Scheme, Sizes, fill, fourth
+from schedgen.ir.graph_file import check_apart
+from schedgen.ir.program import UPDATES
+from schedgen.ir.stage_graph import check_edges
 from schedgen.schemes import (
     breadth_first,
     chimera,
@@ -42,6 +40,8 @@ from schedgen.schemes import (
     zb_v,
 )
 from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.scheme import Scheme, Sizes, fill, fourth
+from schedgen.util.errors import UsageError, raised
 
 SCHEMES: dict[str, ModuleType] = {
     "ddp": ddp,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.errors import UsageError
-from schedgen.program import F
-from schedgen.scheme import Scheme, Sizes
+from schedgen.ir.program import F
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers",)
 

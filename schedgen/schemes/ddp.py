@@ -5,9 +5,9 @@ n: depth-first, greedy
 
 from __future__ import annotations
 
-from schedgen.errors import UsageError
-from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes.orders import depth_first
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers",)
 

@@ -5,9 +5,9 @@ n: oldest microbatch first, greedy
 
 from __future__ import annotations
 
-from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes.looped import chunked
 from schedgen.schemes.orders import depth_first
+from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("workers", "chunks")
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.errors import UsageError
-from schedgen.program import F
-from schedgen.scheme import Scheme, Sizes
-from schedgen.schemes.lists import Counter, n_of
+from schedgen.ir.program import F
+from schedgen.schemes.job_lists import Counter, n_of
 from schedgen.schemes.looped import chunked, vee
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers",)
 

@@ -5,9 +5,9 @@ n: breadth-first, strict; with W = S that is n(s, b, F) = b, n(s, b, B) = B + b 
 
 from __future__ import annotations
 
-from schedgen.errors import UsageError
-from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes.orders import breadth_first
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers",)
 

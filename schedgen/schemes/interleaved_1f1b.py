@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.errors import UsageError
-from schedgen.program import F
-from schedgen.scheme import Function, Scheme, Sizes
+from schedgen.ir.program import F
 from schedgen.schemes.looped import chunked
+from schedgen.schemes.scheme import Function, Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers", "chunks")
 

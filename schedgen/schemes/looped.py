@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.errors import UsageError
-from schedgen.scheme import Sizes
+from schedgen.schemes.scheme import Sizes
+from schedgen.util.errors import UsageError
 
 
 def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, int]:

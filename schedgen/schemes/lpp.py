@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from schedgen.errors import UsageError
-from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes.orders import depth_first
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers", "groups")
 

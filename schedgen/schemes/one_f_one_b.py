@@ -5,9 +5,9 @@ n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict
 
 from __future__ import annotations
 
-from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes.gpipe import stage_workers
 from schedgen.schemes.orders import one_f_one_b
+from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("workers",)
 

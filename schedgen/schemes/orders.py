@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.program import F, W
-from schedgen.scheme import Function, Sizes
+from schedgen.ir.program import F, W
+from schedgen.schemes.scheme import Function, Sizes
 
 
 def position(s: Any, d: Any, S: int) -> Any:

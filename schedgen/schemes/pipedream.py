@@ -5,8 +5,8 @@ weights: a forward uses the newest version, its backward the same; with --update
 
 from __future__ import annotations
 
-from schedgen.scheme import Scheme, Sizes
 from schedgen.schemes import round_robin
+from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("replicas",)
 

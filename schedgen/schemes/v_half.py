@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from schedgen.program import B, F, W
-from schedgen.scheme import Scheme, Sizes
-from schedgen.schemes.lists import Job, n_of
+from schedgen.ir.program import B, F, W
+from schedgen.schemes.job_lists import Job, n_of
 from schedgen.schemes.looped import chunked, vee
+from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("workers",)
 

@@ -5,7 +5,7 @@ n: a building block repeated every 6 jobs, W jobs in the gaps, strict
 
 from __future__ import annotations
 
-from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.v_half import blocks
 
 PARAMETERS = ("workers",)

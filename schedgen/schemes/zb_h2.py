@@ -6,7 +6,7 @@ n(F) = b, n(I) = b + h (W-1-s), n(W) = b + h (W-1), h = 2, ties F < I < W, stric
 
 from __future__ import annotations
 
-from schedgen.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.zb_h1 import handcrafted
 
 PARAMETERS = ("workers",)

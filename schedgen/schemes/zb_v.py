@@ -6,9 +6,9 @@ n: a list a worker, strict
 
 from __future__ import annotations
 
-from schedgen.scheme import Scheme, Sizes
-from schedgen.schemes.lists import Counter, Job, n_of
+from schedgen.schemes.job_lists import Counter, Job, n_of
 from schedgen.schemes.looped import chunked, vee
+from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("workers",)
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from mpirun.model import Model
+from mpirun.model.contract import Model
 from mpirun.models import gpt
-from mpirun.models.cut import cut
-from schedgen.errors import UsageError
+from mpirun.models.split_layers import cut
+from schedgen.util.errors import UsageError
 
 BLOCKS = 4
 LAYERS = 8  # of the uneven one: six of a block, the first with the embedding; two of four, the last with the head

@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from schedgen.check import check
-from schedgen.compile import compile_scheme
-from schedgen.file import read, write
-from schedgen.program import Program
-from schedgen.scheme import Sizes
+from schedgen.checker import check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import read, write
+from schedgen.ir.program import Program
 from schedgen.schemes import load
-from schedgen.simulate import simulate
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.simulate import simulate
 
 CASES = (("interleaved-1f1b", "Interleaved1F1B"), ("zb-v", "ZBVZeroBubble"))
 

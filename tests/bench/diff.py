@@ -12,11 +12,11 @@ import subprocess
 import sys
 import time
 
-from schedgen.compile import compile_scheme
-from schedgen.diff import diff
-from schedgen.program import Program
-from schedgen.scheme import Sizes
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.program import Program
+from schedgen.report.diff import diff
 from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
 
 
 def compiled(name: str, microbatches: int, prefetch: int = 1) -> Program:

@@ -28,11 +28,11 @@ STEPS = 40
 def measure(schedule: str) -> None:
     import torch
 
-    from mpirun.options import train_options
-    from mpirun.stage import Saved
-    from mpirun.train import Run
-    from mpirun.transport import view
-    from schedgen.program import Op
+    from mpirun.cli.options import train_options
+    from mpirun.cli.run import Run
+    from mpirun.comm.transport import view
+    from mpirun.engine.stage import Saved
+    from schedgen.ir.program import Op
 
     comm = MPI.COMM_WORLD
     run = Run(comm, train_options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))

@@ -25,11 +25,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-import mpirun.assemble
+import mpirun.engine.build
 from mpirun import Model
-from mpirun.options import train_options
-from mpirun.train import Run
-from mpirun.transport import Done, Receive, Transport
+from mpirun.cli.options import train_options
+from mpirun.cli.run import Run
+from mpirun.comm.transport import Done, Receive, Transport
 
 WIDTH, ROWS, STAGES, MICROBATCHES, STEPS = 512, 2048, 4, 8, 12
 
@@ -78,7 +78,7 @@ def measure(schedule: str) -> None:
     arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
-        mpirun.assemble.transport = lambda comm, groups, device, crowded, kind=kind: kind(comm, groups, crowded)
+        mpirun.engine.build.transport = lambda comm, groups, device, crowded, kind=kind: kind(comm, groups, crowded)
         runs[name] = Run(comm, train_options(comm, arguments)).interpreter
         (runs[name].run if name == "blocking" else runs[name].learn)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited

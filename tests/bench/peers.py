@@ -24,12 +24,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-import mpirun.data
-from mpirun.batches import Microbatches
-from mpirun.model import Model, build, load
+import mpirun.data.text
+from mpirun.cli.options import train_options
+from mpirun.cli.run import Run
+from mpirun.data.batches import Microbatches
+from mpirun.model.contract import Model, build, load
 from mpirun.models.gpt import Block
-from mpirun.options import train_options
-from mpirun.train import Run
 
 WARM = 3  # steps before the timed ones
 Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of the microbatches this rank saw
@@ -44,7 +44,7 @@ class Task:
         self.microbatches: int = options.microbatches
         self.seed: int = options.seed
         self.model: Model = load(options.model, self.stages, self.seed)
-        self.text = mpirun.data.load(comm, None, self.model.length)
+        self.text = mpirun.data.text.load(comm, None, self.model.length)
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
 
     def stage(self, index: int) -> nn.Module:

@@ -11,11 +11,11 @@ import time
 
 import numpy as np
 
-from schedgen.cost import Machine
-from schedgen.plan.cuts import cuts
-from schedgen.plan.partition import Level, partition
-from schedgen.plan.profile import Layers
-from schedgen.plan.search import search
+from schedgen.planner.layer_downsets import cuts
+from schedgen.planner.layer_profile import Layers
+from schedgen.planner.partition import Level, partition
+from schedgen.planner.search import search
+from schedgen.simulator.cost import Machine
 
 
 def chain(layers: int) -> Layers:

@@ -20,9 +20,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.pump import Pump
-from mpirun.reduction import Sum, Sums
-from mpirun.transport import Transport, view
+from mpirun.comm.ordered_allreduce import Sum, Sums
+from mpirun.comm.progress_thread import Pump
+from mpirun.comm.transport import Transport, view
 
 SIZES = (2**12, 2**16, 2**20, 2**22)  # elements of float32
 ROUNDS = 15

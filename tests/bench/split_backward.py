@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpirun.device import Device
-from mpirun.gradient import Gradient
+from mpirun.comm.device import Device
+from mpirun.engine.grad_buffer import Gradient
+from mpirun.engine.stage import Stage
+from mpirun.model.shapes import Shape
 from mpirun.models.gpt import Block
-from mpirun.shapes import Shape
-from mpirun.stage import Stage
 
 
 def timed(function: Callable[[], object]) -> float:

@@ -87,7 +87,7 @@ await 5 no_ranks || fail "processes are left: $(ranks | xargs ps --format=pid,ar
 
 echo "== sbatch: the example, at its time limit, pre-empted, and to its end"
 job=$(VENV=$(dirname "$bin") sbatch --parsable --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-task=0 \
-    --output="$dir/job.log" mpirun/slurm.sbatch "${train[@]:2}" --steps 300 --save "$dir/saved" --resume "$dir/saved")
+    --output="$dir/job.log" mpirun/cli/slurm.sbatch "${train[@]:2}" --steps 300 --save "$dir/saved" --resume "$dir/saved")
 steps() { grep --count "^step " "$dir/job.log"; }
 more_steps() { [ "$(steps)" -gt "$1" ]; }
 requeued() { [[ $(scontrol show job "$job") == *JobState=PENDING*Restarts=$1* ]]; }

@@ -21,9 +21,9 @@ import pytest
 from processes import ROOT, environment, mpiexec, processes
 from waiting import Waiting
 
-from schedgen.cli import main as schedgen
+from schedgen.cli.main import main as schedgen
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "helpers"
 
 
 class Result(NamedTuple):

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis.extra.numpy import arrays
 
-from schedgen.check import check
-from schedgen.cli import main
-from schedgen.compile import compile_scheme
-from schedgen.errors import RefusedFile
-from schedgen.program import DIRECTIONS, EXCHANGED, B, F, Kind, Op
-from schedgen.scheme import Scheme, Sizes
+from schedgen.checker import check
+from schedgen.cli.main import main
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.program import DIRECTIONS, EXCHANGED, B, F, Kind, Op
 from schedgen.schemes import SCHEMES
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import RefusedFile
 
 # The same examples every time; a slow machine fails nothing; every example writes its files anew.
 settings.register_profile(

@@ -1,0 +1,1 @@
+"""`python -m mpirun`: its commands and their options. Nobody imports it."""

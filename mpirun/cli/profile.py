@@ -1,0 +1,231 @@
+"""`python -m mpirun profile`: what a model's stages cost here, in the form that `schedgen simulate --profile` reads.
+
+Every rank trains all stages by schedules of one worker, with the interpreter
+that trains, and times its instructions; all ranks do so at once, and share
+cores and memory's bandwidth as they do in training. Bytes are the same on all:
+the first counts them by the tracker, in steps of its own. Messages are timed
+between neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from tqdm import tqdm
+
+from mpirun.comm.fail_together import from_rank_0, on_rank_0, writable
+from mpirun.comm.link_speed import links
+from mpirun.engine.build import interpreter
+from mpirun.engine.forward_backward import Act
+from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.memory_tracker import Memory, measure
+from mpirun.engine.setup import training
+from schedgen.checker.files import checked
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.graph_file import Dag
+from schedgen.ir.program import DIRECTIONS, F, Header, Instruction, Kind, Op, Program, W
+from schedgen.ir.stage_graph import chain
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.files import output
+
+MICROBATCHES = 4  # of a step
+OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
+Key = tuple[int, int]  # an opcode and a stage
+Buffer = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
+
+
+class Bytes(NamedTuple):
+    """What an instruction does to the bytes alive on its rank."""
+
+    before: int
+    peak: int
+    after: int
+    defined: int  # the buffers it makes: x, g
+
+    @property
+    def kept(self) -> int:
+        """What it leaves beside them."""
+        return max(0, self.after - self.before - self.defined)
+
+    @property
+    def workspace(self) -> int:
+        """The peak above all that is alive when it begins or that it leaves."""
+        return max(0, self.peak - self.before - self.defined - self.kept)
+
+
+class Profile:
+    """One rank's part of a profile."""
+
+    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
+        self.comm, self.options = comm, options
+        on_rank_0(comm, lambda: writable("--output", options.output))
+        schedules, splits = from_rank_0(comm, lambda: _schedules(options))
+        self.split = options.split or splits
+        self.at: Instruction | None = None
+        self.training = training(comm, options, schedules[0].header)
+        self.programs = schedules
+
+    def _interpreter(self, split: bool) -> tuple[Interpreter, list[Instruction]]:
+        """This rank's own, of all stages."""
+        program = self.programs[split]
+        code = program.instructions(0)
+        return interpreter(MPI.COMM_SELF, program, code, self.training), code
+
+    def place(self) -> str:
+        """The instruction being executed, for error messages; empty outside of a step."""
+        return "" if self.at is None else f"{self.at}: "
+
+    def write(self) -> int:
+        """Measure, and write the file on rank 0; the exit code."""
+        sizes = on_rank_0(self.comm, self._bytes) or {}
+        seconds = self._seconds()
+        alpha, beta = links(self.comm, self.training.crowded)
+        if self.comm.size == 1:
+            print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
+        numbers = {**seconds, "alpha": alpha, "beta": beta, **sizes}
+        on_rank_0(self.comm, lambda: _write(self.options.output, numbers))
+        return 0
+
+    # Bytes
+
+    def _bytes(self) -> dict[str, object]:
+        """Bytes by stage. The same in every run: no time comes in, nor what was measured before."""
+        found: dict[Key, list[Bytes]] = {}
+        gc.collect()
+        gc.disable()  # its moments are accidents: what only cycles of Python's objects keep, stays
+        for split in (False, True):
+            one, code = self._interpreter(split)
+            with measure(self.training.device.torch) as memory:
+                for self.at, act in zip(code, one.code, strict=True):
+                    found.setdefault((self.at.op, self.at.stage), []).append(_execute(one, self.at, act, memory))
+        gc.enable()
+        self.at = None
+        stages = range(len(self.training.shapes))
+        weight = [shape.weights for shape in self.training.shapes]
+        return {
+            "activation": [found[Op.FWD, s][0].defined for s in stages],
+            **self._apart(),
+            "weight": weight,
+            "saved": [max(one.kept for one in found[Op.FWD, s]) for s in stages],
+            "half": [max(one.kept for one in found[Op.BWD_I, s]) for s in stages],
+            "workspace": {
+                direction: [max(one.workspace for one in found[OPS[direction], s]) for s in stages]
+                for direction in ("F", "B", "I", "W")
+            },
+            "owned": [weight[s] + found[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
+        }
+
+    def _apart(self) -> dict[str, list[int]]:
+        """Bytes by edge, where some stage's consumers read different parts of its output."""
+        header, wires = self.programs[0].header, self.training.wires[0]
+        return {"apart": [wires.x(*edge).like.bytes for edge in header.edges]} if header.apart else {}
+
+    # Seconds
+
+    def _seconds(self) -> dict[str, list[float]]:
+        """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
+        steps, silent = self.options.steps, self.comm.rank > 0 or not sys.stderr.isatty()
+        found: dict[Key, list[float]] = {}
+        one, code = self._interpreter(self.split)
+        self._step(one, code, {})  # to warm up
+        self.comm.Barrier()
+        for _ in tqdm(range(steps), unit="step", disable=silent):
+            self._step(one, code, found)
+        medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in found.items()})
+        stages = range(len(self.training.shapes))
+        return {
+            name: [float(np.median([one[OPS[name], s] for one in medians])) for s in stages]
+            for name in (*DIRECTIONS[3 if self.split else 2], "step")
+        }
+
+    def _step(self, one: Interpreter, code: Sequence[Instruction], found: dict[Key, list[float]]) -> None:
+        """Every instruction once, timed."""
+        for self.at, act in zip(code, one.code, strict=True):
+            one.compute.batches.clear()  # in training, first and last stage make theirs on ranks of their own
+            begin = time.perf_counter()
+            act()
+            self.training.device.finish()
+            found.setdefault((self.at.op, self.at.stage), []).append(time.perf_counter() - begin)
+        self.at = None
+
+
+def _execute(one: Interpreter, i: Instruction, act: Act, memory: Memory) -> Bytes:
+    one.compute.batches.clear()
+    before = memory.live
+    memory.reset_peak()
+    act()
+    peak = memory.peak
+    read, made = _buffers(one.header, i)
+    # Copies take the buffers' places: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
+    for key in (*read, *made):
+        buffer = one.buffers(*key)
+        buffer.value = buffer.value.clone()
+    return Bytes(before, peak, memory.live, sum(one.buffers(*key).value.nbytes for key in made))
+
+
+def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]]:
+    """The x and g that an instruction makes, and before them the g that it is the last to read."""
+    if i.op == Op.FWD:
+        return [], [(Kind.X, i.stage, i.mb, via) for via in header.vias(i.stage)]
+    if i.op not in (Op.BWD, Op.BWD_I):
+        return [], []
+    read: list[Buffer] = [(Kind.G, i.stage, i.mb, header.share(i.stage, c)) for c in header.consumers[i.stage]]
+    return read, [(Kind.G, p, i.mb, header.share(p, i.stage)) for p in header.producers[i.stage]]
+
+
+def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
+    """One worker's program with whole and with split backwards; whether --schedule has split ones."""
+    splits = False
+    dag = Dag(options.stages or 1, chain(options.stages or 1))
+    if options.schedule is not None:
+        try:
+            header = checked(options.schedule).header
+        except OSError as error:
+            raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
+        dag, splits = _of_model(header), "W" in header.cost
+        if options.stages not in (None, dag.stages):
+            raise UsageError(f"--stages {options.stages}: {options.schedule} has {dag.stages}")
+    return [_one_worker(dag, split) for split in (False, True)], splits
+
+
+def _of_model(header: Header) -> Dag:
+    """The stages of the model, whole where the schedule has shards of them."""
+    T = header.tensor
+    ties = {tuple(sorted({stage // T for stage in tie})) for tie in header.tied}
+    return Dag(
+        header.stages // T,
+        tuple(sorted({(p // T, c // T) for p, c in header.edges})),
+        tuple(sorted({stage // T for stage in header.apart})),
+        tuple(sorted(tie for tie in ties if len(tie) > 1)),
+    )
+
+
+def _one_worker(dag: Dag, split: bool) -> Program:
+    """A step on one worker. Microbatches go by twos, so a stage does two jobs of a kind in a row: what is in the
+    caches then lies between a pipeline's 1F1B and GPipe."""
+
+    def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
+        place = np.where(d == F, s, 3 * dag.stages - 2 * s + (d == W))
+        return (b // 2 * 4 * dag.stages + place) * 2 + b % 2
+
+    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split)
+    scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
+    return compile_scheme(scheme, Sizes(dag.stages, MICROBATCHES, 1), tied=dag.tied)
+
+
+def _write(path: str, numbers: dict[str, object]) -> None:
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in numbers.items())
+    try:
+        with output(path) as out:
+            out.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+    except OSError as error:
+        raise RefusedFile(f"--output {path}: {error.strerror}") from None

@@ -1,0 +1,85 @@
+"""What rank 0 says of the steps: a bar on a terminal, a line now and then elsewhere, --metrics, a summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from mpirun.engine.interpreter import Result
+from schedgen.ir.program import Header
+from schedgen.util.errors import UsageError
+
+
+class Progress:
+    def __init__(self, begun: int, steps: int, tokens: int, weights: Sequence[float], metrics: str | None) -> None:
+        """`begun`: steps done by an earlier run; `tokens` of a step; `weights` of its losses; `metrics`: a file."""
+        self.begun, self.steps, self.tokens, self.weights = begun, steps, tokens, weights
+        self.metrics = _metrics(metrics, begun) if metrics else None
+        self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
+        self.every = max(1, (steps - begun) // 20)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, step: int, result: Result, seconds: float) -> None:
+        loss = mean(result.losses, self.weights)
+        self.losses.append(loss)
+        self.seconds.append(seconds)
+        rate = self.tokens / seconds
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} tokens/s")
+            self.bar.update()
+        elif (step - self.begun) % self.every == 0 or step + 1 == self.steps:
+            print(
+                f"step {step + 1}/{self.steps}  loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s",
+                flush=True,
+            )
+        if self.metrics is not None:
+            numbers = {"loss": loss, "grad_norm": result.grad_norm}
+            known = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+            row = {"step": step, **known, "seconds": round(seconds, 6), "tokens": self.tokens}
+            print(json.dumps(row), file=self.metrics, flush=True)
+
+    def close(self, header: Header) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.losses:
+            rate = self.tokens / float(np.median(self.seconds))
+            print(
+                f"{header.scheme['name']}: {len(self.losses)} steps on {header.workers} ranks, "
+                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {sum(self.seconds):.1f} s",
+                flush=True,
+            )
+        else:
+            print(f"{self.begun} of {self.steps} steps are done", flush=True)
+
+
+def _metrics(path: str, begun: int) -> TextIO:
+    """The file, with the rows of steps that an earlier run has done."""
+    try:
+        rows = Path(path).read_text().splitlines(keepends=True) if begun and Path(path).exists() else []
+        file = Path(path).open("w")  # noqa: SIM115 -- open as long as the run lasts
+        file.writelines(row for row in rows if _step(row) < begun)
+    except OSError as error:
+        raise UsageError(f"--metrics {path}: {error.strerror}") from None
+    return file
+
+
+def _step(row: str) -> float:
+    """Which step a row is of; infinite where it is none."""
+    try:
+        return int(json.loads(row)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    if len(set(weights)) == 1:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True))

@@ -1,0 +1,1 @@
+"""The samples of a step: the training text, and minibatches cut into microbatches."""

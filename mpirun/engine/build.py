@@ -1,0 +1,67 @@
+"""One rank's interpreter, with everything it needs in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+import mpirun.model.contract
+from mpirun.comm.fail_together import together
+from mpirun.comm.transport import transport
+from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.loss import check_order
+from mpirun.engine.memory_slots import Memory
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Training
+from mpirun.engine.stage import Stage
+from schedgen.ir.program import COMPUTE, Header, Instruction, Kind, Program
+
+
+def interpreter(
+    comm: MPI.Intracomm,
+    program: Program,
+    instructions: Sequence[Instruction],
+    of: Training,
+    state: memoryview | None = None,
+) -> Interpreter:
+    """`program`: this rank's rows; `instructions`: the same one by one; `state`: for the guard. Collective."""
+    header = program.header
+    if of.model.loss_of == "minibatch":
+        together(comm, lambda: check_order(header, instructions))
+    memory = Memory(comm, program, instructions, of)
+    stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
+    owned = {stage: one for stage, one in stages.items() if one.own}
+    link = transport(comm, header.groups, of.device, of.crowded, state)
+    return Interpreter(header, instructions, stages, memory, link, of, Optimizer(of.recipe, owned))
+
+
+def _stages(
+    rank: int, header: Header, instructions: Sequence[Instruction], memory: Memory, of: Training
+) -> dict[int, Stage]:
+    """The stages this rank owns, computes or adds gradients of."""
+    mine = {
+        stage: [via for via in header.parts(stage) if rank in header.holders(stage, via)]
+        for stage in range(header.stages)
+    }
+    owned = {stage for stage, parts in mine.items() if len(parts) == len(header.parts(stage))}
+    needed = {stage for stage, parts in mine.items() if parts} | {
+        i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)
+    }
+    stages = {}
+    for stage in sorted(needed):
+        module = mpirun.model.contract.build(of.model, stage, of.seed)
+        place = None if stage in owned else memory.weights(stage)
+        stages[stage] = Stage(
+            module,
+            stage,
+            of.shapes[stage],
+            of.device,
+            stage in owned,
+            place,
+            of.mixed,
+            header.parts(stage),
+            mine[stage],
+        )
+        stages[stage].shared = mpirun.model.contract.shared_before(of.model, stage, stages[stage].names)
+    return stages

@@ -1,0 +1,117 @@
+"""An nn.Sequential is a list of layers: its stages are runs of them, and each sends one tensor to the next."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from mpirun.frontend.batch_coupling import warn
+from mpirun.frontend.borders import balanced, even
+from mpirun.frontend.cut import Cut
+from mpirun.frontend.errors import check_hooks, forward, unknown
+from mpirun.frontend.meta_device import Init, values_of
+from mpirun.model.dataflow import Input, Value
+from schedgen.util.errors import UsageError, raised
+
+
+def split_sequential(
+    module: nn.Sequential,
+    stages: int | Sequence[str | int],
+    costs: Sequence[float] | str | Path | None = None,
+    init: Init | None = None,
+) -> Cut:
+    """The children of `module` as stages, in a chain.
+
+    `stages`: how many, or the names (or indices) of the children that begin the second stage, the third and so
+    on; the first child's may be among them. `costs`: of each child, in any unit, or the profile that `python -m
+    mpirun profile` wrote of a model with one stage a child; the slowest stage is then as fast as can be.
+    Without them stages have even numbers of children. Parameters that several children share are tied. `init` as
+    of split.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise UsageError(
+            f"split_sequential takes an nn.Sequential, not {type(module).__name__}; split takes any module"
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise UsageError(f"{forward(module)}: more than the children one after the other; split takes any module")
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
+    check_hooks(module)
+    if not isinstance(stages, int | Sequence) or isinstance(stages, str):
+        raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")
+    names = list(module._modules)
+    if isinstance(stages, int):
+        starts = _starts(names, stages, None if costs is None else _costs(costs, len(names)))
+    elif costs is not None:
+        raise UsageError("costs choose where stages begin, but the stages are named")
+    else:
+        starts = _named(names, stages)
+    runs = [names[a:b] for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
+    parts: list[nn.Module] = [nn.Sequential(OrderedDict((name, module._modules[name]) for name in run)) for run in runs]
+    for part in parts:
+        part.training = module.training
+    warn(module)
+    return Cut(
+        parts,
+        [[Input(0) if stage == 0 else Value(stage - 1, 0)] for stage in range(len(parts))],
+        _ties(parts),
+        [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
+        values=values_of(module, init),
+    )
+
+
+def _starts(names: Sequence[str], stages: int, costs: Sequence[float] | None) -> list[int]:
+    if stages < 1:
+        raise UsageError(f"{stages} stages: there should be one at least")
+    if stages > len(names):
+        raise UsageError(f"the Sequential has {len(names)} children, too few for {stages} stages")
+    return even(len(names), stages) if costs is None else balanced(costs, stages) or []
+
+
+def _named(names: Sequence[str], points: Sequence[str | int]) -> list[int]:
+    starts = [0]
+    for point in points:
+        name = names[point] if isinstance(point, int) and -len(names) <= point < len(names) else str(point)
+        if name not in names:
+            raise unknown("the child", name, names)
+        start = names.index(name)
+        if start == 0 and starts == [0]:
+            continue
+        if start <= starts[-1]:
+            raise UsageError(
+                f"stages begin at children in their order, but {name!r} is not behind {names[starts[-1]]!r}"
+            )
+        starts.append(start)
+    return starts
+
+
+def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
+    if isinstance(costs, str | Path):
+        try:
+            profile = json.loads(Path(costs).read_text())
+            found = [sum(times) for times in zip(*(profile[job] for job in "FBIW" if job in profile), strict=True)]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{costs} is no profile of mpirun profile: {raised(error)}") from None
+        where = str(costs)
+    else:
+        found, where = [float(cost) for cost in costs], "costs"
+    if len(found) != children:
+        raise UsageError(f"{where} has {len(found)} numbers, but the Sequential {children} children")
+    if not all(math.isfinite(cost) and cost >= 0 for cost in found):
+        raise UsageError(f"{where} should be numbers that are not negative")
+    return found
+
+
+def _ties(parts: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
+    """The parameters that have more than one name, where these are in several stages or layers."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, part in enumerate(parts):
+        for name, parameter in part.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                places.setdefault(id(parameter), []).append((stage, name))
+    return [several for several in places.values() if len(several) > 1]

@@ -1,0 +1,139 @@
+"""A rank's side of the guard: what it shows of itself, and how guards are started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from mpi4py import MPI
+
+from mpirun.comm.fail_together import Stop, together
+from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, ROW, WAIT, WORDS
+from schedgen.ir.program import Instruction
+from schedgen.util.errors import RefusedFile
+
+_SIOCGIFADDR = 0x8915
+_BYTES = WORDS * 8
+# Neither the site's packages nor what the user's folder or environment would add: they take longer than all the rest.
+_PLACE = str(Path(__file__).parents[2])
+_SCRIPT = f"import sys; sys.path.insert(0, {_PLACE!r}); from mpirun.watchdog.process import main; main()"
+COMMAND = [sys.executable, "-I", "-S", "-c", _SCRIPT]
+
+
+class Watch:
+    """`state` is this rank's words; whoever does something writes there what."""
+
+    def __init__(self, comm: MPI.Intracomm, first_line: int, instructions: Sequence[Instruction], limit: float) -> None:
+        """`limit`: seconds that nothing may move on any rank; 0: nobody watches. Collective."""
+        self.guard: subprocess.Popen[bytes] | None = None
+        self.state = memoryview(bytearray(_BYTES)).cast("q")
+        if limit > 0:
+            here = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+            self._start(comm, here, first_line, instructions, limit)
+            here.Free()
+        self.state[ROW] = self.state[WAIT] = NOTHING
+
+    def _start(
+        self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction],
+        limit: float,
+    ) -> None:  # fmt: skip
+        leader = here.rank == 0
+        file = together(comm, lambda: _memory(here.size) if leader else None)
+        words = _mapped(here.bcast(file.name if file is not None else None))
+        self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
+        mine = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
+        ranks = here.gather(mine)  # all have the file open now
+        server = socket.create_server(("", 0)) if comm.rank == 0 and here.size < comm.size else None
+        where = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
+        if file is None:
+            return
+        Path(file.name).unlink()
+        plan = {
+            "host": socket.gethostname(),
+            "first": comm.rank == 0,
+            "timeout": limit,
+            "memory": file.fileno(),
+            "listen": server.fileno() if server else None,
+            **dict(zip(("addresses", "port", "token"), where or ([], 0, ""), strict=True)),
+            "ranks": ranks,
+        }
+        self.guard = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
+            start_new_session=True,  # what ends the ranks should not end it: it speaks for them
+        )
+        assert self.guard.stdin is not None
+        self.guard.stdin.write(json.dumps(plan).encode() + b"\n")
+        self.guard.stdin.flush()
+        file.close()
+        if server is not None:
+            server.close()
+
+    def failed(self) -> None:
+        """This rank ends now and says itself why."""
+        self.state[PHASE] = FAILED
+
+    def close(self) -> None:
+        """This rank is done."""
+        self.state[PHASE] = DONE
+        if self.guard is not None:
+            assert self.guard.stdin is not None
+            self.guard.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.guard.wait(2)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Stop):
+            self.close()
+        else:
+            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the guard speaks
+                time.sleep(1)
+            self.failed()
+
+    def __enter__(self) -> Self:
+        return self
+
+
+def _memory(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
+    """A file for the words of so many ranks, in memory where a host has such a folder."""
+    for folder in ("/dev/shm", None):
+        with contextlib.suppress(OSError):
+            file = tempfile.NamedTemporaryFile(prefix="mpirun-", dir=folder, delete=False)  # noqa: SIM115
+            try:
+                os.posix_fallocate(file.fileno(), 0, ranks * _BYTES)  # now: later a full folder is a SIGBUS
+            except OSError:
+                Path(file.name).unlink()
+                raise
+            return file
+    raise RefusedFile("the guard (--timeout): no file can be written in /dev/shm, nor in TMPDIR")
+
+
+def _mapped(name: str) -> memoryview:
+    with Path(name).open("r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+
+
+def _addresses() -> list[str]:
+    """Of this host, IPv4, the loopback interface's last."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(reply[20:24]))
+    return sorted(found, key=lambda address: address.startswith("127."))

@@ -1,0 +1,20 @@
+"""Schedule files by the names that users give them, proved before anything else is done with them."""
+
+from __future__ import annotations
+
+from schedgen.checker import check
+from schedgen.ir.file import read
+from schedgen.ir.program import Program
+from schedgen.util.errors import RefusedFile
+from schedgen.util.files import called, opened
+
+
+def checked(name: str) -> Program:
+    """The program in file `name` (-: standard input), proved right. Raises RefusedFile."""
+    label = called(name)
+    with opened(name) as source:
+        program, fault = read(source, label)
+    check(program, label)
+    if fault:
+        raise RefusedFile(fault)
+    return program

@@ -1,0 +1,1 @@
+"""The `schedgen` command. Nobody imports it."""

@@ -1,0 +1,1 @@
+"""Scheme in, program out: refine, place, order, lower."""

@@ -1,0 +1,294 @@
+"""The schedule file: canonical JSON, one instruction a line, in and out.
+
+Same program, same bytes. The header comes first, then every rank's list, then
+a SHA-256 of all lines above it (last, so that a file is written in one pass
+and a file cut short is noticed). Reading accepts exactly what writing makes
+and refuses anything else with its line; `parse` is the lenient reader that
+`schedgen seal` uses on files edited by hand. Every number read is checked
+against the header's bounds before anything is built from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from schedgen.ir import line_codec as text
+from schedgen.ir.program import DIRECTIONS, Header, Instruction, Ints, Program, Rows, concatenate, rows
+from schedgen.ir.validate import KEYS, TENSOR, Bounds, Wrong, read_bounds
+from schedgen.ir.validate import header as decode_header
+from schedgen.ir.validate import instruction as decode_instruction
+from schedgen.util.errors import RefusedFile, clip
+from schedgen.util.files import BLOCK
+from schedgen.util.progress import counted
+
+VERSION = 1
+CHUNK = 2**16  # rows written at a time
+LONGEST = 2**27  # bytes of a line
+HEADER = 2**28  # bytes of a header, 64 more for each of its lines
+MOST_ROWS = 2**30
+
+_PROGRAMS = ' "programs": ['
+
+
+# Writing
+
+
+def write(program: Program, out: BinaryIO) -> None:
+    """Write a projected program as one canonical file."""
+    digest = hashlib.sha256()
+
+    def put(data: bytes | memoryview) -> None:
+        digest.update(data)
+        out.write(data)
+
+    put("".join(f"{line}\n" for line in header_lines(program.header)).encode("ascii"))
+    buffer = np.empty(min(len(program), CHUNK) * text.LONGEST, np.uint8)
+    bounds = program.bounds.tolist()
+    with counted("write", len(program), " instructions") as done:
+        for rank, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            put(b"  [\n")
+            for first in range(begin, end, CHUNK):
+                last = min(first + CHUNK, end)
+                size = text.lines(program.rows, first, last, last == end, buffer)
+                put(buffer[:size].data)
+                done(last - first)
+            put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
+    put(b" ],\n")
+    out.write(f' "sha256": "{digest.hexdigest()}"\n}}\n'.encode("ascii"))
+
+
+def header_lines(header: Header) -> list[str]:
+    """The lines before the first rank's list."""
+    values: list[Any] = [
+        header.generator,
+        dict(header.scheme),
+        {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
+        dict(header.lowering),
+        header.edges,
+        header.tied,
+        header.owners,
+        header.groups,
+    ]
+    lines = [f'{{"schedgen": {VERSION},']
+    for key, value in zip(KEYS, values, strict=False):
+        lines.append(f' "{key}": {json.dumps(value)},')
+        if key == "edges" and header.apart:
+            lines.append(f' "apart": {json.dumps(header.apart)},')
+    if header.shards:
+        lines.append(f' "shards": {json.dumps(header.shards)},')
+    if header.tensor > 1:
+        lines.append(f' "{TENSOR}": {json.dumps({"degree": header.tensor, "whole": header.whole})},')
+    for key, placement in (("weights", header.weights), ("compute", header.compute)):
+        lines += _placement_lines(key, placement)
+    return [*lines, _PROGRAMS]
+
+
+def _placement_lines(key: str, placement: Ints) -> list[str]:
+    """A worker by stage, or a stage a line by microbatch. A direction equal to the one before is left out."""
+    lines = [f' "{key}": {{']
+    for d, name in enumerate(DIRECTIONS[len(placement)]):
+        if d and (placement[d] == placement[d - 1]).all():
+            continue
+        if d:
+            lines[-1] += ","
+        rows = [int(row[0]) if (row == row[0]).all() else row.tolist() for row in placement[d]]
+        if all(type(row) is int for row in rows):
+            lines.append(f'  "{name}": {rows}')
+        else:
+            lines += [f'  "{name}": [', *(f"   {row}," for row in rows[:-1]), f"   {rows[-1]}", "  ]"]
+    return [*lines, " },"]
+
+
+def line_of(program: Program, row: int, rank: int | None = None) -> int:
+    """The line (from 1) of a row of a projected program in its file; `rank` where the row is not its own."""
+    rank = int(program.rows.rank[row]) if rank is None else rank
+    return len(header_lines(program.header)) + 2 * rank + row + 2
+
+
+# Reading
+
+
+def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
+    """The program in a canonical file, and what is wrong with its SHA-256 (None: nothing).
+
+    Raises RefusedFile, naming the line, where a line is not what `write`
+    writes. The hash is left to the caller, who can say more about a damaged
+    instruction than that it is damaged.
+    """
+    lines = _Lines(source, name)
+    header_text: list[str] = []
+    first = next(lines)
+    version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
+    if version is None:
+        reason = "its lines end in more than a line feed" if first.endswith("\r") else "its first line is wrong"
+        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
+    if int(version[1]) > VERSION:
+        raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
+    if int(version[1]) < VERSION:
+        raise lines.refuse(f"there is no format version {version[1]}")
+    header_text.append(first)
+    room = HEADER
+    while header_text[-1] != _PROGRAMS:
+        header_text.append(next(lines))
+        room -= len(header_text[-1]) + 64
+        if room < 0:
+            raise lines.refuse("the header is too long")
+    try:
+        raw = json.loads("\n".join(header_text) + "]}")
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", lines.number)
+        raise RefusedFile(f"{name}:{line}: the header is not JSON: {getattr(error, 'msg', error)}") from None
+    try:
+        bounds = read_bounds(raw)
+        found = _programs(lines, bounds)
+        header = decode_header(raw, bounds, jobs=len(found.op))
+    except Wrong as wrong:
+        raise RefusedFile(f"{name}:{_key_line(header_text, wrong.key)}: {wrong}") from None
+    for number, (got, expected) in enumerate(zip(header_text, header_lines(header), strict=False), start=1):
+        if got != expected:
+            raise RefusedFile(f"{name}:{number}: not in canonical form; `schedgen seal` rewrites it")
+    program = Program(header, found)
+    digest = lines.digest.hexdigest()
+    stored = re.fullmatch(r' "sha256": "([0-9a-f]{64})"', next(lines))
+    if stored is None:
+        raise lines.refuse("the SHA-256 of the lines above should stand here")
+    fault = None
+    if stored[1] != digest:
+        fault = f"{name}:{lines.number}: the SHA-256 does not match the lines above: the file was damaged or edited"
+    if next(lines) != "}" or not lines.ended():
+        raise lines.refuse("the file should end with one line '}' here")
+    return program, fault
+
+
+def stored_hash(source: BinaryIO) -> str:
+    """The SHA-256 at the end of a canonical file that `read` has accepted."""
+    source.seek(-len(f'{"0" * 64}"\n}}\n'), 2)
+    return source.read(64).decode("ascii")
+
+
+def parse(content: str, name: str) -> Program:
+    """The program in a file that may be edited by hand: any JSON layout, any or no hash."""
+    try:
+        raw = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise RefusedFile(f"{name}:{getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}") from None
+    if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
+        raise RefusedFile(f'{name}: not a schedule file of format version {VERSION} ("schedgen": {VERSION})')
+    try:
+        bounds = read_bounds(raw)
+        programs = raw.get("programs")
+        if not isinstance(programs, list) or len(programs) != bounds.workers:
+            raise Wrong("programs", f"programs must be a list of {bounds.workers} lists, one a worker")
+        numbers: list[Instruction] = []
+        for rank, listed in enumerate(programs):
+            if not isinstance(listed, list):
+                raise Wrong("programs", f"the program of rank {rank} must be a list")
+            for i, item in enumerate(listed):
+                try:
+                    numbers.append(decode_instruction(item, bounds))
+                except ValueError as error:
+                    raise Wrong("programs", f"rank {rank}, instruction {i}: {error}") from None
+        header = decode_header(raw, bounds, jobs=len(numbers))
+    except Wrong as wrong:
+        raise RefusedFile(f"{name}: {wrong}") from None
+    ranks = np.repeat(np.arange(bounds.workers), [len(listed) for listed in programs])
+    op, kind, stage, mb, via, peer = np.array(numbers, np.int32).reshape(-1, 6).T
+    return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
+
+
+class _Lines:
+    """A file's lines, hashed and counted as they are read."""
+
+    def __init__(self, source: BinaryIO, name: str) -> None:
+        self.source, self.name, self.number, self.digest = source, name, 0, hashlib.sha256()
+        self.rest = b""  # read from the source, but not taken yet
+
+    def __next__(self) -> str:
+        end = self.rest.find(b"\n") + 1
+        if end:
+            data, self.rest = self.rest[:end], self.rest[end:]
+        else:
+            data, self.rest = self.rest + self.source.readline(LONGEST), b""
+            if len(data) >= LONGEST:
+                self.number += 1
+                raise self.refuse("the line is too long")
+        self.number += 1
+        if not data.endswith(b"\n"):
+            raise self.refuse("the file ends here, before its end" if not data else "the file ends within this line")
+        self.digest.update(data)
+        try:
+            return data[:-1].decode("ascii")
+        except UnicodeDecodeError:
+            raise self.refuse("not ASCII text") from None
+
+    def more(self) -> bool:
+        """Read on; False at the end of the source."""
+        data = self.source.read(BLOCK)
+        self.rest += data
+        return bool(data)
+
+    def take(self, size: int, count: int) -> None:
+        """Count `count` lines of `size` bytes in all as read."""
+        self.digest.update(memoryview(self.rest)[:size])
+        self.rest = self.rest[size:]
+        self.number += count
+
+    def ended(self) -> bool:
+        return not self.rest and not self.source.read(1)
+
+    def refuse(self, reason: str) -> RefusedFile:
+        return RefusedFile(f"{self.name}:{self.number}: {reason}")
+
+
+def _programs(lines: _Lines, bounds: Bounds) -> Rows:
+    """Every rank's list, up to and with the bracket that ends them all."""
+    state = text.State()
+    parts: list[Rows] = []
+    length = 0
+    with counted("read", None, " instructions") as done:
+        while state.rank < bounds.workers:
+            more = lines.more()
+            block = np.frombuffer(lines.rest, np.uint8)
+            found, size, count, state, wrong = text.parse(block, state, bounds[:6], bounds.parts)
+            parts.append(found)
+            length += len(found.op)
+            if length > MOST_ROWS:
+                raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
+            lines.take(size, count)
+            if wrong or not more or len(lines.rest) > BLOCK:
+                raise _wrong_line(lines, state, bounds)
+            done(len(found.op))
+    if next(lines) != " ],":
+        raise lines.refuse("the programs should end here, with ' ],'")
+    return concatenate(parts)
+
+
+def _wrong_line(lines: _Lines, state: text.State, bounds: Bounds) -> RefusedFile:
+    """What is wrong with the next line, which is not what `write` makes."""
+    rank, line = state.rank, next(lines)
+    if not state.inside:
+        return lines.refuse(f"the program of rank {rank} should begin here, with '  ['")
+    if line.startswith("  ]"):
+        end = "  ]," if rank + 1 < bounds.workers else "  ]"
+        reason = "a comma stands before this end of its list" if line == end else f"its list should end with '{end}'"
+        return lines.refuse(f"rank {rank}: {reason}")
+    if not state.comma:
+        return lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
+    item = line.removesuffix(",")[: 2 * text.LONGEST]
+    try:
+        decode_instruction(json.loads(item), bounds)
+    except (ValueError, RecursionError) as error:
+        reason = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else str(error)
+        return lines.refuse(f"rank {rank}: {clip(item)}: {reason}")
+    return lines.refuse(f"rank {rank}: {clip(item)}: not in canonical form; `schedgen seal` rewrites it")
+
+
+def _key_line(lines: Iterable[str], key: str) -> int:
+    return next((i for i, line in enumerate(lines, start=1) if line.lstrip("{ ").startswith(f'"{key}"')), 1)

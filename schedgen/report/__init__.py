@@ -1,0 +1,1 @@
+"""What a person or another tool sees of a schedule: pictures, diffs, comparisons, exports."""

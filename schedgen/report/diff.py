@@ -1,0 +1,170 @@
+"""What changed between two schedules: in words and numbers first, then each rank's list as a unified diff."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from schedgen.ir import line_codec as text
+from schedgen.ir.file import CHUNK, line_of
+from schedgen.ir.program import Header, Ints, Program, Rows, concatenate
+from schedgen.report.patience_match import Numbers, match
+from schedgen.simulator.stats import stats
+from schedgen.util.errors import clip
+
+CONTEXT = 2  # rows shown around a change
+_SAME, _OLD, _NEW = 0, 1, 2
+_SIGN = (" ", "-", "+")
+_COLOUR = {"-": "31", "+": "32", "@": "36"}
+
+
+def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
+    """Lines to print; none where the two are the same. Line numbers are those of the files; the names, as given."""
+    headers = list(_headers(a.header, b.header))
+    changed = not all(np.array_equal(old, new) for old, new in zip(a.rows.columns(), b.rows.columns(), strict=True))
+    if not headers and not changed:
+        return
+    yield from (f"{what}: {clip(str(old))} -> {clip(str(new))}" for what, old, new in headers)
+    numbers = [(what, old, new) for (what, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True)]
+    yield from (f"{what}: {old} -> {new}" for what, old, new in numbers if old != new)
+    same = ", ".join(f"{what} {old}" for what, old, new in numbers if old == new != "0")
+    if same:
+        yield f"unchanged: {same}"
+    if changed:
+        yield from _unified(a, b, a_name, b_name)
+
+
+def coloured(lines: Iterable[str]) -> Iterator[str]:
+    """The lines of `diff` as a terminal shows them: what went red, what came green."""
+    for line in lines:
+        if line.startswith(("--- ", "+++ ")):
+            yield f"\033[1m{line}\033[m"
+        else:
+            yield f"\033[{_COLOUR[line[0]]}m{line}\033[m" if line[0] in _COLOUR else line
+
+
+def _headers(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
+    for key in dict.fromkeys([*a.scheme, *b.scheme]):
+        if a.scheme.get(key) != b.scheme.get(key):
+            yield key, a.scheme.get(key), b.scheme.get(key)
+    for what in (
+        "mode",
+        "n",
+        "cost",
+        "lowering",
+        "edges",
+        "apart",
+        "tied",
+        "owners",
+        "groups",
+        "tensor",
+        "whole",
+        "generator",
+    ):
+        if getattr(a, what) != getattr(b, what):
+            yield what, getattr(a, what), getattr(b, what)
+    if a.shards != b.shards:
+        yield "owners of parts", a.shards, b.shards
+    for what in ("weights", "compute"):
+        old, new = getattr(a, what), getattr(b, what)
+        common = tuple(slice(min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))
+        moved = int((old[common] != new[common]).sum())
+        if moved:
+            yield what, f"{moved} of the jobs that both have", "another worker"
+
+
+def _numbers(program: Program) -> dict[str, str]:
+    """What a schedule comes to, each by its own costs."""
+    found: dict[str, Any] = stats(program)
+    kinds = found["workers"][0]["peak_memory"]
+    return {
+        "latency": f"{found['latency']:.6g}",
+        "bubble": f"{found['bubble']:.2%}",
+        **{f"peak {kind}": str(max(one["peak_memory"][kind] for one in found["workers"])) for kind in kinds},
+        **{what: str(found[what]) for what in ("messages", "collectives", "instructions")},
+    }
+
+
+class _Merged(NamedTuple):
+    """Both lists as one, in the order of a unified diff: by rank, what went before what came."""
+
+    rank: Ints
+    sign: Numbers  # _SAME, _OLD or _NEW
+    row: Numbers  # among a's rows and then b's; of _SAME, a's
+    before: tuple[Numbers, Numbers]  # rows of a and of b ahead of it
+
+
+def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
+    both = concatenate([a.rows, b.rows])
+    merged = _merge(both, len(a))
+    changes = np.flatnonzero(merged.sign)
+    hunk = np.zeros(len(merged.sign) + 1, np.int64)  # +1 where a change's surroundings begin, -1 behind their end
+    ranks = merged.rank[changes]
+    begins, ends = np.searchsorted(merged.rank, ranks), np.searchsorted(merged.rank, ranks, "right")
+    np.add.at(hunk, np.maximum(changes - CONTEXT, begins), 1)
+    np.add.at(hunk, np.minimum(changes + CONTEXT + 1, ends), -1)
+    shown = np.flatnonzero(np.cumsum(hunk)[:-1])
+    apart = (np.diff(shown) > 1) | (np.diff(merged.rank[shown]) > 0)
+    starts = np.append(0, np.flatnonzero(apart) + 1)
+    stops = np.append(starts[1:], len(shown))
+    lines = _lines(both, merged, shown)
+    first = [line_of(program, 0, 0) for program in (a, b)]
+    last = -1
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        part = shown[start:stop]
+        rank, sign = int(merged.rank[part[0]]), merged.sign[part]
+        if rank != last:
+            yield from (f"--- {a_name} rank {rank}", f"+++ {b_name} rank {rank}")
+            last = rank
+        places = []
+        for side, (program, other) in enumerate(((a, _NEW), (b, _OLD))):
+            count = int((sign != other).sum())
+            at = first[side] + int(merged.before[side][part[0]]) + 2 * rank
+            at = at if count else at - 1  # nothing of it is shown: the line before
+            place = at if rank < program.header.workers else 0
+            places.append(f"{place}" if count == 1 else f"{place},{count}")
+        yield f"@@ -{places[0]} +{places[1]} @@"
+        for _ in part:
+            yield next(lines)
+
+
+def _merge(both: Rows, length: int) -> _Merged:
+    """`both`: the rows of a, `length` of them, and of b."""
+    partner = match(*np.split(_codes(both), [length]))
+    paired = partner >= 0
+    new = np.ones(len(both.op) - length, np.bool_)
+    new[partner[paired]] = False
+    row = np.concatenate([np.arange(length), length + np.flatnonzero(new)])
+    rank, sign = both.rank[row], np.full(len(row), _NEW)
+    sign[:length] = np.where(paired, _SAME, _OLD)
+    pairs = np.concatenate([np.cumsum(paired), np.cumsum(~new)[new]])  # so many pairs up to here, itself included
+    order = np.lexsort((sign, pairs, rank))
+    rank, sign, row = rank[order], sign[order], row[order]
+    before = [np.cumsum(sign != other) - (sign != other) for other in (_NEW, _OLD)]
+    return _Merged(rank, sign, row, (before[0], before[1]))
+
+
+def _codes(table: Rows) -> Numbers:
+    """A number for each row: equal where rank and instruction are."""
+    codes, size = np.zeros(len(table.op), np.int64), 1
+    for column in table.columns():
+        span = int(column.max(initial=0)) + 2
+        if size * span >= 2**62:
+            codes = np.unique(codes, return_inverse=True)[1]
+            size = int(codes.max(initial=0)) + 1
+        codes, size = codes * span + column + 1, size * span
+    dense: Numbers = np.unique(codes, return_inverse=True)[1]
+    return dense
+
+
+def _lines(both: Rows, merged: _Merged, shown: Numbers) -> Iterator[str]:
+    """The rows shown, each behind its sign."""
+    buffer = np.empty(min(len(shown), CHUNK) * text.LONGEST, np.uint8)
+    for begin in range(0, len(shown), CHUNK):
+        part = shown[begin : begin + CHUNK]
+        size = text.lines(both.take(merged.row[part]), 0, len(part), True, buffer)
+        listed = buffer[:size].tobytes().decode("ascii").split("\n")
+        for sign, line in zip(merged.sign[part].tolist(), listed, strict=False):
+            yield _SIGN[sign] + line.strip(" ,")

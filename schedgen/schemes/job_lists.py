@@ -1,0 +1,63 @@
+"""Orders that their papers give as a list a worker, made into n: the place in the list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from schedgen.ir.program import B, F, W
+from schedgen.schemes.scheme import Function, Sizes
+
+Job = tuple[int, int, int]  # direction, stage, microbatch
+
+
+def n_of(sizes: Sizes, lists: Iterable[Sequence[Job]]) -> Function:
+    """n(s, b, d) = place of the job in its worker's list; jobs beyond the last microbatch are skipped."""
+    n = np.zeros((sizes.stages, sizes.microbatches, 3), np.int64)
+    for jobs in lists:
+        d, s, b = np.array(jobs, np.int64).T
+        real = b < sizes.microbatches
+        n[s[real], b[real], d[real]] = np.flatnonzero(real)
+    return lambda s, b, d: n[s, b, d]
+
+
+class Counter:
+    """A worker's list in the making, where each kind of job takes the next microbatch of its stage.
+
+    As the papers write them: F0 is a forward of the worker's first stage, B1
+    a whole backward (I, then W) of its second. W jobs queue up behind their
+    I jobs; `w()` runs the oldest.
+    """
+
+    def __init__(self, first: int, second: int) -> None:
+        self.stages = (first, second)
+        self.jobs: list[Job] = []
+        self.done = {(d, chunk): 0 for d in (F, B) for chunk in (0, 1)}
+        self.waiting: list[tuple[int, int]] = []  # (stage, microbatch) of W jobs
+        self.paired: list[tuple[int, int]] = []  # (stage, microbatch) of forwards that send with the next job
+        self.whole: list[tuple[int, int]] = []  # (stage, microbatch) of backwards that are not split
+
+    def f(self, chunk: int) -> None:
+        self._next(F, chunk)
+
+    def i(self, chunk: int) -> None:
+        self.waiting.append((self.stages[chunk], self._next(B, chunk)))
+
+    def b(self, chunk: int) -> None:
+        self.whole.append((self.stages[chunk], self._next(B, chunk)))
+        self.jobs.append((W, *self.whole[-1]))
+
+    def w(self, chunk: int | None = None) -> None:
+        """The oldest W that waits (of one chunk), if there is one."""
+        for place, (stage, mb) in enumerate(self.waiting):
+            if chunk is None or stage == self.stages[chunk]:
+                del self.waiting[place]
+                self.jobs.append((W, stage, mb))
+                return
+
+    def _next(self, d: int, chunk: int) -> int:
+        mb = self.done[d, chunk]
+        self.done[d, chunk] += 1
+        self.jobs.append((d, self.stages[chunk], mb))
+        return mb

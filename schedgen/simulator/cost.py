@@ -1,0 +1,113 @@
+"""What things cost: how long a job takes, how long a message, how many bytes a buffer has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from schedgen.ir.cost import DIRECTION, Amount, by_stage
+from schedgen.ir.program import DIRECTIONS, Header
+from schedgen.util.errors import UsageError, clip
+
+
+class Machine(NamedTuple):
+    """Links and sizes. Time is in the unit of the jobs' durations, of which a message takes alpha + beta * bytes.
+
+    Every rank has one link out and one link in, and a link carries one message
+    at a time. With alpha and beta both zero messages take no time and wait for
+    nobody.
+    """
+
+    alpha: float = 0.0  # time a message
+    beta: float = 0.0  # time a byte
+    activation: Amount = 1  # bytes of x.s.b, of g.s.b too: of all stages, or by stage
+    weight: Amount = 1  # bytes of w.s, of dw.s too
+    saved: Amount = 1  # bytes a forward keeps for its backward
+    half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W
+    workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
+    owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
+    step: Amount = 0  # time a STEP takes
+    apart: Amount | None = None  # bytes of x.s.b.c where outputs are apart, by edge; None: all of x.s.b
+
+
+def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
+    """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
+
+    A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
+    """
+    T, stages = header.tensor, header.stages // header.tensor
+
+    def spread(value: Any, divided: bool) -> Any:
+        if isinstance(value, dict):
+            return {key: spread(one, divided) for key, one in value.items()}
+        if not isinstance(value, list) or len(value) != stages:
+            return value
+        parts = [T if divided and header.split[stage * T] else 1 for stage in range(stages)]
+        return [one / part for one, part in zip(value, parts, strict=True) for _ in range(T)]
+
+    found = {key: spread(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
+    if "apart" in values:
+        found["apart"] = by_edge = values["apart"]
+        of_model = sorted({(producer // T, consumer // T) for producer, consumer in header.edges})
+        if isinstance(by_edge, list) and len(by_edge) == len(of_model):
+            sizes = dict(zip(of_model, by_edge, strict=True))
+            found["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.edges]
+    return found
+
+
+def read_profile(
+    text: str, name: str, stages: int, edges: int = 0, header: Header | None = None
+) -> tuple[dict[str, Amount], Machine]:
+    """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
+
+    Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
+    F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
+    Raises UsageError for anything else.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name}: not JSON: {error}") from None
+    names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
+    if names is None:
+        raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
+    if header is not None and header.tensor > 1 and all(_is_numbers(value) for value in values.values()):
+        values = of_shards(values, header)
+    for key, value in values.items():
+        if key not in (*names, *Machine._fields):
+            raise UsageError(f"{name}: there is no cost '{clip(key)}'")
+        if key == "workspace" and isinstance(value, dict):
+            for direction, amount in value.items():
+                if direction not in DIRECTION.values():
+                    raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{clip(direction)}'")
+                _check(amount, f"{name}: workspace of {direction}", stages)
+            continue
+        if key == "apart":
+            _check(value, f"{name}: apart", edges, what_for="edges")
+            continue
+        numbers = _check(value, f"{name}: {key}", stages, single=key in ("alpha", "beta"))
+        if key in names and not all(1e-12 < one < 1e12 for one in numbers):
+            raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
+    machine = Machine(**{key: value for key, value in values.items() if key in Machine._fields})
+    times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in names}
+    return times, machine
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value of a profile is an amount, a list of such, or an object of these."""
+    amounts = value.values() if isinstance(value, dict) else [value]
+    every = [one for amount in amounts for one in (amount if isinstance(amount, list) else [amount])]
+    return all(type(one) in (int, float) and 0 <= one < 1e18 for one in every)
+
+
+def _check(value: Any, what: str, count: int, single: bool = False, what_for: str = "stages") -> list[float]:
+    """The numbers in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
+    numbers: list[float] = value if isinstance(value, list) else [value]
+    if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
+        raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
+    if numbers is value and len(numbers) != count:
+        raise UsageError(f"{what} has {len(numbers)} numbers, but the schedule has {count} {what_for}")
+    return numbers

@@ -1,0 +1,100 @@
+"""Where every rank's time goes, and why it stands still: times of a simulation or of a measured run, by cause.
+
+The time of a rank, from the first instruction of all ranks to the last, is made up of `SHARES`; `MEANING` says what
+they are. A wait has up to two parts: until the SEND that it waits for last starts (for NORM: until the last rank
+comes), which is warm-up, dependency or cool-down, and from there on, which is transfer or sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.analysis.lifetimes import lives
+from schedgen.analysis.subject import Numbers, Subject
+from schedgen.checker.deadlock import Waits, waits
+from schedgen.checker.messages import rule_3
+from schedgen.ir.program import COMPUTE, Op, Program, Small
+from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
+from schedgen.simulator.timeline import Timeline
+
+SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
+MEANING = (
+    "its jobs",
+    "before its first job: what that needs has not been sent",
+    "between its jobs: what the next one needs has not been sent",
+    "behind its last job: what it waits for has not been sent, or only others have work left",
+    "what it waits for has been sent and is not there yet",
+    "a buffer cannot be freed or stepped until a message of its own has left",
+    "all ranks of a sum, or all at NORM, have come, and sums are under way",
+    "optimizer steps",
+    "neither computing nor waiting: other instructions of a measured run",
+)
+BUSY, WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM, STEP, OVERHEAD = range(len(SHARES))
+
+
+class Idle(NamedTuple):
+    """In the unit of the timeline; arrays by row of the projected program, where nothing else is said."""
+
+    time: Times  # (workers, len(SHARES)): each row adds up to makespan
+    begin: float  # of the first instruction of all
+    makespan: float  # from there to the end of the last
+    until: Times  # when the first part of the wait before the row ends; it begins at start - wait, all ends at start
+    early: Small  # what the first part counts as, an index of SHARES ...
+    late: Small  # ... and what the second
+    awaited: Numbers  # the SEND whose message the row waited for last; -1: for none
+    needs: Waits  # which SENDs each row needs, which RECV belongs to a SEND
+
+
+def idle(program: Program, walk: Timeline) -> Idle:
+    """Account for all time of one walk through a checked, projected program."""
+    subject, table, bounds = Subject(program, ""), program.rows, program.bounds
+    needs = waits(subject, lives(subject), rule_3(subject))
+    begin, end = walk.start - walk.wait, walk.start + walk.length
+    awaited = _last_to_come(needs, walk)
+    until = begin.copy()
+    message = (walk.cause >= 0) & (walk.cause < SEND_CAUSE) & (awaited >= 0)
+    until[message] = walk.start[awaited[message]]
+    entering = np.flatnonzero(needs.collective >= 0)
+    entered = np.full(len(needs.members), -np.inf)  # when the last member comes
+    np.maximum.at(entered, needs.collective[entering], begin[entering])
+    at_sum = entering[walk.cause[entering] == REDUCTION]
+    until[at_sum] = entered[needs.collective[at_sum]]
+    until = np.clip(until, begin, walk.start)
+
+    row = np.arange(len(program))
+    jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
+    first, last = bounds[1:].copy(), bounds[:-1] - 1  # job of each rank
+    np.minimum.at(first, table.rank[jobs], jobs)
+    np.maximum.at(last, table.rank[jobs], jobs)
+    early = np.where(row <= first[table.rank], WARM_UP, DEPENDENCY)
+    early = np.where(row > last[table.rank], COOL_DOWN, early)
+    late = np.select([walk.cause == SEND_CAUSE, walk.cause == REDUCTION], [SEND, SUM], TRANSFER)
+
+    time = np.zeros((program.header.workers, len(SHARES)))
+    kind = np.full(len(program), OVERHEAD)
+    kind[jobs], kind[table.op == Op.STEP] = BUSY, STEP
+    np.add.at(time, (table.rank, kind), walk.length)
+    np.add.at(time, (table.rank, early), until - begin)
+    np.add.at(time, (table.rank, late), walk.start - until)
+    ranks = np.flatnonzero(np.diff(bounds))
+    begins, ends = begin[bounds[ranks]], end[bounds[ranks + 1] - 1]
+    origin, finish = float(begins.min()), float(ends.max())
+    time[ranks, WARM_UP] += begins - origin
+    time[ranks, COOL_DOWN] += finish - ends
+    rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
+    time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
+    shares = early.astype(np.int8), late.astype(np.int8)
+    return Idle(time, origin, finish - origin, until, *shares, awaited, needs)
+
+
+def _last_to_come(needs: Waits, walk: Timeline) -> Numbers:
+    """By row: of the SENDs whose messages it uses first, the one that arrives last; -1 where it uses none."""
+    awaited = np.full(len(walk.start), -1)
+    row = np.repeat(np.arange(len(walk.start)), np.diff(needs.first))
+    start = walk.start[needs.sends]
+    order = np.lexsort((start, np.maximum(walk.arrival[needs.sends], start), row))
+    last = np.append(np.diff(row[order]) > 0, True)[: len(row)]
+    awaited[row[order][last]] = needs.sends[order][last]
+    return awaited

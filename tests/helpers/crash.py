@@ -1,0 +1,178 @@
+"""Training runs of which a rank is killed at a random moment, and which are then resumed by the same command.
+
+`python tests/helpers/crash.py --count 50` (`make test-crash`) does 50 of each kind:
+
+anywhen   a time in four at any moment of the launch, else after a random step: starting takes longest
+writing   while a checkpoint is being written
+
+Each must end with the bits of a run that nobody disturbed; every kill must end all ranks soon, and leave no
+checkpoint that is not whole, nor less than there was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from processes import environment, mpiexec, processes
+from safetensors.torch import load_file
+
+from mpirun.checkpoint import files
+from schedgen.cli.main import main as schedgen
+
+STEPS = 30
+ATTEMPTS = 50  # runs of which one is killed at its moment
+LONGEST = 60.0  # seconds after a kill in which all should have ended
+KINDS = ("anywhen", "writing")
+MODEL = "mpirun.models.mlp:tiny"
+
+
+class Crash(NamedTuple):
+    """What came of one run that was killed and resumed."""
+
+    lasted: float  # seconds from the kill to the end of the last process
+    steps: int  # that the newest checkpoint had when all had ended
+    whole: bool  # all checkpoints are, and none was lost
+    same: bool  # the end is that of the undisturbed run
+
+
+class Crasher:
+    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        self.folder, self.random, self.ranks = folder, random.Random(seed), str(ranks)
+        self.schedule = folder / "1f1b.json"
+        command = ["compile", "1f1b", "--stages", self.ranks, "--microbatches", "4", "-o", str(self.schedule)]
+        assert schedgen(command) == 0
+        begin = time.monotonic()
+        assert self.start(folder / "undisturbed").wait() == 0
+        self.seconds = time.monotonic() - begin
+        self.end = self.result(folder / "undisturbed")
+
+    def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
+        command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
+        command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
+        return subprocess.Popen(command, env=environment(marker), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def result(self, save: Path) -> dict[str, bytes]:
+        """All entries of the last checkpoint."""
+        found = files.manifest(files.folder_of(save, STEPS))
+        parts = [load_file(found.folder / part.name) for part in found.parts]
+        return {name: value.numpy().tobytes() for entries in parts for name, value in entries.items()}
+
+    def crash(self, kind: str) -> Crash:
+        for _ in range(ATTEMPTS):
+            if one := self.attempt(kind):
+                return one
+        raise RuntimeError(f"of {ATTEMPTS} runs each was over before a rank could be killed ({kind})")
+
+    def attempt(self, kind: str) -> Crash | None:
+        """None where the run was over before the moment came."""
+        save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
+        job = self.start(save, marker)
+        moment = self.writing(save)
+        if kind == "anywhen":
+            moment = self.of_launch() if self.random.random() < 0.25 else self.of_training(save)
+        while job.poll() is None and not moment():
+            pass
+        had = newest(save)
+        ranks = [pid for pid, words in processes(marker).items() if words[1:3] == ["-m", "mpirun"]]
+        if not ranks:
+            job.wait()
+            return None
+        begin = time.monotonic()
+        os.kill(self.random.choice(ranks), signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(LONGEST)
+        while (left := processes(marker)) and time.monotonic() - begin < LONGEST:
+            time.sleep(0.01)
+        lasted = time.monotonic() - begin
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
+        steps, whole = newest(save), all_whole(save)
+        ended_well = self.start(save).wait() == 0
+        return Crash(lasted, steps, whole and steps >= had, ended_well and self.result(save) == self.end)
+
+    def of_launch(self) -> Callable[[], bool]:
+        """Any."""
+        moment = time.monotonic() + self.random.uniform(0, self.seconds)
+        return lambda: time.sleep(0.001) or time.monotonic() > moment
+
+    def of_training(self, save: Path) -> Callable[[], bool]:
+        """Up to 50 ms after the checkpoint of some step."""
+        return self.after(files.folder_of(save, self.random.randint(1, STEPS - 1)), 0.05)
+
+    def writing(self, save: Path) -> Callable[[], bool]:
+        """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
+        return self.after(files.aside(save, self.random.randint(1, STEPS - 1)), 0.02)
+
+    def after(self, folder: Path, seconds: float) -> Callable[[], bool]:
+        """Up to so many seconds after a folder has come up."""
+
+        def moment() -> bool:
+            if not folder.exists():
+                time.sleep(0.002)
+                return False
+            time.sleep(self.random.uniform(0, seconds))
+            return True
+
+        return moment
+
+
+def newest(save: Path) -> int:
+    """How many steps the newest checkpoint has; 0: there is none."""
+    whole = [folder for folder in files.folders(save) if (folder / files.MANIFEST).exists()]
+    return files.manifest(whole[0]).step if whole else 0
+
+
+def all_whole(save: Path) -> bool:
+    """Whether all that bear a manifest are what it says."""
+    for folder in files.folders(save):
+        if (folder / files.MANIFEST).exists():
+            for part in files.manifest(folder).parts:
+                files.verify_part(folder, part)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    options = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        crasher = Crasher(Path(folder), options.seed, options.ranks)
+        for kind in options.kind or KINDS:
+            crashes = []
+            for number in range(options.count):
+                one = crasher.crash(kind)
+                crashes.append(one)
+                print(
+                    f"{kind} {number + 1}: after {one.steps} steps, all ended in {one.lasted:.2f} s, "
+                    f"{'' if one.whole else 'not '}whole, {'same bits' if one.same else 'other bits'}",
+                    flush=True,
+                )
+            good = sum(one.whole and one.same for one in crashes)
+            failed += options.count - good + sum(one.lasted > 5 for one in crashes)
+            print(
+                f"{kind}: {good} of {options.count} whole and with the same bits; "
+                f"all ended within {max(one.lasted for one in crashes):.2f} s",
+                flush=True,
+            )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

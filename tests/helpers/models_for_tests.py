@@ -1,0 +1,656 @@
+"""Models that tests run: each function takes the number of stages, as `--model models_for_tests:NAME` asks for."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from mpirun import Model
+from mpirun.data.batches import Minibatch
+from mpirun.model.dataflow import Input, Value
+from mpirun.model.parallel_layers import WHOLE, ColumnParallelLinear, RowParallelLinear, Shard, skip
+from mpirun.models import gpt, mlp
+from mpirun.models.split_layers import cut
+
+WIDTH = 128  # of mlp.tiny
+
+
+def with_stage(stages: int, index: int, stage: Callable[[], nn.Module]) -> Model:
+    """mlp.tiny with one stage replaced."""
+    model = mlp.tiny(stages)
+    entries = list(model.stages)
+    entries[index] = stage
+    return model._replace(stages=entries)
+
+
+# GPTs with little to compute, up to 8 stages
+
+gpt_tiny = partial(gpt.gpt, blocks=6, width=16, heads=4, length=16, sequences=2)
+gpt_tied = partial(gpt_tiny, tied=True)
+gpt_tensor = partial(gpt.gpt, blocks=3, width=16, heads=4, length=16, sequences=2, halves=True)
+
+
+def without_gradient(stages: int) -> Model:
+    model = mlp.tiny(stages)
+    return model._replace(loss=lambda scores, target: model.loss(scores, target).detach())
+
+
+# Stages of a DAG
+
+
+class Encoder(nn.Module):
+    """(samples, 16) bytes -> (samples, 64)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(256, 8)
+        self.linear = nn.Linear(128, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.byte(tokens).flatten(1)))
+
+
+class Mix(nn.Module):
+    """Several (samples, 64) -> (samples, out), each input through a linear layer of its own."""
+
+    def __init__(self, inputs: int, out: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(64, out) for _ in range(inputs))
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        parts = [linear(x) for linear, x in zip(self.linears, inputs, strict=True)]
+        return nnf.gelu(sum(parts[1:], parts[0]))
+
+
+class Skip(Mix):
+    """As Mix, and its first input is used once more, in a skip connection."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0].repeat(1, self.linears[0].out_features // 64) + super().forward(*inputs)
+
+
+def joined(stages: int) -> Model:
+    """Encoders 0 and 1; 2 reads both; 3 reads 0 and 2."""
+    return mlp.tiny(stages)._replace(stages=[Encoder, Encoder, lambda: Mix(2, 64), lambda: Mix(2, 256)])
+
+
+def joined_with_skips(stages: int) -> Model:
+    """As `joined`, but 2 and 3 use the output of 0 twice each."""
+    return mlp.tiny(stages)._replace(stages=[Encoder, Encoder, lambda: Skip(2, 64), lambda: Skip(2, 256)])
+
+
+def fan(stages: int) -> Model:
+    """Encoder 0; 1 and 2 read it; 3 reads 0, 1 and 2: a gradient arrives from three consumers."""
+    return mlp.tiny(stages)._replace(
+        stages=[Encoder, lambda: Mix(1, 64), lambda: Mix(1, 64), lambda: Mix(3, 256)],
+    )
+
+
+class Several(Encoder):
+    """Bytes -> numbers, a skip connection of half their width, how often each byte is there, and the scale itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(64))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        x = super().forward(tokens)
+        return x * self.scale, x[:, :32].bfloat16(), nnf.one_hot(tokens, 256).sum(1), self.scale
+
+
+class Skipped(nn.Module):
+    """What it gets, the skip connection and bytes -> two outputs, of which one is what it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64 + 32 + 16, 64)
+
+    def forward(self, x: Tensor, skip: Tensor, tokens: Tensor) -> list[Tensor]:
+        return [torch.tanh(self.linear(torch.cat([x, skip.float(), tokens / 256], 1))), x]
+
+
+class End(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 256)
+
+    def forward(self, x: Tensor, before: Tensor, counts: Tensor, scale: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x + before * scale + skip.repeat(1, 2)), counts
+
+
+def several(stages: int) -> Model:
+    """Four stages with several outputs each, of several types, that go to different consumers; a loss of two."""
+
+    def loss(outputs: tuple[Tensor, Tensor], target: dict[str, Tensor]) -> Tensor:
+        scores, counts = outputs
+        return nnf.cross_entropy(scores + counts / 16, target["next"])
+
+    plain = mlp.tiny(1)
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        x, y = plain.batch(text, rng)
+        return {"tokens": x}, {"next": y}
+
+    return Model(
+        [Several, lambda: Mix(1, 64), Skipped, End], loss, batch, plain.length,
+        reads=[
+            [Input(0)],
+            [Value(0, 0)],
+            [Value(1, 0), Value(0, 1), Input(0)],
+            [Value(2, 0), Value(2, 1), Value(0, 2), Value(0, 3), Value(0, 1)],
+        ],
+    )  # fmt: skip
+
+
+def uneven(stages: int) -> Model:
+    """As `several`, with a minibatch of 22 samples in a dict, cut along dimension 1, and what is not cut beside it."""
+    model = several(stages)
+
+    def make(text: Tensor, rng: np.random.Generator) -> tuple[dict[str, object], dict[str, Tensor]]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - 17, 22))
+        pieces = text[starts[:, None] + torch.arange(17)].long()
+        return {"tokens": pieces[:, :16].T, "ones": torch.ones(5), "name": "text"}, {"next": pieces[:, 16]}
+
+    class Turned(Several):
+        def forward(self, tokens: Tensor, ones: Tensor) -> tuple[Tensor, ...]:
+            x, *others = super().forward(tokens.T)
+            return x * ones.mean(), *others
+
+    class Twisted(Skipped):
+        def forward(self, x: Tensor, skip: Tensor, tokens: Tensor) -> list[Tensor]:
+            return super().forward(x, skip, tokens.T)
+
+    first, second, third, last = model.reads or ()
+    reads = [[*first, Input(1)], second, third, last]
+    batch = Minibatch(make, ({"tokens": 1, "ones": None, "name": None}, 0))
+    return model._replace(stages=[Turned, model.stages[1], Twisted, End], reads=reads, batch=batch)
+
+
+def contrastive(stages: int) -> Model:
+    """Two towers, bytes before and bytes behind, whose loss compares every sample of the minibatch with every other."""
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        starts = torch.from_numpy(rng.integers(0, len(text) - 32, 8))
+        pieces = text[starts[:, None] + torch.arange(32)].long()
+        return (pieces[:, :16], pieces[:, 16:]), torch.zeros(8)
+
+    def loss(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        a, b = (nnf.normalize(x, dim=1) for x in outputs)
+        assert len(a) == len(target)
+        return nnf.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(a), b
+
+    return Model(
+        [Encoder, Encoder, lambda: Mix(1, 64), Pair], loss, batch, 32,
+        reads=[[Input(0)], [Input(1)], [Value(1, 0)], [Value(0, 0), Value(2, 0)]], loss_of="minibatch",
+    )  # fmt: skip
+
+
+# Stages with peculiar parameters
+
+
+class Odd(nn.Module):
+    """A frozen, an unused and an empty parameter, and a matrix used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.twice.weight = self.once.weight
+        self.frozen = nn.Parameter(torch.full((WIDTH,), 0.5), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.empty = nn.Parameter(torch.ones(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen * self.twice(torch.tanh(self.once(x)))
+
+
+def peculiar(stages: int) -> Model:
+    """Four stages, given as modules: an embedding, one without parameters, one with odd ones, and the scores."""
+    return mlp.tiny(stages)._replace(stages=[mlp.Embedding(WIDTH), nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
+
+
+def in_type(model: Model, dtype: torch.dtype) -> Model:
+    """With all layers converted."""
+    return model._replace(
+        stages=[{name: lambda make=make: make().to(dtype) for name, make in stage.items()} for stage in model.stages]
+    )
+
+
+def bf16(stages: int) -> Model:
+    """mlp.tiny in bfloat16; the loss in float32."""
+    model = in_type(mlp.tiny(stages), torch.bfloat16)
+    return model._replace(loss=lambda scores, target: nnf.cross_entropy(scores.float(), target))
+
+
+def f64(stages: int) -> Model:
+    """mlp.tiny in float64."""
+    return in_type(mlp.tiny(stages), torch.float64)
+
+
+class Turned(nn.Module):
+    """A linear layer whose output is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).t()
+
+
+class TurnedBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.t())
+
+
+def strided(stages: int) -> Model:
+    """Four stages; the second hands on a transposed view."""
+    return mlp.tiny(stages)._replace(
+        stages=[lambda: mlp.Embedding(WIDTH), Turned, TurnedBack, lambda: nn.Linear(WIDTH, 256)]
+    )
+
+
+# Random numbers
+
+
+class Dropped(mlp.Layer):
+    """A hidden layer of mlp.tiny with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class Attentive(nn.Module):
+    """Attention between 4 parts of a vector, with dropout inside, beside a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(len(x), 3, 1, 4, WIDTH // 4).unbind(1)
+        return x + nnf.scaled_dot_product_attention(q, k, v, dropout_p=0.3).reshape(x.shape)
+
+
+def dropping_layers() -> dict[str, Callable[[], nn.Module]]:
+    layers: dict[str, Callable[[], nn.Module]] = {"embedding": lambda: mlp.Embedding(WIDTH)}
+    layers |= {f"layer{i}": (Dropped, lambda: mlp.Layer(WIDTH), Attentive)[i % 3] for i in range(8)}
+    layers["score"] = lambda: nn.Linear(WIDTH, 256)
+    return layers
+
+
+def dropping(stages: int) -> Model:
+    """Ten layers, some of which draw random numbers."""
+    return mlp.tiny(1)._replace(stages=cut(dropping_layers(), stages))
+
+
+def dropping_function(stages: int) -> Model:
+    """As `dropping`, but the second stage is given as a function."""
+    model = dropping(stages)
+    return model._replace(stages=[model.stages[0], lambda: nn.Sequential(Dropped(), Dropped()), *model.stages[2:]])
+
+
+class Everywhere(mlp.Embedding):
+    """Attention that is neither causal nor has dropout."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)[None]
+        return nnf.scaled_dot_product_attention(x, x, x)[0]
+
+
+def attends_everywhere(stages: int) -> Model:
+    return mlp.tiny(1)._replace(stages=[lambda: Everywhere(WIDTH), lambda: nn.Linear(WIDTH, 256)])
+
+
+# Trouble in the middle of the second step: stage 2's 13th forward, with 8 microbatches a step
+
+
+class Trouble(nn.Module):
+    """A linear layer that notes the time and then does `act`, at its 13th forward."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = act
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 13:
+            Path(os.environ["TROUBLE_AT"]).write_text(repr(time.time()))
+            self.act()
+        return self.linear(x)
+
+
+def _raise() -> None:
+    raise RuntimeError("thirteen is unlucky")
+
+
+def raises_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(_raise))
+
+
+def exits_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: sys.exit("thirteen is enough")))
+
+
+def killed_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def out_of_memory_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50)))
+
+
+def stopped_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+
+
+def asked_to_leave_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGTERM)))
+
+
+# Numbers that are not finite, in the second step
+
+
+class Unsound(nn.Module):
+    """A linear layer whose output, or only its gradient, is multiplied at its 13th forward."""
+
+    def __init__(self, by: float, gradient: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.by, self.gradient = by, gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards = getattr(self, "forwards", 0) + 1
+        output = self.linear(x)
+        if self.forwards == 13:
+            if self.gradient:
+                output.register_hook(lambda gradient: gradient * self.by)
+            else:
+                output = output * self.by
+        return output
+
+
+def nan_loss(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Unsound(math.nan, gradient=False))
+
+
+def infinite_gradient(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Unsound(math.inf, gradient=True))
+
+
+class Noise(nn.Module):
+    """Random numbers that no seed reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + os.urandom(1)[0] / 256)
+
+
+def noisy(stages: int) -> Model:
+    return with_stage(stages, 2, Noise)
+
+
+# Users' mistakes
+
+
+def raises(stages: int) -> Model:
+    raise ValueError("no such luck")
+
+
+def returns_a_list(stages: int) -> list[int]:
+    return [stages]
+
+
+def one_stage_more(stages: int) -> Model:
+    return mlp.tiny(stages + 1)
+
+
+def narrow(stages: int) -> Model:
+    """Its last stage takes half of what the stage before gives."""
+    return with_stage(stages, stages - 1, lambda: nn.Linear(WIDTH // 2, 256))
+
+
+def loss_of_many(stages: int) -> Model:
+    """Its loss is not one number."""
+    return mlp.tiny(stages)._replace(loss=lambda scores, target: nnf.cross_entropy(scores, target, reduction="none"))
+
+
+def no_module(stages: int) -> Model:
+    """Its last stage is a plain function."""
+    return with_stage(stages, stages - 1, lambda: lambda x: x)
+
+
+class TwoTypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scores = nn.Linear(WIDTH, 256, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.linear(x).to(torch.bfloat16)).float()
+
+
+def two_types(stages: int) -> Model:
+    """Its last stage has float32 and bfloat16 parameters."""
+    return with_stage(stages, stages - 1, TwoTypes)
+
+
+def batch_raises(stages: int) -> Model:
+    def batch(text: Tensor, rng: object) -> tuple[Tensor, Tensor]:
+        raise ValueError("no such batch")
+
+    return mlp.tiny(stages)._replace(batch=batch)
+
+
+not_a_function = 3
+
+
+# Stages with more than parameters
+
+TABLE = torch.arange(6.0).view(2, 3).t()  # not contiguous
+
+
+class Tabled(mlp.Layer):
+    """A layer with a buffer that others have too."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("table", TABLE)
+
+
+class Stateful(Tabled):
+    """It keeps something that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def _with(one: str, two: str, layer: Callable[[], nn.Module]) -> Model:
+    """Two stages; the names of the layers in the middle, and what the second is."""
+    first = {"embedding": lambda: mlp.Embedding(WIDTH), one: Tabled}
+    return mlp.tiny(2)._replace(stages=[first, {two: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
+
+
+def buffers_shared(stages: int) -> Model:
+    return _with("one", "two", Tabled)
+
+
+def buffers_named_alike(stages: int) -> Model:
+    class Alike(nn.Module):
+        """One more layer of that name, without parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", TABLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    return _with("one", "one", Alike)
+
+
+def buffers_not_tensors(stages: int) -> Model:
+    return _with("one", "two", Stateful)
+
+
+# Mistakes in what stages read
+
+
+def reads_too_few(stages: int) -> Model:
+    return mlp.tiny(stages)._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
+
+
+def _reading(stages: int, *of_first_two: object) -> Model:
+    return mlp.tiny(stages)._replace(reads=[*of_first_two, *([Value(s, 0)] for s in range(1, stages - 1))])
+
+
+def reads_later(stages: int) -> Model:
+    return _reading(stages, [Input(0)], [Value(2, 0)])
+
+
+def reads_a_number(stages: int) -> Model:
+    return _reading(stages, [Input(0)], [0])
+
+
+def reads_no_output(stages: int) -> Model:
+    return _reading(stages, [Input(0)], [Value(0, 3)])
+
+
+def reads_no_leaf(stages: int) -> Model:
+    return _reading(stages, [Input(2)], [Value(0, 0)])
+
+
+def too_small(stages: int) -> Model:
+    return mlp.tiny(stages)._replace(batch=Minibatch(lambda text, rng: (torch.zeros(3, 16), torch.zeros(3))))
+
+
+# Stages that are split
+
+
+def _numbers(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(rng.normal(size=(8, 16))).float(), torch.from_numpy(rng.normal(size=(8, 12))).float()
+
+
+def _pair(stages: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """A linear layer cut by its outputs and one cut by its inputs, and a last stage that does nothing."""
+
+    def up(shard: Shard = WHOLE) -> nn.Module:
+        return ColumnParallelLinear(16, 48, shard).to(dtype)
+
+    def down(shard: Shard = WHOLE) -> nn.Module:
+        return RowParallelLinear(48, 12, shard).to(dtype)
+
+    return [{"up": up, "relu": nn.ReLU, "down": down}, {"last": nn.Identity}]
+
+
+def pair(stages: int) -> Model:
+    return Model(_pair(stages), nnf.mse_loss, _numbers, split=[0])
+
+
+def pair_bf16(stages: int) -> Model:
+    """Its sums are of bf16."""
+
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        x, y = _numbers(text, rng)
+        return x.bfloat16(), y.bfloat16()
+
+    return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, split=[0])
+
+
+class Dropping(nn.Module):
+    """A stage that is one layer, without a name, which seeds its dropout by the stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nnf.dropout(self.linear(x), 0.3, self.training) * self.scale
+
+
+class Shifted(nn.Module):
+    """A split stage that is one layer; its shards share a parameter, and a skip connection reads its input again."""
+
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        super().__init__()
+        self.shard = shard
+        self.shift = nn.Parameter(torch.randn(16))
+        self.up = ColumnParallelLinear(16, 8, shard)
+        self.down = RowParallelLinear(8, 16, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return skip(x, self.down(torch.tanh(self.up(x + self.shift))), self.shard)
+
+
+class Both(nn.Module):
+    """Of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(x * y)
+
+
+def shards_of_a_dag(stages: int) -> Model:
+    """0 drops out; 1 and 2, both split, read it; 3 reads both."""
+    return Model([Dropping, Shifted, Shifted, Both], nnf.mse_loss, _numbers, split=[1, 2])
+
+
+def drops_in_shards(stages: int) -> Model:
+    model = pair(stages)
+    return model._replace(stages=[{**model.stages[0], "drop": lambda: nn.Dropout(0.5)}, model.stages[1]])
+
+
+def splits_the_last(stages: int) -> Model:
+    return pair(stages)._replace(split=[1])
+
+
+def splits_a_module(stages: int) -> Model:
+    return pair(stages)._replace(stages=[nn.Linear(16, 12), nn.Identity()])
+
+
+def splits_unevenly(stages: int) -> Model:
+    return pair(stages)._replace(stages=[lambda shard=WHOLE: RowParallelLinear(17, 12, shard), nn.Identity()])
+
+
+def splits_what_is_tied(stages: int) -> Model:
+    return pair(stages)._replace(tied=[[(0, "down.bias"), (1, "last.bias")]])

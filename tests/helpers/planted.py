@@ -1,0 +1,55 @@
+"""A campaign of the fuzzer over schedgen with a bug put into it: `python planted.py BUG`, in a folder of its own.
+
+A process each, since a bug may take all memory or never come back to Python.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import fuzz
+
+import schedgen.checker.files
+import schedgen.cli.main
+import schedgen.cli.options
+import schedgen.ir.file
+import schedgen.ir.validate
+
+
+def a_number_that_no_one_bounds() -> None:
+    fuzz.SECONDS = 1.0  # some make writing endless
+    schedgen.ir.validate._number = lambda value, *_: value
+
+
+def a_size_that_is_believed() -> None:
+    header = schedgen.ir.validate.header
+    schedgen.ir.validate.MOST_PAIRS = 10**30
+    schedgen.ir.file.decode_header = lambda raw, bounds, jobs: header(raw, bounds, 10**30)
+
+
+def a_search_without_end() -> None:
+    def search(*_: object) -> None:
+        while True:
+            pass
+
+    fuzz.SECONDS = 0.5
+    schedgen.ir.file._key_line = search
+
+
+def an_error_in_the_words_of_the_file() -> None:
+    schedgen.cli.main.one_line = schedgen.cli.options.one_line = str
+
+
+def a_hash_that_is_not_compared() -> None:
+    read = schedgen.checker.files.read
+    schedgen.checker.files.read = lambda *given: (read(*given)[0], None)
+
+
+def a_checker_that_accepts_all() -> None:
+    schedgen.checker.files.check = lambda *_: None
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    fuzz.campaign(1500, 2, Path.cwd(), shrink=False)

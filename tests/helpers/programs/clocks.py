@@ -1,0 +1,41 @@
+"""Readings of clocks on 3 ranks of one host: one line on rank 0 for each claim that holds.
+
+The host's ranks share a clock, so the truth is known: the difference is zero, or what a clock is set ahead here.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from mpirun.comm.transport import Transport
+from mpirun.engine.trace import aligned, reading
+
+WORLD = MPI.COMM_WORLD
+AHEAD = [0.0, 5.0, -3600.0]  # seconds: by which the clock of each rank is set ahead
+
+
+def claim(name: str, holds: bool) -> None:
+    if all(WORLD.allgather(holds)) and WORLD.rank == 0:
+        print(f"holds: {name}", flush=True)
+
+
+transport = Transport(WORLD, [])
+before, after = reading(transport), reading(transport)
+claim("one clock is found the same", abs(before.ahead) <= before.within)
+times = np.linspace(before.here, after.here, 100)
+claim("one clock is left as it is", bool((aligned(times, before, after) == times).all()))
+
+wrong = AHEAD[WORLD.rank]
+before, after = (reading(transport, lambda: time.perf_counter() + wrong) for _ in range(2))
+claim("another clock is found", abs(before.ahead + wrong) <= before.within + 1e-9)
+times = np.linspace(before.here, after.here, 100)
+off = np.abs(aligned(times, before, after) - (times - wrong)).max()
+claim("another clock is corrected", bool(off <= max(before.within, after.within) + 1e-9))
+
+if WORLD.rank == 0:
+    print("holds: it ends", flush=True)
+sys.exit()

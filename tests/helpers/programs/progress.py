@@ -1,0 +1,128 @@
+"""What a rank costs while it waits, and what a message costs behind a computation: seconds, on 4 ranks.
+
+Rank 0 prints them as JSON:
+
+    waiting      by rank, of a wait of 1 s: processor time / time
+    transfer     of 16 MiB from rank 0 to rank 1 when both only wait: each of several times
+    plain        by repetition: what rank 1 still waits for it behind a long computation
+    pumped       as `plain`, with `Pump.around` the computations of both
+    layers       as `plain`, the computations being forwards and backwards of layers that the pump is put into
+    works        whether this MPI lets two threads in, without which there is no pump
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from mpirun.comm.progress_thread import Pump
+from mpirun.comm.transport import Transport
+
+WORLD = MPI.COMM_WORLD
+BYTES = 2**24
+REPETITIONS = 15
+
+
+def waiting(transport: Transport) -> list[float]:
+    """The others wait for a message from rank 0, which sleeps; rank 0 for their answers, which are as late."""
+    token, others = torch.zeros(1), range(1, WORLD.size)
+    if WORLD.rank == 0:
+        tokens = torch.zeros(WORLD.size, 1)
+        receives = [transport.receive(tokens[other], other, 2) for other in others]
+        for receive in receives:
+            receive.start()
+        time.sleep(1)
+        sends = [transport.send(token, other, 1) for other in others]
+        share = share_of_a_core(lambda: [transport.wait(receive.done) for receive in receives])
+        for done in sends:
+            transport.wait(done)
+    else:
+        receive = transport.receive(token, 0, 1)
+        receive.start()
+        share = share_of_a_core(lambda: transport.wait(receive.done))
+        time.sleep(1)
+        transport.wait(transport.send(token, 0, 2))
+    return WORLD.allgather(share)
+
+
+def share_of_a_core(act: Callable[[], object]) -> float:
+    begin, used = time.perf_counter(), time.process_time()
+    act()
+    return (time.process_time() - used) / (time.perf_counter() - begin)
+
+
+def computation(seconds: float) -> Callable[[], None]:
+    """One that takes about so long on this machine, without a call of MPI."""
+    a = torch.rand(256, 256)
+
+    def act(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a, a)
+
+    def measured(times: int) -> float:
+        begin = time.perf_counter()
+        act(times)
+        return (time.perf_counter() - begin) / times
+
+    times = round(seconds / min(measured(5) for _ in range(10)))
+    return lambda: act(times)
+
+
+def behind(pair: MPI.Intracomm, transport: Transport, act: Callable[[], None]) -> float:
+    """Seconds for which a rank waits for a message that is under way while it does `act`."""
+    message = torch.zeros(BYTES, dtype=torch.uint8)
+    receive = transport.receive(message, 0, 1)
+    pair.Barrier()
+    if pair.rank == 0:
+        done = transport.send(message, 1, 1)
+    else:
+        receive.start()
+        done = receive.done
+    act()
+    begin = time.perf_counter()
+    transport.wait(done)
+    waited = time.perf_counter() - begin
+    pair.Barrier()
+    return waited
+
+
+def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
+    """Of rank 1. Plain and pumped in turns, so that whatever else the machine does meets both."""
+    transport = Transport(pair, [])
+    pump = Pump(pair, transport.poll)
+    act = computation(0.04)
+    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
+    pump.put_into(module)
+    x = torch.rand(256, 256)
+    found: dict[str, list[float]] = {"transfer": [], "plain": [], "pumped": [], "layers": []}
+    for repetition in range(-1, REPETITIONS):
+        times = {
+            "transfer": behind(pair, transport, lambda: None),
+            "plain": behind(pair, transport, act),
+            "pumped": behind(pair, transport, pump.around(act)),
+            "layers": behind(pair, transport, lambda: module(x).sum().backward()),
+        }
+        if repetition >= 0:  # the first warms up
+            for what, seconds in times.items():
+                found[what].append(seconds)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"waiting": waiting(Transport(WORLD, [])), "works": Pump(WORLD, lambda: None).threads}
+    pair = WORLD.Split(WORLD.rank // 2)
+    if WORLD.rank < 2:
+        result |= pair.bcast(hiding(pair), 1)
+    done = WORLD.Ibarrier()
+    while not done.Test():  # ranks 2 and 3 leave the cores to the others
+        time.sleep(0.05)
+    if WORLD.rank == 0:
+        print(json.dumps(result))
+    sys.exit()

@@ -1,0 +1,205 @@
+"""Transport, Queued and Sum on 3 ranks: one line on rank 0 for each claim that holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from late import Late
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.comm.ordered_allreduce import Sum, Sums
+from mpirun.comm.transport import Done, Queued, Transport
+
+WORLD = MPI.COMM_WORLD
+GROUPS = [(0, 1, 2), (1, 2)]  # overlapping
+LENGTHS = [1, 7, 1000]  # shorter than the group, not a multiple of it, many
+# The keys of each member's rows: one a member, several and unsorted, and a member without any.
+KEYS = {
+    0: [[[0], [1], [2]], [[4, 1], [0, 5], [3, 2]], [[2], [], [0, 1]]],
+    1: [[[1], [2]], [[3, 0], [2, 1]], [[], [1, 0]]],
+}
+
+
+def row(key: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of very different sizes, so that another order of adding gives other bits."""
+    generator = torch.Generator().manual_seed(1000 * key + length)
+    scale = 10.0 ** torch.randint(-3, 4, (length,), generator=generator)
+    return (torch.randn(length, generator=generator) * scale).to(dtype)
+
+
+def in_key_order(keys: list[list[int]], length: int, dtype: torch.dtype) -> Tensor:
+    first, *others = sorted(key for one in keys for key in one)
+    total = row(first, length, dtype)
+    for key in others:
+        total = total + row(key, length, dtype)
+    return total
+
+
+def data(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def sums(transport: Transport, dtype: torch.dtype) -> None:
+    """All of both groups at once, twice: what they receive into is the same both times."""
+    cases = [
+        (group, keys, length)
+        for length in LENGTHS
+        for group, members in enumerate(GROUPS)
+        for keys in KEYS[group]
+        if WORLD.rank in members
+    ]
+    made: list[tuple[Sum, Tensor]] = []
+    for group, keys, length in cases:
+        mine = keys[transport.group(group).rank]
+        rows = torch.empty((len(mine), length), dtype=dtype)
+        total = None if mine else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
+        made.append((Sum(transport, transport.group(group), rows, keys, total), rows))
+    under_way = Sums(transport)
+    for again in range(2):
+        for (group, keys, length), (one, rows) in zip(cases, made, strict=True):
+            for place, key in zip(rows, keys[transport.group(group).rank], strict=True):
+                place.copy_(row(key + again, length, dtype))
+            under_way.start(one)
+        under_way.finish()
+        for (group, keys, length), (one, _) in zip(cases, made, strict=True):
+            expected = in_key_order([[key + again for key in member] for member in keys], length, dtype)
+            assert data(one.total) == data(expected), (WORLD.rank, again, group, keys, length)
+            assert len(set(transport.group(group).allgather(data(one.total)))) == 1
+
+
+def in_the_background(transport: Transport) -> None:
+    """A sum goes on while its members wait for something else."""
+    keys = [[0], [1], [2]]
+    rows = row(WORLD.rank, 1000, torch.float32)[None].clone()
+    under_way = Sums(transport)
+    under_way.start(Sum(transport, transport.group(0), rows, keys))
+    transport.wait(lambda: not under_way.active)
+    assert data(rows[0]) == data(in_key_order(keys, 1000, torch.float32))
+    WORLD.Barrier()
+
+
+def messages(transport: Transport) -> None:
+    """Each to the next rank, all on one tag, in order: as large as one that MPI does not buffer. Twice."""
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+
+    def tensors(rank: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [
+            torch.empty(0),
+            torch.randn(33, generator=generator).to(torch.bfloat16),
+            torch.randn(5_000_000 // 4, generator=generator),
+            torch.randn((), generator=generator),
+            torch.randint(0, 256, (3, 5), generator=generator),
+            torch.rand(9, generator=generator) < 0.5,
+        ]
+
+    mine, expected = tensors(WORLD.rank), tensors(before)
+    got = [torch.empty_like(tensor) for tensor in expected]
+    receives = [transport.receive(tensor, before, 1) for tensor in got]
+    for _ in range(2):
+        for tensor in got:
+            tensor.zero_()
+        for receive in receives:
+            receive.start()
+        wait_for_all(transport, [receive.done for receive in receives] + [transport.send(x, after, 1) for x in mine])
+        for ours, theirs in zip(got, expected, strict=True):
+            assert torch.equal(ours, theirs), (WORLD.rank, theirs.dtype, theirs.shape)
+
+
+def wait_for_all(transport: Transport, dones: list[Done]) -> None:
+    for done in dones:
+        transport.wait(done)
+
+
+def kinds(transport: Transport) -> None:
+    """Messages of two kinds may be received in another order than they were sent in."""
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    out = [torch.full((4,), 10.0 * WORLD.rank + kind) for kind in (1, 2)]
+    into = [torch.empty(4) for _ in out]
+    receives = [transport.receive(into[kind - 1], before, kind) for kind in (2, 1)]
+    for receive in receives:
+        receive.start()
+    sends = [transport.send(out[kind - 1], after, kind) for kind in (1, 2)]
+    wait_for_all(transport, [receive.done for receive in receives] + sends)
+    assert [float(tensor[0]) for tensor in into] == [10.0 * before + 1, 10.0 * before + 2]
+
+
+def weights_again(transport: Transport) -> None:
+    """Weights that came before a forward may come again before its backward: autograd sees no change."""
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    weights = torch.zeros(3)
+    x, parameter = torch.ones(3, requires_grad=True), torch.nn.Parameter(weights.view(3))
+    receive = transport.receive(weights, before, 1)
+
+    def fetch() -> None:
+        receive.start()
+        wait_for_all(transport, [receive.done, transport.send(torch.full((3,), 5.0), after, 1)])
+
+    fetch()
+    output = (x * parameter).sum()
+    fetch()
+    output.backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0] * 3
+
+
+def groups(transport: Transport) -> None:
+    """A group's ranks are its members in order; who is outside has none."""
+    for index, members in enumerate(GROUPS):
+        assert (transport.groups[index] is not None) == (WORLD.rank in members)
+        if WORLD.rank in members:
+            assert transport.group(index).allgather(WORLD.rank) == list(members)
+
+
+def in_the_stream() -> None:
+    """A message holds what was written before its send, and arrives behind what reads there before its receive."""
+    device = Late(direct=True, seed=WORLD.rank)
+    transport = Queued(WORLD, GROUPS, device, crowded=True)
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    value, place, seen = torch.zeros(4), torch.zeros(4), []
+    receive = transport.receive(place, before, 1)
+    for k in range(1, 6):
+        device.launch(lambda k=k: value.fill_(100.0 * k + WORLD.rank))
+        sent = transport.send(value, after, 1)
+        device.launch(lambda: seen.append(place.tolist()))
+        receive.start()
+        wait_for_all(transport, [receive.done, sent])
+    came = [[100.0 * k + before] * 4 for k in range(6)]
+    assert seen == [[0.0] * 4, *came[1:5]] and place.tolist() == came[5], (seen, place)
+
+
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "at once": lambda: Transport(WORLD, GROUPS),
+    "late": lambda: Queued(WORLD, GROUPS, Late(direct=True, seed=WORLD.rank), crowded=True),
+    "late and staged": lambda: Queued(WORLD, GROUPS, Late(direct=False, seed=WORLD.rank), crowded=True),
+}
+CLAIMS: dict[str, Callable[[Transport], None]] = {
+    "sums of float32": lambda transport: sums(transport, torch.float32),
+    "sums of bfloat16": lambda transport: sums(transport, torch.bfloat16),
+    "sums in the background": in_the_background,
+    "messages": messages,
+    "kinds": kinds,
+    "weights again": weights_again,
+    "groups": groups,
+}
+
+
+def holds(name: str) -> None:
+    WORLD.Barrier()
+    if WORLD.rank == 0:
+        print(f"holds: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    order = in_key_order([[0, 1, 2]], 1000, torch.float32)
+    other = in_key_order([[0]], 1000, torch.float32) + in_key_order([[1, 2]], 1000, torch.float32)
+    assert data(order) != data(other), "numbers whose order does not matter would prove nothing"
+    for how, make in TRANSPORTS.items():
+        for name, claim in CLAIMS.items():
+            claim(make())
+            holds(f"{name}, {how}")
+    in_the_stream()
+    holds("in the stream")
+    sys.exit()

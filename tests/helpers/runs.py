@@ -1,0 +1,44 @@
+"""What tests read off runs: saved weights, differences from one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All entries of a checkpoint, read with the library alone; optimizer's under other names."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found: dict[str, torch.Tensor] = {}
+    for part in manifest["parts"]:
+        entries = load_file(folder / part["name"])
+        assert sorted(entries) == sorted(part["entries"])
+        assert not found.keys() & entries.keys()
+        found |= entries
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    def bits(value: torch.Tensor) -> tuple[torch.dtype, bytes]:
+        return value.dtype, value.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    return a.keys() == b.keys() and all(bits(a[name]) == bits(b[name]) for name in a)
+
+
+GPT, MLP = "models_for_tests:gpt_tiny", "mpirun.models.mlp:tiny"
+# 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
+DEPTH_FIRST = """
+    def n(s, b, d, *, stages):
+        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
+"""
+
+
+def differences(out: str) -> dict[str, float]:
+    """What --verify printed: the largest relative difference of losses, gradients and parameters."""
+    found = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", out, re.M))
+    assert set(found) - {"updates"} == {"losses", "gradients", "parameters"}, out
+    return {what: float(size) for what, size in found.items()}

@@ -1,0 +1,211 @@
+"""The life of every buffer, read off each rank's list by slow plain Python, and what it says of a memory plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from schedgen.ir.program import LINE, B, F, Kind, Op, Program, cut
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.memory_plan import Bytes, footprint, measured, places
+from schedgen.simulator.memory_timeline import held
+from schedgen.simulator.simulate import simulate
+
+DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
+
+
+def random_bytes(rng, stages, edges=0):
+    """Sizes that often agree between stages and between kinds."""
+
+    def some(count=stages):
+        return rng.integers(1, 4, count)
+
+    workspace = {direction: some() for direction in "FBIW" if rng.integers(4)}
+    return Bytes(some(), 2 * some(), some(), some(), some(), workspace, some(), some(edges) if edges else None)
+
+
+class Life(NamedTuple):
+    """A buffer on a rank; it takes memory from the row `begin` of the rank's list up to the row `end`."""
+
+    kind: Kind | str
+    stage: int
+    column: int  # of its size, for x and g
+    begin: int
+    end: int
+    placed: bool  # received, or the gradient of weights that another rank owns
+    via: int = -1  # of weights and what is received of their gradients: the part; -1: all
+
+
+def lives(program, rank):
+    """Every life of every buffer that a rank does not own."""
+    header, part = program.header, program.instructions(rank)
+    jobs = zip(program.rows.op.tolist(), program.rows.stage.tolist(), program.rows.mb.tolist(), strict=True)
+    redone = {(s, b) for op, s, b in jobs if op == Op.RECOMPUTE}
+    begun, found = {}, []
+    for at, i in enumerate(part):
+        s, b, starts, ends = i.stage, i.mb, [], []
+        if i.op in (Op.RECV, Op.FETCH_W):
+            starts = [("partial", s, i.peer, i.via) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
+        if i.op == Op.FWD:
+            starts = [(Kind.X, s, b, via) for via in header.vias(s)]
+        if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
+            starts.append(("saved", s, b))
+        if i.op in (Op.BWD, Op.BWD_I):
+            starts = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
+        if i.op == Op.BWD_I:
+            starts.append(("half", s, b))
+        if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
+            sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.parts(s))]
+            if i.kind == Kind.T:
+                sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
+            starts += [one for one in sums if one not in begun]
+        if i.op in (Op.BWD, Op.BWD_W):
+            ends = [("saved", s, b)] + [("half", s, b)] * (i.op == Op.BWD_W)
+        if i.op == Op.ADD:
+            ends = [("partial", s, i.peer, i.via)]
+        if i.op == Op.FREE:
+            ends = [(i.kind, s, b, i.via)]
+        begun |= dict.fromkeys(starts, at)
+        for name in ends:
+            begin = begun.pop(name)
+            foreign = name[0] == Kind.DW and rank not in header.holders(name[1], name[3])
+            via = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
+            column = header.columns(np.array([name[1]]), np.array([name[3]]))[0] if name[0] in (Kind.X, Kind.G) else -1
+            placed = foreign or part[begin].op in (Op.RECV, Op.FETCH_W)
+            found.append(Life(name[0], name[1], column, begin, at, placed, via))
+    assert not begun
+    # All that a rank gathers of others' parts of a stage lies together.
+    for stage in {life.stage for life in found if life.kind == Kind.DW and life.placed and life.via >= 0}:
+        parts = [life for life in found if life.kind == Kind.DW and life.placed and life.stage == stage]
+        found = [life for life in found if life not in parts]
+        found.append(Life(Kind.DW, stage, -1, min(one.begin for one in parts), max(one.end for one in parts), True))
+    return found
+
+
+def part_of(amount, header, stage, via):
+    """The bytes of a part of so many."""
+    return int(np.diff(cut(int(amount), len(header.parts(stage))))[via]) if via >= 0 else int(amount)
+
+
+def size(life, bytes, header):
+    if life.kind in (Kind.X, Kind.G):
+        return int(bytes.outputs(header)[life.column])
+    by_kind = {
+        Kind.W: bytes.weight, Kind.DW: bytes.weight,
+        "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,
+    }  # fmt: skip
+    if life.via >= 0:
+        rows = bytes.partial[life.stage] // bytes.weight[life.stage] if life.kind == "partial" else 1
+        return rows * part_of(bytes.weight[life.stage], header, life.stage, life.via)
+    return int(by_kind[life.kind][life.stage])
+
+
+def at_once(found, measure=lambda life: 1):
+    """The most that the lives come to at a row."""
+    rows = {life.begin for life in found}
+    return max((sum(measure(life) for life in found if life.begin <= row <= life.end) for row in rows), default=0)
+
+
+def peak(program, rank, found, planned, bytes):
+    """The bytes that the rank needs, by its definition and row by row."""
+    header, running = program.header, []
+    computed = [life for life in found if not life.placed and life.kind != Kind.DW]
+    for at, i in enumerate(program.instructions(rank)):
+        workspace = bytes.workspace.get(DIRECTION.get(i.op, ""), np.zeros(header.stages, int))[i.stage]
+        workspace += bytes.activation[i.stage] if i.op == Op.RECOMPUTE else 0
+        alive = sum(size(life, bytes, header) for life in computed if life.begin <= at <= life.end)
+        running.append(alive + workspace)
+    losses = [s for s in range(header.stages) if not header.consumers[s]]
+    owned = sum(bytes.activation[i.stage] for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses)
+    for stage, k in header.units:
+        owners = header.holders(stage, k)
+        if rank in owners and k >= 0:
+            weight, mine = bytes.weight[stage], part_of(bytes.weight[stage], header, stage, k)
+            few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
+            owned += -(-bytes.owned[stage] * mine // weight) + (few if 16 * few < weight else 0) + mine
+        elif rank in owners:  # with its gradient, and what the other owners send of theirs
+            part = -(-bytes.weight[stage] // (len(owners) * LINE)) * LINE
+            owned += bytes.owned[stage] + bytes.weight[stage] + (len(owners) - 1) * part
+    sums = set()
+    for i in program.instructions(rank):
+        if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):
+            giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.consumers[i.stage][0])
+            ranks = header.compute[F if i.kind == Kind.X else B, list(header.siblings(giver)), i.mb]
+            column = header.columns(np.array([i.stage]), np.array([i.via]))[0]
+            sums.add((tuple(ranks), int(bytes.outputs(header)[column])))
+    for ranks, part in sums:  # what is added up, and a slice of each other's
+        owned += part + (len(ranks) - 1) * -(-part // (len(ranks) * LINE)) * LINE
+    return owned + sum(planned.sizes[rank]) + max(running)
+
+
+def hold(program, bytes):
+    """Assert all that places promise, and the peak."""
+    planned, needed = places(program, bytes), footprint(program, bytes)
+    assert planned.row.dtype == np.int32
+    assert len(planned.sizes) == program.header.workers
+    for rank in range(program.header.workers):
+        row, sizes = planned.row[program.bounds[rank] : program.bounds[rank + 1]], planned.sizes[rank]
+        found = lives(program, rank)
+        received = [life for life in found if life.placed]
+        assert np.flatnonzero(row >= 0).tolist() == sorted({life.begin for life in received})
+        for life in received:
+            assert size(life, bytes, program.header) <= sizes[row[life.begin]]
+        for one, other in combinations(received, 2):
+            apart = one.end < other.begin or other.end < one.begin
+            if one.kind == other.kind == Kind.W and one.stage == other.stage and one.via != other.via:
+                continue  # parts of one copy
+            assert apart or row[one.begin] != row[other.begin], (one, other)
+        # A place for every buffer of a size that is there at once, and none that is not filled.
+        pools = defaultdict(list)
+        for life in received:
+            if life.kind != Kind.W:
+                pools[life.kind == Kind.DW, size(life, bytes, program.header)].append(life)
+        count = 0
+        for (_, each), pool in pools.items():
+            used = {int(row[life.begin]) for life in pool}
+            assert len(used) == at_once(pool) and (sizes[list(used)] == each).all()
+            count += len(used)
+        # One place for all copies of a stage, as large as the largest stage in it.
+        copies = defaultdict(set)
+        for life in received:
+            if life.kind == Kind.W:
+                copies[life.stage].add(int(row[life.begin]))
+        assert all(len(one) == 1 for one in copies.values())
+        shared = {one: [stage for stage in copies if copies[stage] == {one}] for one in set().union(*copies.values())}
+        for one, stages in shared.items():
+            assert sizes[one] == bytes.weight[stages].max()
+        assert len(sizes) == count + len(shared)
+        assert needed.peak[rank] == peak(program, rank, found, planned, bytes)
+        assert needed.places[rank] == sizes.sum()
+        one_rank(program, rank, bytes, planned, needed)
+
+
+def one_rank(program, rank, bytes, planned, needed):
+    """The rank's own rows give the rank's own places and peak."""
+    mine = slice(program.bounds[rank], program.bounds[rank + 1])
+    part = Program(program.header, program.rows.take(mine))
+    again = places(part, bytes)
+    assert (again.row == planned.row[mine]).all()
+    assert (again.sizes[rank] == planned.sizes[rank]).all() and sum(map(len, again.sizes)) == len(planned.sizes[rank])
+    assert footprint(part, bytes).peak[rank] == needed.peak[rank]
+
+
+def peaks_of_held(program, data):
+    """The most of each kind is the peak of that kind, and all that is taken is given back."""
+    stages = program.header.stages
+    sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
+    edges = len(program.header.edges)
+    apart = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
+    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}, apart=apart)
+    found = held(program, measured(machine, stages, edges))
+    peak = np.zeros((program.header.workers, found.taken.shape[1]), np.int64)
+    np.maximum.at(peak, program.rows.rank, found.during)
+    assert peak.T.tolist() == [kind.tolist() for kind in simulate(program, program.header.cost, machine).memory]
+    assert found.taken.min() >= 0 and found.given.min() >= 0
+    for kind in range(found.taken.shape[1]):
+        net = np.bincount(program.rows.rank, (found.taken - found.given)[:, kind], minlength=program.header.workers)
+        assert not net.any()

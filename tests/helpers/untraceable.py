@@ -1,0 +1,210 @@
+"""Modules that cannot be split; each line that is the reason ends in `# here`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mpirun.frontend import pipe_split
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+class Branch(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # here
+            x = -x
+        return self.two(self.one(x))
+
+
+class Helped(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(flipped(self.one(x)))
+
+
+def flipped(x: Tensor) -> Tensor:
+    while bool(x.max() > 1):  # here
+        x = x / 2
+    return x
+
+
+class Loop(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().sum())):  # here
+            x = self.one(x)
+        return self.two(x)
+
+
+class Item(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        scale = x.max().item()  # here
+        return self.two(x * scale)
+
+
+class Numpy(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = torch.from_numpy(x.numpy())  # here
+        return self.two(x)
+
+
+class Selected(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        rows = x[x[:, 0] > 0]  # here
+        return self.two(rows)
+
+
+class Wrong(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x, x], 1)
+        return self.one(x)  # here
+
+
+class Viewed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        top = x[:1]
+        pipe_split()
+        top.zero_()  # here
+        return self.two(x)
+
+
+class Counted(Layers):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        self.seen.add_(x.detach().sum(0))  # here
+        pipe_split()
+        return self.two(x + self.seen)
+
+
+class Kept(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum(0))  # here
+        return self.two(self.one(x)) + self.seen
+
+
+class First(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        pipe_split()  # here
+        return self.two(self.one(x))
+
+
+class Twice(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        pipe_split()
+        pipe_split()  # here
+        return self.two(x)
+
+
+class Last(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.two(self.one(x))
+        pipe_split()  # here
+        return x
+
+
+class Straight(torch.autograd.Function):
+    """Rounds; backward as if it did not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Rounded(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = Straight.apply(self.one(x))  # here
+        return self.two(x)
+
+
+class Checkpointed(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.one, x, use_reentrant=True)  # here
+        return self.two(x)
+
+
+class Generated(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.Generator()
+        x = self.one(x) + torch.rand(16, generator=own)  # here
+        return self.two(x)
+
+
+class Ungraded(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.one(x)
+            with torch.no_grad():  # here
+                y = x * 3
+            x = x + y
+        return self.two(x.float())
+
+
+class Hooked(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x.register_hook(torch.zeros_like)  # here
+        return self.two(x)
+
+
+class Times(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(len(x)):
+            x = self.one(x)  # here
+        return self.two(x)
+
+
+class Halved(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) % 2:
+            return self.two(self.one(x))
+        return self.two(x)  # here
+
+
+class Constant(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        x = x + torch.tensor([len(x)])  # here
+        return self.two(x)
+
+
+class Tells(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return self.two(self.one(x)), len(x)  # here
+
+
+class Returns(Layers):
+    def forward(self, x: Tensor) -> Any:  # here
+        return iter([self.one(x)])
+
+
+class Nothing(Layers):
+    def forward(self, x: Tensor) -> Any:  # here
+        return {"number": 3}
+
+
+class Repeated(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.one(x)
+        return self.two(x)

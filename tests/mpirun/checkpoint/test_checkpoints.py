@@ -1,0 +1,264 @@
+"""A run that is saved and resumed is the run that was never stopped, under whatever schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_tests import dropping_layers
+from runs import same, weights
+
+STEPS = 6
+COMMON = ["--steps", STEPS, "--canonical", "--clip", 1, "--lr-schedule", "cosine", "--threads", 1]
+DROPPING = "models_for_tests:dropping"  # ten layers, some of which draw random numbers
+
+
+def last(folder: Path) -> dict[str, torch.Tensor]:
+    return weights(folder / f"step-{STEPS:08d}")
+
+
+# One model, many schedules. Each: stages, workers, and the options of schedgen compile.
+SCHEDULES = {
+    "1f1b on 4": ("1f1b", {"stages": 4, "workers": 4}),
+    "ddp on 2": ("ddp", {"stages": 2, "workers": 2}),
+    "one process": ("ddp", {"stages": 1, "workers": 1}),
+    "fslpp on 4": ("fslpp", {"stages": 8, "workers": 4, "groups": 2}),
+    "fsdp on 4": ("fsdp", {"stages": 4, "workers": 4}),
+    "interleaved on 4": ("interleaved-1f1b", {"stages": 8, "workers": 4}),
+    "zb-v on 4": ("zb-v", {"stages": 8, "workers": 4}),
+}
+OPTIONS = {"adamw": [], "sgd": ["--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.1]}
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled) -> dict[str, Path]:
+    return {name: compiled(scheme, microbatches=8, **sizes) for name, (scheme, sizes) in SCHEDULES.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(several, schedules, text, tmp_path_factory) -> Path:
+    """A folder with a run that was never stopped, `whole`, and one that stopped half-way, `half`, by optimizer."""
+    folder = tmp_path_factory.mktemp("saved")
+    command = [schedules["1f1b on 4"], "--model", DROPPING, "--text", text, *COMMON]
+    runs = []
+    for name, options in OPTIONS.items():
+        runs.append([*command, *options, "--save", folder / name / "whole", "--every", STEPS // 2])
+    for code, out in several(4, runs):
+        assert code == 0 and f"checkpoint of step {STEPS}: " in out
+    for name in OPTIONS:
+        shutil.copytree(folder / name / "whole", folder / name / "half")
+        shutil.rmtree(folder / name / "half" / f"step-{STEPS:08d}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def resumed(several, schedules, saved, text) -> dict[tuple[str, str], Path]:
+    """By optimizer and schedule: where the second half of the run, under that schedule, was saved."""
+    found: dict[tuple[str, str], Path] = {}
+    by_ranks: dict[int, list[list[object]]] = {}
+    for schedule, (_, sizes) in SCHEDULES.items():
+        for name, options in OPTIONS.items():
+            found[name, schedule] = saved / name / schedule
+            command = [schedules[schedule], "--model", DROPPING, "--text", text, *COMMON, *options]
+            ends = ["--resume", saved / name / "half", "--save", found[name, schedule], "--metrics", saved / "metrics"]
+            by_ranks.setdefault(sizes["workers"], []).append([*command, *ends])
+    for ranks, runs in by_ranks.items():
+        for code, out in several(ranks, runs):
+            assert code == 0 and f"resumed after step {STEPS // 2}: " in out
+    return found
+
+
+def test_a_checkpoint_names_every_parameter_of_the_model_once(saved):
+    """By its layer, whatever the stages; the manifest says how far it is, with which seed and data."""
+    folder = saved / "adamw" / "half" / f"step-{STEPS // 2:08d}"
+    module = torch.nn.Sequential(OrderedDict((name, make()) for name, make in dropping_layers().items()))
+    found = weights(folder)
+    parameters = {name: value.shape for name, value in module.named_parameters()}
+    state = {f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert {name: found[name].shape for name in parameters} == parameters
+    assert found.keys() == parameters.keys() | state
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["step"], manifest["seed"], manifest["data"]["microbatches"]) == (STEPS // 2, 0, 8)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimizer", OPTIONS)
+def test_it_goes_on_with_the_same_bits_under_any_schedule(saved, resumed, optimizer, schedule):
+    whole = last(saved / optimizer / "whole")
+    assert same(last(resumed[optimizer, schedule]), whole)
+    assert not same(weights(saved / optimizer / "half" / f"step-{STEPS // 2:08d}"), whole)
+
+
+# Checkpoints that are not whole, and other mistakes
+
+
+@pytest.fixture(scope="module")
+def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
+    """How runs ended that resume from folders with something wrong, by what is wrong."""
+    folder = tmp_path_factory.mktemp("damaged")
+    newest, older = f"step-{STEPS:08d}", f"step-{STEPS // 2:08d}"
+
+    def copy(name: str) -> Path:
+        shutil.copytree(saved / "adamw" / "whole", folder / name)
+        return folder / name
+
+    (copy("no manifest") / newest / "manifest.json").unlink()
+    (copy("half a manifest") / newest / "manifest.json").write_bytes(b'{"checkpoint": 1, "st')
+    (copy("no part") / newest / "weights-2.safetensors").unlink()
+    with (copy("a bit") / newest / "optimizer-1.safetensors").open("r+b") as file:
+        file.seek(-5, 2)
+        (byte,) = file.read(1)
+        file.seek(-5, 2)
+        file.write(bytes([byte ^ 1]))
+    for step in (newest, older):
+        (folder / "none whole" / step).mkdir(parents=True)
+    (copy("unfinished") / ".writing-00000009").mkdir()
+    (folder / "empty").mkdir()
+    command = [schedules["1f1b on 4"], "--text", text, *COMMON, "--model", DROPPING]
+    runs = {
+        name: [*command, "--resume", folder / name]
+        for name in ("no manifest", "half a manifest", "no part", "a bit", "none whole", "empty")
+    }
+    runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
+    runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
+    runs["of another model"] = [*command[:-1], "mpirun.models.mlp:tiny", "--resume", saved / "adamw" / "half"]
+    runs["of another optimizer"] = [*command, "--optimizer", "sgd", "--resume", saved / "adamw" / "half"]
+    runs["used"] = [*command, "--save", saved / "adamw" / "half"]
+    runs["into itself"] = [*command, "--save", saved / "adamw" / "half" / older]
+    runs["no name"] = [*command, "--save", ""]
+    runs["seed"] = [*command, "--seed", 1, "--resume", saved / "adamw" / "half"]
+    options = ["--lr", 0.5, "--warmup", 9]
+    resumed = ["--resume", saved / "adamw" / "half"]
+    runs["options"] = [*command, *options, *resumed, "--save", folder / "changed", "--every", 1]
+    runs["options, to be verified"] = [*command, *options, *resumed, "--verify"]
+    runs["changed on the way"] = [*command, *options, "--resume", folder / "changed", "--verify"]
+    return dict(zip(runs, mistakes(4, list(runs.values())), strict=True)), folder
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    {
+        "no manifest": "incomplete: it has no manifest",
+        "half a manifest": "damaged",
+        "no part": "No such file or directory",
+        "a bit": "damaged",
+    }.items(),
+)
+def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_line_that_says_so(damaged, name, what):
+    ended = damaged[0][name]
+    assert ended.code == 0
+    assert re.fullmatch(rf"mpirun: \S.*step-{STEPS:08d}\S*: {what}: skipped\n", ended.err), ended.err
+    assert f"resumed after step {STEPS // 2}: " in ended.out
+
+
+def test_what_a_dead_run_left_unfinished_is_removed(damaged):
+    ended = damaged[0]["unfinished"]
+    assert ended.code == 0 and f"resumed after step {STEPS}: " in ended.out
+    assert f"\n{STEPS} of {STEPS} steps are done" in ended.out
+    assert sorted(one.name for one in (damaged[1] / "unfinished").iterdir()) == [
+        f"step-{STEPS // 2:08d}",
+        f"step-{STEPS:08d}",
+    ]
+
+
+def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damaged):
+    ended = damaged[0]["empty, and saved to"]
+    assert (ended.code, ended.err) == (0, "") and "step 1/" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "sentence"),
+    [
+        ("none whole", 1, r"--resume \S.*: no checkpoint is whole"),
+        ("empty", 1, r"--resume \S.*: there is no checkpoint"),
+        ("of another model", 2, r"\S.*: has no \S+: is it of another model\?"),
+        ("of another optimizer", 2, r"--optimizer sgd: \S.* was made with adamw"),
+        ("into itself", 2, r"--save \S.*: it is a checkpoint itself: save to another folder"),
+        ("no name", 2, r"--save: the folder has no name \(see .*\)"),
+        ("used", 2, r"--save \S.*: it has checkpoints already: go on with --resume \S.*"),
+    ],
+)
+def test_what_cannot_be_resumed_or_saved_is_refused(damaged, name, code, sentence):
+    ended = damaged[0][name]
+    assert ended.code == code
+    assert re.fullmatch(f"mpirun: {sentence}", ended.err.splitlines()[-1]), ended.err
+
+
+def test_another_seed_is_said(damaged):
+    ended = damaged[0]["seed"]
+    assert (ended.code, ended.err) == (0, "mpirun: note: the checkpoint was made with seed 0, not 1\n")
+
+
+def test_other_options_are_said_and_cannot_be_verified(damaged):
+    ended = damaged[0]["options"]
+    made = "mpirun: note: the checkpoint was made with"
+    assert (ended.code, ended.err) == (0, f"{made} --lr 0.001, not --lr 0.5\n{made} no --warmup, not --warmup 9\n")
+    for name in ("options, to be verified", "changed on the way"):
+        why = "--verify repeats all steps from the first, but the checkpoint was made with --lr 0.001, not --lr 0.5"
+        assert (damaged[0][name].code, damaged[0][name].err) == (2, f"mpirun: {why}\n")
+
+
+# Keeping
+
+
+def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
+    command = [schedules["ddp on 2"], "--model", "mpirun.models.mlp:tiny", "--text", text, "--steps", 5]
+    ((code, _),) = several(2, [[*command, "--save", tmp_path / "kept", "--every", 1, "--keep", 2]])
+    assert code == 0
+    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000005"]
+
+
+def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
+    """A limit on the size of files stands for it: one that the first rank's part of the third checkpoint meets."""
+    command = [schedules["ddp on 2"], "--model", "mpirun.models.mlp:tiny", "--text", text, "--steps", 4]
+    program = ["programs/full_disk.py"]
+    result = launch(2, *command, "--save", tmp_path / "kept", "--every", 1, program=program)
+    (line,) = result.ours
+    assert re.fullmatch(
+        r"mpirun: no checkpoint of step 3: \S+/kept/\.writing-00000003/weights-0\.safetensors: .*[Ff]ile too large.*"
+        "; the last one is that of step 2",
+        line,
+    )
+    assert result.code == 0 and "step 4/4" in result.out
+    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == [f"step-{step:08d}" for step in (1, 2, 4)]
+
+
+# Tied, frozen and other parameters
+
+
+def test_a_tied_parameter_is_one_entry_whatever_the_stages(several, compiled, text, tmp_path):
+    """Saved with embedding and scores on different ranks, resumed in one process."""
+    tied = compiled("1f1b", stages=4, microbatches=4, workers=4, tied="0,3")
+    alone = compiled("gpipe", stages=1, microbatches=4, workers=1)
+    common = ["--model", "models_for_tests:gpt_tied", "--text", text, "--steps", 2, "--canonical", "--save"]
+    ((code, _),) = several(4, [[tied, *common, tmp_path / "whole", "--every", 1]])
+    assert code == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "step-00000002")
+    ((code, _),) = several(1, [[alone, *common, tmp_path / "resumed", "--resume", tmp_path / "half"]])
+    assert code == 0
+    whole, one = (weights(tmp_path / name / "step-00000002") for name in ("whole", "resumed"))
+    assert "embedding.byte.weight" in whole and "head.score.weight" not in whole
+    assert whole.keys() == one.keys()
+
+
+def test_buffers_that_share_memory_or_have_no_plain_layout_are_saved(mistakes, compiled, text, tmp_path):
+    """Layers that have one table; buffers of one name, on the other hand, and a state of no tensors are refused."""
+    alone = compiled("gpipe", stages=2, microbatches=2, workers=1)
+    common = [alone, "--text", text, "--steps", 1, "--model"]
+    models = {name: f"models_for_tests:buffers_{name}" for name in ("shared", "named_alike", "not_tensors")}
+    runs = [[*common, model, "--save", tmp_path / name] for name, model in models.items()]
+    again = [*common, models["shared"], "--resume", tmp_path / "shared"]
+    shared, alike, odd, resumed = mistakes(1, [*runs, again])
+    assert (shared.code, resumed.code) == (0, 0) and "resumed after step 1: " in resumed.out
+    found = weights(tmp_path / "shared" / "step-00000001")
+    for layer in ("one", "two"):
+        assert found[f"{layer}.table"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert (alike.code, odd.code) == (2, 2)
+    assert alike.err == "mpirun: two layers of the model have a one.table: in checkpoints names must differ\n"
+    assert odd.err == "mpirun: the model has two._extra_state: checkpoints hold parameters and buffers only\n"

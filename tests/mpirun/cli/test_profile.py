@@ -1,0 +1,168 @@
+"""A profile says what stages cost: its bytes are worked out by hand here, its times are there and simulate takes them.
+
+mlp.tiny in 4 stages: an embedding of 256 x 8 and 2 layers; 3 layers; 3 layers; 2 layers and the scores, 128 -> 256.
+A microbatch is 64 samples of 17 bytes, cut from the text as int64.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from schedgen.cli.main import main as schedgen
+
+MLP = "mpirun.models.mlp:tiny"
+X = 64 * 128 * 4  # bytes of an activation
+DATA = 64 * 17 * 8
+LAYER = (2 * 128 + 128 * 128 + 128) * 4  # weights: the norm's, the matrix, its bias
+SCORES = (128 * 256 + 256) * 4
+KEPT = 2 * X + 2 * 64 * 4  # by a layer beside its input: the norm's output, what goes into gelu, a mean and a deviation
+LOSS = 64 * 256 * 4 + DATA + 2 * 4  # kept by the loss: log softmax, the target, its own weight; the loss, for NORM
+WEIGHT = [256 * 8 * 4 + 2 * LAYER, 3 * LAYER, 3 * LAYER, 2 * LAYER + SCORES]
+TENSORS = [1 + 2 * 4, 3 * 4, 3 * 4, 2 * 4 + 2]
+
+BYTES = {
+    "activation": [X, X, X, 4],
+    "weight": WEIGHT,
+    "saved": [DATA + 2 * (X + KEPT), 3 * KEPT + 2 * X, 3 * KEPT + 2 * X, 2 * KEPT + 2 * X + LOSS],
+    # The gradients that arrive at each norm and matrix, less what lies behind the last matrix (gelu's input, the loss)
+    # and is done with. The first stage has no gradient to give and keeps the one it got.
+    "half": [X, 3 * 2 * X - X, 3 * 2 * X - X, 2 * 2 * X + 64 * 256 * 4 - (LOSS - 4)],
+    "owned": [3 * weight + 4 * tensors for weight, tensors in zip(WEIGHT, TENSORS, strict=True)],
+}
+
+
+@pytest.fixture(scope="module")
+def profiles(several, compiled, text, tmp_path_factory):
+    """Profiles by name, all of one launch on 2 ranks."""
+    folder = tmp_path_factory.mktemp("profiles")
+    joined = compiled(
+        """
+        import numpy as np
+        edges = [(0, 2), (1, 2), (0, 3), (2, 3)]
+        split = True
+        def w(s, b, d, *, stages):
+            return s % 2, s % 2
+        def n(s, b, d, *, stages):
+            return b * 100 + np.where(d == 0, s, 10 - s + 50 * (d == 2))
+        """,
+        stages=4,
+        microbatches=2,
+    )
+    options = {
+        "whole": ("--model", MLP, "--stages", 4),
+        "again": ("--model", MLP, "--stages", 4, "--seed", 1),
+        "split": ("--model", MLP, "--stages", 4, "--split", "--optimizer", "sgd"),
+        "gpt": ("--model", "mpirun.models.gpt:tiny", "--stages", 2),
+        "joined": ("--model", "models_for_tests:joined", "--schedule", joined),
+    }
+    runs = [
+        ("profile", *some, "--text", text, "--steps", 2, "--threads", 1, "-o", folder / name)
+        for name, some in options.items()
+    ]
+    for code, out in several(2, runs):
+        assert (code, out) == (0, "")
+    return {name: json.loads((folder / name).read_text()) for name in options} | {"files": folder, "schedule": joined}
+
+
+def test_bytes_are_those_worked_out_by_hand(profiles):
+    assert {key: profiles["whole"][key] for key in BYTES} == BYTES
+
+
+def test_the_workspace_of_a_forward_is_what_gelu_returns(profiles):
+    assert profiles["whole"]["workspace"]["F"][1:3] == [X, X]
+
+
+@pytest.mark.parametrize(("name", "times"), [("whole", ["F", "B", "step"]), ("split", ["F", "I", "W", "step"])])
+def test_a_profile_is_complete(profiles, name, times):
+    profile = profiles[name]
+    assert {*profile} == {*times, "alpha", "beta", "workspace", *BYTES}
+    for key in times:
+        assert len(profile[key]) == 4 and min(profile[key]) > 0
+    assert profile["alpha"] >= 0 and profile["beta"] >= 0 and profile["alpha"] + profile["beta"] > 0
+    assert {*profile["workspace"]} == {"F", "B", "I", "W"}
+
+
+def test_bytes_depend_on_neither_time_nor_seed_nor_split(profiles):
+    for key in (*BYTES, "workspace"):
+        assert profiles["again"][key] == profiles["whole"][key]
+        assert profiles["split"][key] == (WEIGHT if key == "owned" else profiles["whole"][key])  # sgd has no state
+
+
+def test_the_gpt_in_two_stages(profiles):
+    """4 sequences of 64 bytes, width 64; an embedding and 4 blocks, 4 blocks and the scores."""
+    tokens, width = 4 * 64, 64
+    x, mean = tokens * width * 4, tokens * 4  # of an activation, of a number a token
+    linear = (3 + 1 + 4 + 4) * width * width + (4 + 1) * width  # qkv, out, up and down, the last two with biases
+    block = (linear + 2 * 2 * width) * 4
+    kept = (
+        (x + x + 2 * mean)  # by the norm: what it gets and gives, mean and deviation
+        + (3 * x + x + 4 * mean)  # attention: q, k and v, what they mix to, a sum of each of 4 heads
+        + (x + x + 2 * mean)  # the second norm; it gets the sum with the skip
+        + (4 * x + 4 * x)  # gelu
+    )
+    profile = profiles["gpt"]
+    assert profile["weight"] == [(256 + 64) * width * 4 + 4 * block, 4 * block + (2 * width + width * 256) * 4]
+    assert profile["activation"] == [x, 4]
+    assert profile["saved"][0] == 4 * 65 * 8 + 4 * kept  # the pieces of text, and 4 blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "stages"), [("whole", "1f1b", 4), ("split", "zb-v", 4), ("split", "gpipe", 4), ("gpt", "ddp", 2)]
+)
+def test_simulate_takes_it(profiles, compiled, capsys, name, scheme, stages):
+    schedule = compiled(scheme, stages=stages, microbatches=4, workers=2)
+    assert schedgen(["simulate", str(schedule), "--profile", str(profiles["files"] / name), "--json"]) == 0
+    profile, numbers = profiles[name], json.loads(capsys.readouterr().out)
+    assert numbers["makespan"] >= numbers["latency"] + min(profile["step"])
+
+
+def test_a_schedule_gives_stages_edges_and_directions(profiles, capsys):
+    profile = profiles["joined"]
+    assert {"F", "I", "W"} <= {*profile} and profile["activation"] == [64 * 64 * 4] * 3 + [4]
+    assert schedgen(["simulate", str(profiles["schedule"]), "--profile", str(profiles["files"] / "joined")]) == 0
+
+
+def test_mistakes_are_one_sentence_each(mistakes, traces, tmp_path):
+    see = "(see python -m mpirun profile --help)"
+    schedule = traces / "1f1b.json"
+    out = ("-o", "nowhere/p.json")
+    cases = [
+        (("--model", MLP, *out), 2, f"--stages or --schedule is missing {see}"),
+        (("--model", MLP, "--stages", 2), 2, f"--output is missing {see}"),
+        (("--stages", 2, *out), 2, f"--model is missing {see}"),
+        (("--model", MLP, "--stages", 0, *out), 2, f"argument --stages: '0' is not a whole number of at least 1 {see}"),
+        (("--model", MLP, "--steps", 0, "--stages", 2, *out), 2, f"--steps: nothing is measured in 0 steps {see}"),
+        (("--model", MLP, "--stages", 2, *out), 2, "--output nowhere/p.json: No such file or directory"),
+        (("--model", MLP, "--stages", 2, "-o", tmp_path), 2, f"--output {tmp_path}: Is a directory"),
+        (("--model", MLP, "--stages", 3, "--schedule", schedule, "-o", "-"), 2, f"--stages 3: {schedule} has 4"),
+        (("--model", MLP, "--schedule", "nowhere", "-o", "-"), 1, "nowhere: No such file or directory"),
+        (("--model", MLP, "--stages", 13, "-o", "-"), 2, f"--model {MLP}: it has 12 layers, too few for 13 stages"),
+    ]
+    ended = mistakes(2, [["profile", *arguments] for arguments, _, _ in cases])
+    assert ended == [(code, "", f"mpirun: {reason}\n") for _, code, reason in cases]
+
+
+def test_one_rank_has_no_links(launch, text, tmp_path):
+    file = tmp_path / "p.json"
+    result = launch(1, "profile", "--model", MLP, "--stages", 2, "--text", text, "--steps", 1, "-o", file)
+    assert (result.code, result.ours) == (0, ["mpirun: note: one rank has no links: alpha and beta are 0"])
+    profile = json.loads(file.read_text())
+    assert (profile["alpha"], profile["beta"]) == (0, 0)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_model_that_fails_leaves_no_file(launch, text, tmp_path):
+    options = ("--stages", 4, "--text", text, "-o", tmp_path / "p.json")
+    env = {"TROUBLE_AT": str(tmp_path / "trouble")}
+    result = launch(2, "profile", "--model", "models_for_tests:raises_in_stage", *options, env=env)
+    assert result.code == 1 and '"op": "FWD", "stage": 2, "mb": 0}: RuntimeError: thirteen is' in result.ours[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["trouble"]
+
+
+def test_help_is_no_mistake(launch):
+    result = launch(None, "profile", "--help")
+    assert (result.code, result.err) == (0, "")
+    for option in ("--model", "--stages", "--schedule", "--split", "--output"):
+        assert option in result.out

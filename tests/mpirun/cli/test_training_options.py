@@ -1,0 +1,231 @@
+"""What the options of a training mean, held against torch's own optimizers, schedulers and clipping.
+
+Each run records every gradient; the tests redo the steps with these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from mpirun.engine.optimizer import Recipe
+from mpirun.model.contract import build
+from mpirun.models import mlp
+from mpirun.verify.compare import compare
+from mpirun.verify.record import Record
+
+MLP, DROPPING = "mpirun.models.mlp:tiny", "models_for_tests:dropping"
+LR, STEPS, WARMUP = 0.01, 6, 3
+CLIP = 0.1  # less than the norm of any step
+EIGHT, FOUR, FSDP, DDP = "8 microbatches", "4 microbatches", "fsdp", "ddp"
+BY_LR = ["--lr", LR, "--steps", STEPS]
+RUNS = {  # schedule, options
+    "plain": (EIGHT, ["--steps", 3]),
+    "one walk": (EIGHT, ["--steps", 1]),
+    "two walks": (FOUR, ["--steps", 1, "--accumulate", 2]),
+    "one walk with dropout": (EIGHT, ["--steps", 1, "--model", DROPPING]),
+    "two walks with dropout": (FOUR, ["--steps", 1, "--model", DROPPING, "--accumulate", 2]),
+    "two walks, canonical": (FOUR, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
+    "three walks, canonical": (FSDP, ["--steps", 2, "--accumulate", 3, "--clip", CLIP, "--canonical"]),
+    "two walks of ddp, canonical": (DDP, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
+    "linear": (EIGHT, [*BY_LR, "--lr-schedule", "linear"]),
+    "cosine": (FSDP, [*BY_LR, "--lr-schedule", "cosine", "--canonical"]),
+    "cosine of sgd": (DDP, [*BY_LR, "--lr-schedule", "cosine", "--optimizer", "sgd", "--momentum", 0.9]),
+    "warm-up": (DDP, [*BY_LR, "--warmup", WARMUP]),
+    "warm-up and cosine": (EIGHT, [*BY_LR, "--warmup", WARMUP, "--lr-schedule", "cosine"]),
+    "clipped": (EIGHT, ["--steps", 3, "--clip", CLIP, "--optimizer", "sgd", "--lr", 1, "--weight-decay", 0]),
+    "bf16": (EIGHT, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
+    "bf16, fsdp": (FSDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
+    "bf16, ddp": (DDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
+    "bf16, two walks": (FOUR, ["--steps", 3, "--autocast", "bf16", "--accumulate", 2, "--canonical"]),
+}
+CANONICAL = [name for name, (_, options) in RUNS.items() if "--canonical" in options]
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled) -> dict[str, Path]:
+    return {
+        EIGHT: compiled("1f1b", stages=4, microbatches=8, workers=4),
+        FOUR: compiled("1f1b", stages=4, microbatches=4, workers=4),
+        FSDP: compiled("fsdp", stages=4, microbatches=8, workers=4),
+        DDP: compiled("ddp", stages=4, microbatches=8, workers=4),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(inside, schedules, text, tmp_path_factory):
+    """Every run by name, and the folder of records and metrics; all in one launch."""
+    folder = tmp_path_factory.mktemp("records")
+
+    def run(name: str, schedule: str, options: list[Any]) -> dict[str, Any]:
+        common = ["--model", MLP, "--text", text, "--verify", "--threads", 1, "--metrics", folder / f"{name}.jsonl"]
+        return {"arguments": [schedules[schedule], *common, *options], "record": str(folder / f"{name}.pt")}
+
+    seen = inside(4, [run(name, *one) for name, one in RUNS.items()])
+    return dict(zip(RUNS, seen, strict=True)), folder
+
+
+@pytest.fixture(scope="module")
+def records(runs) -> dict[str, Record]:
+    seen, folder = runs
+    assert all(one.code == 0 for one in seen.values())
+    return {name: Record(**torch.load(folder / f"{name}.pt")) for name in RUNS}
+
+
+def metrics(runs, name: str, what: str) -> list[float]:
+    return [json.loads(line)[what] for line in (runs[1] / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_process(runs, name):
+    seen = runs[0][name]
+    assert seen.code == 0, seen.out
+    if name in CANONICAL:
+        assert seen.differences == {"losses": 0, "gradients": 0, "parameters": 0}
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("suffix", ["", " with dropout"])
+def test_two_walks_of_four_microbatches_are_one_of_eight(records, suffix):
+    one, two = records[f"one walk{suffix}"], records[f"two walks{suffix}"]
+    assert len(one.losses[0]) == 8 and one.losses == two.losses
+    losses, gradients, _ = compare(one, two, limit=1e-6)
+    assert losses.size == 0 and gradients.size < 1e-6
+
+
+def test_tokens_of_all_walks_count(runs):
+    assert metrics(runs, "one walk", "tokens") == metrics(runs, "two walks", "tokens") == [8 * 64]  # samples of mlp
+
+
+# The learning rate
+
+FLAT: Callable[[Optimizer], LRScheduler] = lambda optimizer: ConstantLR(optimizer, factor=1)  # noqa: E731
+
+
+def warm(optimizer: Optimizer, then: Callable[[Optimizer], LRScheduler]) -> LRScheduler:
+    rising = LinearLR(optimizer, start_factor=1 / WARMUP, total_iters=WARMUP - 1)
+    return SequentialLR(optimizer, [rising, then(optimizer)], milestones=[WARMUP])
+
+
+TORCHS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "plain": FLAT,
+    "linear": lambda optimizer: LinearLR(optimizer, start_factor=1, end_factor=0, total_iters=STEPS),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    "cosine of sgd": lambda optimizer: CosineAnnealingLR(optimizer, STEPS),
+    "warm-up": lambda optimizer: warm(optimizer, FLAT),
+    "warm-up and cosine": lambda optimizer: warm(optimizer, lambda one: CosineAnnealingLR(one, STEPS - WARMUP)),
+}
+
+
+def replay(record: Record, sgd: bool, lr: float, schedule: Callable[[Optimizer], LRScheduler]) -> dict[Any, Tensor]:
+    """The parameters after torch's own optimizer and scheduler have made the steps with a record's gradients."""
+    model = mlp.tiny(4)
+    parameters = {(s, name): p for s in range(4) for name, p in build(model, s, 0).named_parameters()}
+    values = list(parameters.values())
+    optimizer = (
+        torch.optim.SGD(values, lr, momentum=0.9, weight_decay=0.01)
+        if sgd
+        else torch.optim.AdamW(values, lr, weight_decay=0.01)
+    )
+    scheduler = schedule(optimizer)
+    for gradients in record.gradients:
+        for key, parameter in parameters.items():
+            parameter.grad = gradients[key].clone()
+        optimizer.step()
+        scheduler.step()
+    return {key: parameter.detach() for key, parameter in parameters.items()}
+
+
+def apart(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> float:
+    """The largest difference of two parameters."""
+    assert set(ours) == set(theirs)
+    return max(float((ours[key] - theirs[key]).abs().max()) for key in ours)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.filterwarnings("ignore:.*scheduler.step.*")  # SequentialLR does that itself
+def test_parameters_are_those_of_torchs_scheduler(records, name):
+    lr = 1e-3 if name == "plain" else LR
+    ours, theirs = records[name].parameters, replay(records[name], "sgd" in name, lr, TORCHS[name])
+    assert apart(ours, theirs) < lr * 1e-3  # a step of AdamW changes a parameter by about the learning rate
+    if name != "plain":
+        assert apart(ours, replay(records[name], "sgd" in name, lr, FLAT)) > lr * 0.1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "name"),
+    [
+        ("constant", 0, "plain"),
+        ("linear", 0, "linear"),
+        ("cosine", 0, "cosine"),
+        ("constant", WARMUP, "warm-up"),
+        ("cosine", WARMUP, "warm-up and cosine"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
+    recipe = Recipe("adamw", LR, 0.0, 0.0, schedule, warmup, STEPS, None)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
+    scheduler = TORCHS[name](optimizer)
+    for step in range(STEPS):
+        assert recipe.rate(step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_rate_rises_to_its_height_and_does_not_rise_again(schedule):
+    recipe = Recipe("adamw", LR, 0.0, 0.0, schedule, 4, 20, None)
+    rates = [recipe.rate(step) for step in range(20)]
+    assert rates[:5] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
+    assert all(a >= b > 0 for a, b in pairwise(rates[4:]))
+
+
+def test_a_warm_up_longer_than_the_run_only_rises():
+    recipe = Recipe("adamw", LR, 0.0, 0.0, "cosine", 10, 5, None)
+    assert [recipe.rate(step) for step in range(5)] == pytest.approx([LR * k / 10 for k in range(1, 6)])
+
+
+# Clipping
+
+
+def test_clipping_is_torchs(runs, records):
+    """SGD without momentum at rate 1 takes the clipped gradient off the parameters."""
+    model = mlp.tiny(4)
+    parameters = {(s, name): p for s in range(4) for name, p in build(model, s, 0).named_parameters()}
+    norms = []
+    for gradients in records["clipped"].gradients:
+        for key, parameter in parameters.items():
+            parameter.grad = gradients[key].clone()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), CLIP)))
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter -= parameter.grad
+    assert min(norms) > 2 * CLIP
+    assert metrics(runs, "clipped", "grad_norm") == pytest.approx(norms, rel=1e-6)
+    assert apart(records["clipped"].parameters, {key: p.detach() for key, p in parameters.items()}) < 1e-6
+
+
+# Mixed precision
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16, fsdp", "bf16, ddp"])
+def test_mixed_precision_changes_losses_a_little(runs, records, name):
+    plain, mixed = metrics(runs, "plain", "loss"), metrics(runs, name, "loss")
+    assert all(a != b and abs(a - b) < 0.02 * a for a, b in zip(plain, mixed, strict=True))
+    assert {value.dtype for value in records[name].parameters.values()} == {torch.float32}
+
+
+def test_mixed_precision_is_the_same_under_every_scheme(runs):
+    assert metrics(runs, "bf16", "loss") == metrics(runs, "bf16, fsdp", "loss") == metrics(runs, "bf16, ddp", "loss")

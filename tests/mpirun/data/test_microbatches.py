@@ -1,0 +1,134 @@
+"""Minibatches are cut into as many microbatches as are asked for, and nothing of them is lost."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from mpirun.cli.progress_bar import mean
+from mpirun.data.batches import Microbatches, Minibatch
+from mpirun.data.microbatches import chunk, samples
+from mpirun.engine.loss import WholeLoss, try_whole_loss
+from mpirun.model.contract import Model
+from mpirun.model.dataflow import Like
+from schedgen.util.errors import UsageError
+
+ROWS = torch.arange(20).view(10, 2)
+TREE = {"a": (ROWS, [ROWS.T]), "mask": torch.ones(3), "name": "x", "none": None}
+DIMS = {"a": (0, [-1]), "mask": None, "name": None, "none": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "sizes"),
+    [
+        (10, 1, [10]),
+        (10, 2, [5, 5]),
+        (10, 4, [3, 3, 2, 2]),
+        (5, 4, [2, 1, 1, 1]),
+        (6, 4, [2, 2, 1, 1]),
+        (3, 3, [1] * 3),
+    ],
+)
+def test_sizes(rows: int, count: int, sizes: list[int]) -> None:
+    parts = chunk(ROWS[:rows], count)
+    assert [len(part) for part in parts] == sizes
+    assert torch.equal(torch.cat(parts), ROWS[:rows])
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_nested(count: int) -> None:
+    parts = chunk(TREE, count, DIMS)
+    assert len(parts) == count
+    assert torch.equal(torch.cat([part["a"][0] for part in parts]), ROWS)
+    assert torch.equal(torch.cat([part["a"][1][0] for part in parts], 1), ROWS.T)
+    for part in parts:
+        assert pytree.tree_structure(part) == pytree.tree_structure(TREE)
+        assert part["mask"] is TREE["mask"]
+        assert (part["name"], part["none"]) == ("x", None)
+
+
+def test_a_dimension_for_a_whole_part() -> None:
+    tree = ({"x": ROWS, "bias": ROWS[:3]}, {"y": ROWS.T, "z": ROWS.T})
+    parts = chunk(tree, 5, ({"x": 0, "bias": None}, 1))
+    assert [len(part[0]["x"]) for part in parts] == [2] * 5
+    assert all(part[0]["bias"].shape == (3, 2) and part[1]["z"].shape == (2, 2) for part in parts)
+    assert samples(tree, ({"x": 0, "bias": None}, 1)) == 10
+
+
+@pytest.mark.parametrize(
+    ("tree", "count", "dims", "why"),
+    [
+        (ROWS, 0, 0, "0 microbatches: there should be one at least"),
+        (ROWS, 11, 0, "the minibatch has 10 samples, too few for 11 microbatches"),
+        (ROWS, 2, 2, "the minibatch has 2 dimensions, so none is 2"),
+        ((ROWS, torch.tensor(1)), 2, 0, r"the minibatch\[1\] has 0 dimensions, so none is 0"),
+        (
+            {"x": ROWS, "y": ROWS.T},
+            2,
+            0,
+            r"minibatch\['y'\] has 2 samples in dimension 0, but the minibatch\['x'\] has 10",
+        ),
+        (("x", None), 2, 0, "has no tensor that could be cut"),
+        ((ROWS, ROWS), 2, (0, 0, 0), "is not nested as the minibatch"),
+        (ROWS, 2, "rows", "'rows' is neither a dimension nor None"),
+    ],
+)
+def test_what_cannot_be_cut(tree: Any, count: int, dims: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        chunk(tree, count, dims)
+
+
+def test_dims_of_a_dict_go_by_its_keys() -> None:
+    whole = {"x": torch.zeros(4, 2), "table": torch.zeros(3)}
+    for piece in chunk(whole, 2, {"table": None, "x": 0}):
+        assert piece["x"].shape == (2, 2) and piece["table"].shape == (3,)
+    with pytest.raises(UsageError, match="is not nested as the minibatch"):
+        chunk(whole, 2, {"table": None, "y": 0})
+
+
+def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> None:
+    seen: list[Any] = []
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        seen.append(target)
+        return (output - target["rows"]).sum()
+
+    weights, rows = torch.ones(3), torch.arange(8.0).view(4, 2)
+    batch = Minibatch(lambda text, rng: (rows, {"rows": rows, "weights": weights}), (0, {"weights": None, "rows": 0}))
+    model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
+    pieces = Microbatches(batch, torch.zeros(1), 0, 2)
+    one = WholeLoss(model, 2, "cpu", None)
+    for number in range(2):
+        one.take(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
+    assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
+    assert one.losses[0] == 8 and torch.equal(one.gradients(0)[0], torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda output, target: output, "the loss should be one number"),
+        (lambda output, target: 5.0, "the loss should be one number"),
+        (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
+        (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
+    ],
+)
+def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any, sentence: str) -> None:
+    model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
+    wires = [SimpleNamespace(outputs=[[Like((4,), torch.float32)]])] * 2
+    with pytest.raises(UsageError, match=sentence):
+        try_whole_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), wires, None)
+
+
+def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
+    rows = torch.arange(5.0)
+    pieces = Microbatches(Minibatch(lambda text, rng: (rows, rows)), torch.zeros(1), 0, 4)
+    assert pieces.weights == [0.4, 0.2, 0.2, 0.2]
+    losses = [float(pieces(0, number).target.mean()) for number in range(4)]
+    assert mean(losses, pieces.weights) == pytest.approx(2.0)
+    assert Microbatches(lambda text, rng: (rows, rows), torch.zeros(1), 0, 4).weights == [0.25] * 4

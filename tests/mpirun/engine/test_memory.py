@@ -1,0 +1,74 @@
+"""No rank holds more bytes of tensors than `schedgen stats --profile` says, under any scheme, and none far less.
+
+The profile is measured on one rank; what is held against it, on four.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+
+import pytest
+
+from schedgen.cli.main import main as schedgen
+
+MLP = "mpirun.models.mlp:tiny"
+NAMES = (
+    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "chimera", "interleaved-1f1b", "looped-bfs", "zb-v",
+    "v-half", "dualpipe-v",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def schedules(traces, compiled):
+    """The golden ones, and others that recompute or hold one weight copy at a time."""
+    found = {name: traces / f"{name}.json" for name in NAMES}
+    sizes = {"workers": 4, "stages": 4, "microbatches": 8}
+    found["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
+    found["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
+    found["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(several, schedules, text):
+    """By schedule: the most bytes on every rank."""
+    runs = [[path, "--model", MLP, "--text", text, "--steps", 2, "--memory"] for path in schedules.values()]
+    found = {}
+    for name, (code, out) in zip(schedules, several(4, runs), strict=True):
+        assert code == 0, out
+        peaks = re.search(r"^memory: most bytes of tensors at once, by rank: ([\d ]+)$", out, re.M)
+        found[name] = [int(peak) for peak in peaks[1].split()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def predicted(several, schedules, text, tmp_path_factory):
+    """By schedule: what stats says that every rank needs."""
+    folder = tmp_path_factory.mktemp("profiles")
+    kinds = [(stages, split) for stages in (4, 8) for split in (False, True)]
+    files = {kind: folder / f"{kind[0]}-{kind[1]}.json" for kind in kinds}
+    runs = [
+        ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", files[stages, split]]
+        + ["--split"] * split
+        for stages, split in kinds
+    ]
+    assert [code for code, _ in several(1, runs)] == [0] * len(runs)
+    found = {}
+    for name, path in schedules.items():
+        header = path.read_text().split('"programs"')[0]
+        kind = int(re.search(r'"stages": (\d+)', header)[1]), '"W":' in header
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert schedgen(["stats", str(path), "--profile", str(files[kind]), "--json"]) == 0
+        found[name] = [worker["peak_bytes"] for worker in json.loads(out.getvalue())["workers"]]
+    return found
+
+
+@pytest.mark.parametrize("name", [*NAMES, "1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3"])
+def test_no_rank_holds_more_than_predicted(measured, predicted, name):
+    assert len(measured[name]) == len(predicted[name]) == 4
+    for rank, (most, limit) in enumerate(zip(measured[name], predicted[name], strict=True)):
+        assert most <= limit, f"rank {rank}: {most} bytes, {limit} predicted"
+        assert most >= 0.9 * limit, f"rank {rank}: {limit} predicted for {most} bytes"

@@ -1,0 +1,216 @@
+"""Every scheme trains as one process does: to rounding, and in canonical mode to the bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import DEPTH_FIRST, GPT, MLP, differences
+
+GOLDEN = (
+    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
+    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4",
+    "pipedream-flush",
+    "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
+)  # fmt: skip
+# Those that add gradients in another order than one process each in a way of its own.
+ROUNDED = (
+    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "chimera", "ddp", "fsdp", "fsdp-sharded", "fslpp", "lpp", "zb-v",
+)  # fmt: skip
+TIED = "models_for_tests:gpt_tied"
+OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # of golden schedules, which models
+
+APART = """
+    def w(s, b, d):
+        return s % 4, (s + d) % 4
+"""
+JOINED = """
+    edges = [(0, 2), (1, 2), (2, 3), (0, 3)]
+    def w(s, b, d):
+        return s % 4, s % 4
+"""
+FAN = """
+    edges = [(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)]
+    def w(s, b, d):
+        return s % 4, s % 4
+"""
+SEVERAL = """
+    edges = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    apart = [0]
+    def w(s, b, d):
+        return s % 4, (s + d * (b % 2)) % 4
+"""
+TOWERS = """
+    edges = [(0, 3), (1, 2), (2, 3)]
+    mode = "strict"
+    def w(s, b, d):
+        return s % 4, s % 4
+    def n(s, b, d, *, microbatches):
+        return d * microbatches + b
+"""
+TWO_OWNERS = """
+    def w(s, b, d):
+        return b % 2, b % 4
+"""
+AN_IDLE_WORKER = """
+    def w(s, b, d):
+        return b % 2, b % 3
+"""
+
+# scheme, options, model, and a pattern in the schedule without which the case would be no case
+COMPILED = {
+    "fsdp with evicted weights": ("fsdp", {"stages": 8, "weight_slots": 1}, GPT, None),
+    "activations computed again": ("zb-v", {"stages": 8, "recompute": "all"}, GPT, r'"op": "RECOMPUTE"'),
+    "weights passed on": ("fsdp", {"stages": 4, "fan_out": 1}, GPT, None),
+    "lpp with 8 stages": ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"'),
+    "1f1b with 2 stages a worker": ("1f1b", {"stages": 8}, GPT, r"\[\[0, 1\], \[1, 2\], .*\[6, 7\]\]"),
+    "forward and backward apart": (APART, {"stages": 4}, GPT, r'"op": "RECOMPUTE"'),
+    "ties and several owners": ("ddp", {"stages": 4, "tied": "0,3"}, TIED, r'"buf": "t\.0", "group": 0'),
+    "ties and weights that travel": ("fsdp", {"stages": 8, "tied": "0,7"}, TIED, r'"buf": "t\.0"'),
+    "ties and a split backward": ("zb-v", {"stages": 8, "tied": "0,7"}, TIED, r'"buf": "t\.0"'),
+    "a DAG": (JOINED, {"stages": 4}, "models_for_tests:joined", r'"g\.0\.0\.3"'),
+    "a DAG with skips in its stages": (JOINED, {"stages": 4}, "models_for_tests:joined_with_skips", r'"g\.0\.0\.3"'),
+    "three consumers": (FAN, {"stages": 4}, "models_for_tests:fan", r'"g\.0\.0\.1"'),
+    "outputs apart": (SEVERAL, {"stages": 4}, "models_for_tests:several", r'"x\.0\.0\.3"'),
+    "outputs apart, weights that travel": (
+        SEVERAL.replace("s % 4, (s + d * (b % 2)) % 4", "s % 2, (s + b) % 4"),
+        {"stages": 4, "weight_slots": 1}, "models_for_tests:uneven", r'"x\.0\.0\.3"',
+    ),
+    "two owners of four workers": (TWO_OWNERS, {"stages": 4}, MLP, r'"owners": \[\[0, 1\], \[0, 1\]'),
+    "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, MLP, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
+    "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
+}  # fmt: skip
+# Models that ask for care, on schemes that send weights, add gradients and sum over owners.
+CARE = [(trace, model) for model in ("peculiar", "bf16") for trace in ("fslpp", "lpp")]
+CARE += [("fslpp", "f64"), ("fslpp", "strided")]
+
+
+def verify(schedule: Path, model: str, text: Path, *more: str) -> list[Any]:
+    return [schedule, "--model", model, "--text", text, "--steps", 2, "--clip", 1, "--verify", *more]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where golden runs leave their metrics."""
+    return tmp_path_factory.mktemp("metrics")
+
+
+@pytest.fixture(scope="module")
+def golden_runs(several, traces, text, folder) -> dict[tuple[str, str], tuple[int, str]]:
+    """What came of every golden schedule, by name and mode."""
+    cases = {
+        (name, mode): [
+            *verify(traces / f"{name}.json", OTHERS.get(name, GPT), text, *mode.split()),
+            *("--metrics", folder / f"{name}{mode}"),
+        ]
+        for name in GOLDEN
+        for mode in ("", "--canonical")
+        if mode or name in ROUNDED
+    }
+    return dict(zip(cases, several(4, list(cases.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled) -> dict[str, Path]:
+    made = {}
+    for name, (scheme, options, _, _) in COMPILED.items():
+        own = scheme if "\n" not in scheme or "def n" in scheme else scheme + DEPTH_FIRST
+        made[name] = compiled(own, **{"workers": 4, "microbatches": 8} | options)
+    return made
+
+
+@pytest.fixture(scope="module")
+def canonical_runs(several, schedules, traces, text) -> dict[Any, tuple[int, str]]:
+    """What came of every compiled schedule, and of every model that asks for care."""
+    cases: dict[Any, list[Any]] = {
+        name: verify(schedules[name], model, text, "--canonical") for name, (_, _, model, _) in COMPILED.items()
+    }
+    for trace, model in CARE:
+        cases[trace, model] = verify(traces / f"{trace}.json", f"models_for_tests:{model}", text, "--canonical")
+    return dict(zip(cases, several(4, list(cases.values())), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(compiled) -> Path:
+    return compiled("1f1b", stages=4, microbatches=4, workers=2)
+
+
+def test_the_golden_schedules_are_those_in_traces(traces):
+    assert sorted(path.stem for path in traces.glob("*.json")) == sorted((*GOLDEN, "pipedream"))  # see test_versions
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_the_gradient_is_that_of_one_process(golden_runs, name):
+    code, out = golden_runs[name, ""]
+    assert code == 0, out
+    assert differences(out)["gradients"] <= 1e-5  # float32 rounds at 6e-8; the default of --tolerance
+
+
+def test_parameters_of_bf16_may_differ_by_what_their_type_rounds(several, traces, text):
+    ((code, out),) = several(4, [verify(traces / "lpp.json", "models_for_tests:bf16", text)])
+    assert code == 0 and "verify: passed: the limit is 0.05" in out, out
+    assert 1e-5 < differences(out)["gradients"] <= 0.05
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_in_canonical_mode_every_bit_is_that_of_one_process(golden_runs, name):
+    code, out = golden_runs[name, "--canonical"]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name not in OTHERS])
+def test_losses_and_norms_are_the_same_under_every_scheme(golden_runs, folder, name):
+    """In canonical mode to the bit, with four stages and with eight; else to rounding."""
+
+    def numbers(file: str) -> list[list[float]]:
+        rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+        return [[row[what] for row in rows] for what in ("loss", "grad_norm")]
+
+    assert golden_runs[name, "--canonical"][0] == 0
+    assert numbers(f"{name}--canonical") == numbers("1f1b--canonical")
+    if name in ROUNDED:
+        for ours, theirs in zip(numbers(name), numbers("1f1b--canonical"), strict=True):
+            assert len(ours) == 2 and ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_schedule_gives_the_bits_of_one_process(canonical_runs, name):
+    code, out = canonical_runs[name]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+@pytest.mark.parametrize(("trace", "model"), CARE)
+def test_a_peculiar_model_gets_the_bits_of_one_process(canonical_runs, trace, model):
+    code, out = canonical_runs[trace, model]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("name", [name for name, case in COMPILED.items() if case[3]])
+def test_a_case_is_what_it_is_called(schedules, name):
+    assert re.search(COMPILED[name][3], schedules[name].read_text())
+
+
+def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(schedules):
+    programs = json.loads(schedules["fsdp with evicted weights"].read_text())["programs"]
+    fetched = [i["stage"] for i in programs[1] if i["op"] == "FETCH_W"]
+    assert len(fetched) > len(set(fetched))
+
+
+def test_the_command_itself_verifies(launch, two_ranks, text):
+    result = launch(2, *verify(two_ranks, MLP, text, "--canonical"))
+    assert result.code == 0, result.err
+    assert differences(result.out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert result.err == ""
+
+
+def test_verification_can_fail(launch, two_ranks, text):
+    result = launch(2, *verify(two_ranks, "models_for_tests:noisy", text))
+    assert result.code == 1, result.out
+    assert "verify: failed" in result.out
+    assert max(differences(result.out).values()) > 1e-5

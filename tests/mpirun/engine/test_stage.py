@@ -1,0 +1,286 @@
+"""A Stage computes what its module computes, wherever its weights have been in the meantime."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from mpirun.comm.device import Device
+from mpirun.data.batches import Microbatches
+from mpirun.engine.stage import Saved, Stage
+from mpirun.model.contract import Model, build
+from mpirun.model.dataflow import Like
+from mpirun.model.shapes import Shape, shapes
+from mpirun.models import gpt, mlp
+from schedgen.util.errors import UsageError
+
+STAGES, SEED = 4, 3
+CHAIN = [(), (0,), (1,), (2,)]  # the producers of each stage
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
+
+MODELS = pytest.mark.parametrize("model", [mlp.tiny(STAGES), gpt.tiny(STAGES)], ids=["mlp", "gpt"])
+EVERY_STAGE = pytest.mark.parametrize("index", range(STAGES))
+
+
+def shape_of(module: nn.Module, *inputs: Tensor) -> Shape:
+    with torch.no_grad():
+        output = module(*inputs)
+    return Shape((Like(tuple(output.shape), output.dtype),), (), aliases=(0,) if output is inputs[0] else ())
+
+
+def owned(module: nn.Module, shape: Shape, index: int = 0) -> Stage:
+    return Stage(module, index, shape, Device(), owned=True)
+
+
+def stage_of(model: Model, index: int) -> Stage:
+    return owned(
+        build(model, index, SEED),
+        shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index],
+        index,
+    )
+
+
+def guest_of(model: Model, index: int) -> tuple[Stage, Tensor]:
+    """A stage whose weights are another rank's, and the memory that they are received in."""
+    shape = shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index]
+    memory = torch.empty(shape.weights, dtype=torch.uint8)
+    return Stage(build(model, index, SEED), index, shape, Device(), owned=False, memory=memory), memory
+
+
+def case(model: Model, index: int):
+    """An input of one stage, what finishes it (the last: its loss), and a gradient of its output."""
+    (data,), target, _ = Microbatches(model.batch, TEXT, SEED, 1)(0, 0)
+    with torch.no_grad():
+        for i in range(index):
+            data = build(model, i, SEED)(data)
+    if index == STAGES - 1:
+        return data, lambda outputs: model.loss(outputs[0], target), torch.ones(())
+    size = shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index].outputs[0].size
+    return data, None, torch.randn(size, generator=torch.Generator().manual_seed(1))
+
+
+def plain(module: nn.Module, x: Tensor, finish, gradient: Tensor):
+    """Output, gradient of the input (None: not a number), and of the parameters, by autograd alone."""
+    x = x.clone().requires_grad_(x.is_floating_point())
+    output = module(x)
+    output = finish([output]) if finish else output
+    output.backward(gradient)
+    return output.detach(), x.grad, [p.grad for p in module.parameters() if p.requires_grad]
+
+
+def backward(stage: Stage, saved: Saved, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the inputs, and what a backward adds to those of the parameters."""
+    for parameter in stage.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    stage.backward(saved, [gradient])
+    return saved.gradients(), [parameter.grad for parameter in stage.parameters]
+
+
+def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@MODELS
+@EVERY_STAGE
+def test_forward_and_backward_are_those_of_autograd_to_the_bit(model, index):
+    x, finish, gradient = case(model, index)
+    expected, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    stage = stage_of(model, index)
+    (output,), saved = stage.forward([x], finish, save=True)
+    inputs, grads = backward(stage, saved, gradient)
+    assert torch.equal(output, expected)
+    assert same(grads, of_parameters)
+    assert of_input is None or same(inputs, [of_input])
+
+
+@MODELS
+@EVERY_STAGE
+def test_a_backward_adds_to_the_gradients_that_are_there(model, index):
+    """Each of two, in the same memory, which may be a row of dw."""
+    x, finish, gradient = case(model, index)
+    _, _, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    stage = stage_of(model, index)
+    row = torch.zeros_like(stage.weights)
+    views = stage.views(row)
+    for parameter, view in zip(stage.parameters, views, strict=True):
+        parameter.grad = view
+    for _ in range(2):
+        stage.backward(stage.forward([x], finish, save=True)[1], [gradient])
+    assert same(views, [2 * grad for grad in of_parameters])
+    assert all(parameter.grad is view for parameter, view in zip(stage.parameters, views, strict=True))
+
+
+@MODELS
+@EVERY_STAGE
+def test_the_halves_of_a_backward_are_the_whole_to_the_bit(model, index):
+    x, finish, gradient = case(model, index)
+    _, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    stage = stage_of(model, index)
+    _, saved = stage.forward([x], finish, save=True)
+    half = stage.backward_input(saved, [gradient])
+    assert of_input is None or same(saved.gradients(), [of_input])
+    assert same(stage.backward_weight(half), of_parameters)
+    assert all(parameter.grad is None for parameter in stage.parameters)
+
+
+@MODELS
+@EVERY_STAGE
+def test_a_forward_that_saves_nothing_has_the_same_output(model, index):
+    x, finish, _ = case(model, index)
+    stage = stage_of(model, index)
+    (output,), saved = stage.forward([x], finish, save=False)
+    assert saved is None
+    assert torch.equal(output, stage.forward([x], finish, save=True)[0][0])
+
+
+@MODELS
+@EVERY_STAGE
+def test_weights_may_be_away_between_forward_and_backward(model, index):
+    x, finish, gradient = case(model, index)
+    owner, (guest, memory) = stage_of(model, index), guest_of(model, index)
+    _, expected = backward(owner, owner.forward([x], finish, save=True)[1], gradient)
+
+    def fetch() -> None:
+        """As MPI does: into the memory, unseen by autograd."""
+        ctypes.memmove(memory.data_ptr(), owner.weights.data_ptr(), len(memory))
+
+    fetch()
+    (output,), saved = guest.forward([x], finish, save=True)
+    assert torch.equal(output, owner.forward([x], finish, save=True)[0][0])
+    ctypes.memset(memory.data_ptr(), 255, len(memory))  # others come to lie there
+    fetch()
+    assert same(backward(guest, saved, gradient)[1], expected)
+
+
+@MODELS
+@EVERY_STAGE
+def test_inputs_and_the_gradient_are_left_as_they_are(model, index):
+    x, finish, gradient = case(model, index)
+    before, gradient_before = x.clone(), gradient.clone()
+    stage = stage_of(model, index)
+    _, saved = stage.forward([x], finish, save=True)
+    backward(stage, saved, gradient)
+    assert torch.equal(x, before) and torch.equal(gradient, gradient_before)
+    assert not x.requires_grad
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
+    """x is still on its way to other ranks, or read by another stage here."""
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    before = x.clone()
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+    stage = owned(module, shape_of(module, x.clone())._replace(overwrites=True))
+    (output,), _ = stage.forward([x], None, save=save)
+    assert torch.equal(output, module[1](before.relu()))
+    assert torch.equal(x, before)
+
+
+@MODELS
+@EVERY_STAGE
+def test_the_module_computes_with_the_memory_of_weights(model, index):
+    module = build(model, index, SEED)
+    expected = {name: p.detach().clone() for name, p in module.named_parameters()}
+    stage = owned(module, shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index])
+    assert dict(zip(stage.names, stage.views(stage.weights), strict=True)).keys() == expected.keys()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, expected[name])
+    stage.weights.fill_(7)
+    assert all((parameter == 7).all() for parameter in module.parameters())
+    assert all(a is b for a, b in zip(module.parameters(), stage.parameters, strict=True))
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 40), max_size=2), max_size=6),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_every_parameter_begins_at_64_bytes_and_none_overlap(sizes, dtype):
+    module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
+    stage = owned(module, Shape((Like((), dtype),), ()))
+    views = stage.views(stage.weights)
+    assert [list(view.shape) for view in views] == sizes
+    fetched = torch.empty(stage.size * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    for place in (stage.weights, fetched, torch.zeros(stage.size, dtype=dtype)):  # the last: a gradient
+        assert all(view.data_ptr() % 64 == 0 for view in stage.views(place) if view.numel())
+    stage.weights.zero_()
+    for k, view in enumerate(views):
+        view.fill_(k + 1)
+    assert Counter(stage.weights.tolist()) == Counter(
+        {k + 1: view.numel() for k, view in enumerate(views)} | {0: stage.size - sum(v.numel() for v in views)}
+    )
+
+
+@pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity()], ids=["tanh", "identity"])
+def test_a_stage_without_parameters(module):
+    x, gradient = torch.linspace(-1, 1, 6), torch.arange(6.0)
+    _, of_input, _ = plain(module, x, None, gradient)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    for stage in (owned(module, shape_of(module, x)), Stage(module, 0, shape_of(module, x), Device(), False, nothing)):
+        assert len(stage.weights) == 0
+        _, saved = stage.forward([x], None, save=True)
+        inputs, grads = backward(stage, saved, gradient)
+        assert same(inputs, [of_input]) and grads == []
+
+
+class Tied(nn.Module):
+    """One matrix, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.there = nn.Linear(5, 5)
+        self.back = nn.Linear(5, 5, bias=False)
+        self.back.weight = self.there.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(torch.tanh(self.there(x)))
+
+
+def test_a_parameter_that_is_used_twice():
+    x, gradient = torch.linspace(-1, 1, 15).view(3, 5), torch.arange(15.0).view(3, 5)
+    _, of_input, of_parameters = plain(Tied(), x, None, gradient)
+    stage = owned(Tied(), shape_of(Tied(), x))
+    assert stage.names == ["there.weight", "there.bias"]
+    assert stage.module.back.weight is stage.module.there.weight
+    _, saved = stage.forward([x], None, save=True)
+    inputs, grads = backward(stage, saved, gradient)
+    assert same(inputs, [of_input]) and same(grads, of_parameters)
+
+
+def test_a_parameter_that_is_not_used_has_no_gradient():
+    module = nn.Linear(2, 2)
+    module.unused = nn.Parameter(torch.ones(3))
+    stage = owned(module, Shape((Like((1, 2), torch.float32),), ()))
+    _, saved = stage.forward([torch.ones(1, 2)], None, save=True)
+    stage.backward(saved, [torch.ones(1, 2)])
+    assert [p.grad is None for p in stage.parameters] == [name == "unused" for name in stage.names]
+    _, saved = stage.forward([torch.ones(1, 2)], None, save=True)
+    halves = stage.backward_weight(stage.backward_input(saved, [torch.ones(1, 2)]))
+    assert [grad is None for grad in halves] == [name == "unused" for name in stage.names]
+
+
+def test_a_frozen_parameter_stays_out_of_the_weights():
+    module = nn.Linear(2, 3)
+    module.weight.requires_grad_(False)
+    stage = owned(module, Shape((1, 3), torch.float32, ()))
+    assert stage.names == ["bias"]
+
+
+def test_parameters_of_two_types_are_refused():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    with pytest.raises(UsageError, match=r"stage 3: parameters of one stage must have one type, not .*bfloat16"):
+        owned(module, Shape((1, 2), torch.bfloat16, ()), 3)
+
+
+def test_an_output_of_another_shape_than_the_first_is_refused():
+    stage = owned(nn.Tanh(), Shape((Like((2, 3), torch.float32),), ()), 1)
+    with pytest.raises(RuntimeError, match=r"stage 1 returned .*\(3, 2\), but on the first microbatch .*\(2, 3\)"):
+        stage.forward([torch.zeros(3, 2)], None, save=True)

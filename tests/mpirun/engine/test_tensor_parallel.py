@@ -1,0 +1,244 @@
+"""Stages with shards on several ranks train as the whole model in one process does, in canonical mode to the bit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+from models_for_tests import Shifted, pair
+from torch import nn
+
+from mpirun.data.batches import Microbatches
+from mpirun.engine.expand_shards import sharded
+from mpirun.model.contract import build
+from mpirun.model.parallel_layers import (
+    WHOLE,
+    ColumnParallelLinear,
+    Cut,
+    HeadParallelAttention,
+    RowParallelLinear,
+    Shard,
+    cuts,
+)
+from schedgen.util.errors import UsageError
+
+GPT = "models_for_tests:gpt_tensor"
+
+# The first stage of shard 0 is on the last rank, and ranks are in another order in each stage.
+ELSEWHERE = """
+    def w(s, b, d, t):
+        worker = (3 - 2 * s - t + 3 * s * t) % 4
+        return worker, worker
+
+    def n(s, b, d, *, stages):
+        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
+"""
+DAG = """
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
+
+    def w(s, b, d):
+        return s % 2, s % 2
+
+    def n(s, b, d, *, stages):
+        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
+"""
+
+# scheme, options, model
+CASES = {
+    "4 shards": ("1f1b", {"stages": 1, "parts": 8, "tensor": 4, "whole": "0"}, GPT),
+    "2 shards and 2 pipeline stages": ("1f1b", {"stages": 2, "parts": 4, "tensor": 2, "whole": "0"}, GPT),
+    "a split backward": ("zb-v", {"stages": 4, "parts": 2, "tensor": 2, "whole": "0"}, GPT),
+    "2 shards and 2 replicas": ("ddp", {"stages": 1, "parts": 8, "workers": 4, "tensor": 2, "whole": "0"}, GPT),
+    "weights that travel": (
+        "fslpp",
+        {"stages": 8, "workers": 4, "groups": 2, "tensor": 2, "whole": "0", "recompute": "all"},
+        GPT,
+    ),
+    "the pair on 4 ranks": (
+        "1f1b",
+        {"stages": 1, "parts": 2, "tensor": 4, "microbatches": 10},
+        "models_for_tests:pair",
+    ),
+    "sums of bf16": ("1f1b", {"stages": 1, "parts": 2, "tensor": 4}, "models_for_tests:pair_bf16"),
+    "shards where w says": (ELSEWHERE, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
+    "a DAG with dropout": (
+        DAG,
+        {"stages": 4, "workers": 4, "tensor": 2, "whole": "0"},
+        "models_for_tests:shards_of_a_dag",
+    ),
+}
+NOT_EXACT = ("sums of bf16",)  # beside a whole model, whose sums are rounded at other places
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled):
+    return {name: compiled(scheme, **({"microbatches": 4} | sizes)) for name, (scheme, sizes, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def verified(several, schedules, text):
+    runs = {
+        (name, mode): [
+            *(schedules[name], "--model", model, "--text", text, "--steps", 2, "--clip", 0.5, "--verify"),
+            *mode.split(),
+        ]
+        for name, (_, _, model) in CASES.items()
+        for mode in ("", "--canonical")
+    }
+    return dict(zip(runs, several(4, list(runs.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_EXACT])
+def test_it_trains_as_the_whole_model_does(verified, name):
+    code, out = verified[name, ""]
+    assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_gives_the_bits_of_one_process_that_adds_up_shards_in_their_order(verified, name):
+    code, out = verified[name, "--canonical"]
+    assert code == 0 and "verify: passed: the limit is 0" in out, out
+
+
+def losses(out):
+    return re.findall(r"loss (\S+)  grad (\S+)", out)
+
+
+def test_loss_and_norm_do_not_depend_on_the_number_of_shards(verified):
+    found = {name: losses(verified[name, ""][1]) for name, (_, _, model) in CASES.items() if model == GPT}
+    assert all(len(one) == 2 for one in found.values()) and len({str(one) for one in found.values()}) == 1, found
+
+
+@pytest.fixture(scope="module")
+def pair_of_layers(inside, schedules, text, tmp_path_factory):
+    """The gradients that 4 ranks have of the two layers, by stage and name, and losses; one step."""
+    record = tmp_path_factory.mktemp("records") / "pair"
+    arguments = [schedules["the pair on 4 ranks"], "--model", "models_for_tests:pair", "--text", text, "--steps", 1]
+    (run,) = inside(4, [{"arguments": [*arguments, "--verify"], "record": str(record)}])
+    assert run.code == 0
+    return torch.load(record)
+
+
+def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
+    """Sequential(Linear(16, 48), ReLU, Linear(48, 12)) and its shards on 4 ranks, mean of 10 microbatches."""
+    model = pair(2)
+    plain = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 12))
+    plain.load_state_dict(
+        {name.replace("up", "0").replace("down", "2"): value for name, value in build(model, 0, 0).state_dict().items()}
+    )
+    found = []
+    for mb in range(10):
+        (x,), y, _ = Microbatches(model.batch, torch.zeros(1), 0, 10)(0, mb)
+        loss = nnf.mse_loss(plain(x), y)
+        found.append(loss.item())
+        (loss / 10).backward()
+    assert pair_of_layers["losses"] == [pytest.approx(found, rel=1e-6)]
+    (gradients,) = pair_of_layers["gradients"]
+    for t in range(4):
+        mine = slice(12 * t, 12 * (t + 1))
+        torch.testing.assert_close(gradients[t, "up.weight"], plain[0].weight.grad[mine])
+        torch.testing.assert_close(gradients[t, "up.bias"], plain[0].bias.grad[mine])
+        torch.testing.assert_close(gradients[t, "down.weight"], plain[2].weight.grad[:, mine])
+    torch.testing.assert_close(gradients[0, "down.bias"], plain[2].bias.grad)
+    assert (1, "down.bias") not in gradients
+
+
+def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules, compiled, text, tmp_path):
+    """4 shards, then 2, then none; and back."""
+    none = compiled("1f1b", stages=4, parts=2, microbatches=4)
+    two, four = schedules["2 shards and 2 pipeline stages"], schedules["4 shards"]
+    common = ["--model", GPT, "--text", text, "--clip", 1]
+    runs = [[four, *common, "--steps", 5]]
+    for step, schedule in enumerate((four, two, none, two, four), start=1):
+        resume = ["--resume", tmp_path] if step > 1 else []
+        runs.append([schedule, *common, "--steps", step, "--save", tmp_path, *resume])
+    (code, straight), *others = several(4, runs)
+    assert code == 0 and [code for code, _ in others] == [0] * 5
+    assert losses(straight) == [losses(out)[0] for _, out in others]
+
+
+MISTAKES = {
+    "mpirun.models.gpt:tiny": (8, "the schedule has shards, but no stage of the model can be split"),
+    GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --whole 0"),
+    "models_for_tests:drops_in_shards": (2, "stage 0 of the model is split, but draws random numbers"),
+    "models_for_tests:splits_the_last": (2, "splits stage 1, which is none before the last: that is whole"),
+    "models_for_tests:splits_a_module": (2, "stage 0 of the model is split, but it is a module, not what builds one"),
+    "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 shards"),
+    "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model is split, but shares parameters with others"),
+}
+
+
+def test_a_model_that_does_not_go_with_the_schedule_is_refused(mistakes, compiled, text):
+    files = {stages: compiled("1f1b", stages=1, parts=stages, microbatches=2, tensor=4) for stages in (2, 8)}
+    runs = [[files[stages], "--model", model, "--text", text, "--steps", 1] for model, (stages, _) in MISTAKES.items()]
+    for ended, (_, words) in zip(mistakes(4, runs), MISTAKES.values(), strict=True):
+        assert ended.code == 2 and words in ended.err and len(ended.err.splitlines()) == 1, ended
+
+
+# Without ranks
+
+
+@pytest.mark.parametrize("cut", [Cut(0), Cut(1), Cut(0, 3), Cut(1, 2)])
+def test_the_parts_of_a_parameter_make_it_up(cut):
+    whole = torch.randn(12, 8)
+    for count in (1, 2, 4):
+        parts = [cut.part(whole, Shard(t, count)) for t in range(count)]
+        assert torch.equal(cut.join(parts), whole) and all(part.is_contiguous() for part in parts)
+        assert all(cut.whole(part.shape, Shard(0, count)) == whole.shape for part in parts)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda shard=WHOLE: HeadParallelAttention(16, 4, shard),
+        Shifted,
+        lambda shard=WHOLE: nn.Sequential(ColumnParallelLinear(16, 32, shard, False), RowParallelLinear(32, 16, shard)),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_shards_of_a_layer_add_up_to_it(make, count):
+    from mpirun.engine.expand_shards import _shard
+
+    def built(shard=WHOLE):
+        torch.manual_seed(7)
+        return make(shard=shard)
+
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    whole = built()
+    y = whole(x)
+    y.square().sum().backward()
+    (dx, x.grad), of_whole = (x.grad, None), dict(whole.named_parameters())
+    shards = [_shard(built, Shard(t, count)) for t in range(count)]
+    total = sum(shard(x) for shard in shards)
+    torch.testing.assert_close(total, y)
+    total.square().sum().backward()
+    torch.testing.assert_close(x.grad, dx)
+    for t, shard in enumerate(shards):
+        of_shard = cuts(shard)
+        for name, one in shard.named_parameters():
+            if name in of_shard:
+                torch.testing.assert_close(one.grad, of_shard[name].part(of_whole[name].grad, Shard(t, count)))
+    for name in of_whole.keys() - cuts(whole).keys():  # shared, or shard 0's
+        have = [dict(shard.named_parameters()) for shard in shards]
+        torch.testing.assert_close(sum(one[name].grad for one in have if name in one), of_whole[name].grad)
+
+
+def test_weights_do_not_depend_on_the_number_of_shards():
+    model = pair(2)
+    whole = build(model, 0, 5)
+    parts = [build(sharded(model, 4), t, 5) for t in range(4)]
+    assert torch.equal(torch.cat([one.up.weight for one in parts]), whole.up.weight)
+    assert torch.equal(torch.cat([one.down.weight for one in parts], dim=1), whole.down.weight)
+
+
+def test_only_what_all_shards_have_is_shared():
+    from models_for_tests import shards_of_a_dag
+
+    assert sharded(shards_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(UsageError, match="10 heads do not divide into 4 shards"):
+        HeadParallelAttention(20, 10, Shard(0, 4))

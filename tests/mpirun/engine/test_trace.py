@@ -1,0 +1,154 @@
+"""A trace has every instruction of every rank, in the order of the list, on one clock."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpirun.engine.trace import Reading, aligned
+from schedgen.checker.files import checked
+from schedgen.report.measured_run import measured, read_trace
+
+MLP = "mpirun.models.mlp:tiny"
+RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, walks a step
+WALKS = {"1f1b": 2, "fsdp": 2, "zb-h1": 1}
+CAUSES = {  # what ranks of a scheme can wait for
+    "1f1b": {"activation", "gradient", "send", "reduction"},
+    "fsdp": {"weight", "weight_gradient", "send", "reduction"},
+    "zb-h1": {"activation", "gradient", "send", "reduction"},
+}
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(several, traces, text, tmp_path_factory) -> dict[str, list[Event]]:
+    """The events of a traced run of each schedule."""
+    folder = tmp_path_factory.mktemp("traced")
+    runs = [
+        [
+            *(traces / f"{name}.json", "--model", MLP, "--text", text, "--steps", steps, "--accumulate", walks),
+            *("--trace", folder / name, "--trace-steps", last, "--verify"),
+        ]
+        for name, (steps, last, walks) in RUNS.items()
+    ]
+    for code, out in several(4, runs):
+        assert code == 0, out
+    assert sorted(path.name for path in folder.iterdir()) == sorted(RUNS)  # nothing beside them
+    return {name: json.loads((folder / name).read_text())["traceEvents"] for name in RUNS}
+
+
+def slices(events: list[Event], rank: int) -> list[Event]:
+    return [event for event in events if event["ph"] == "X" and event["tid"] == rank]
+
+
+def lists(file: Path) -> list[list[str]]:
+    """The instructions of every rank, as the file has them."""
+    return [[json.dumps(i) for i in program] for program in json.loads(file.read_text())["programs"]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_rank_s_list_is_there_once_a_walk_and_in_order(found, traces, name):
+    for rank, listed in enumerate(lists(traces / f"{name}.json")):
+        mine = slices(found[name], rank)
+        assert [event["args"]["instruction"] for event in mine] == WALKS[name] * listed
+        assert [event["args"]["walk"] for event in mine] == [k for k in range(WALKS[name]) for _ in listed]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_instruction_s_line_is_its_line_in_the_file(found, traces, name):
+    lines = (traces / f"{name}.json").read_text().splitlines()
+    for event in found[name]:
+        if event["ph"] == "X":
+            assert lines[event["args"]["line"] - 1].strip().rstrip(",") == event["args"]["instruction"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rank_does_one_thing_after_the_other_and_waits_in_between(found, name):
+    starts = [slices(found[name], rank)[0] for rank in range(4)]
+    assert min(event["ts"] - event["args"]["wait"] for event in starts) == 0  # the step's start
+    for rank in range(4):
+        mine = slices(found[name], rank)
+        assert all(event["dur"] >= 0 and event["args"]["wait"] >= 0 for event in mine)
+        for one, other in pairwise(mine):
+            assert other["ts"] - other["args"]["wait"] >= one["ts"] + one["dur"] - 1e-3  # nanoseconds are written
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_who_waits_has_a_cause(found, name):
+    events = [event for event in found[name] if event["ph"] == "X"]
+    assert all((event["args"]["wait"] > 0) == ("cause" in event["args"]) for event in events)
+    causes = {event["args"]["cause"] for event in events if event["args"]["wait"]}
+    assert causes and causes <= CAUSES[name]
+    for event in events:
+        if event["name"].startswith("ADD") and event["args"]["wait"]:
+            assert event["args"]["cause"] == "weight_gradient"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_message_is_sent_before_its_receiver_is_done_with_it(found, name):
+    """Every SEND has an arrow into the first instruction to use its message; this needs the ranks' clocks alike."""
+    sends = {(e["tid"], e["ts"]) for e in found[name] if e["ph"] == "X" and e["name"].startswith("SEND")}
+    begins = {event["id"]: event for event in found[name] if event["ph"] == "s"}
+    ends = {event["id"]: event for event in found[name] if event["ph"] == "f"}
+    assert {(event["tid"], event["ts"]) for event in begins.values()} == sends
+    assert len(begins) == len(ends) == len(sends) > 0
+    for number, begin in begins.items():
+        end = ends[number]
+        assert begin["ts"] <= end["ts"]
+        assert any(one["ts"] <= end["ts"] <= one["ts"] + one["dur"] for one in slices(found[name], end["tid"]))
+
+
+def test_an_activation_is_used_by_the_next_stage(found):
+    events = [event for event in found["1f1b"] if event["ph"] == "X"]
+    of = {(event["name"], event["args"]["walk"]): event for event in events}
+    for walk in range(WALKS["1f1b"]):
+        for stage in range(3):
+            for mb in range(8):
+                forward = of[f"FWD {stage + 1} {mb}", walk]
+                assert of[f"SEND x.{stage}.{mb}", walk]["ts"] < forward["ts"] + forward["dur"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_schedgen_reads_it_and_all_time_is_accounted_for(found, traces, tmp_path, name):
+    program = checked(str(traces / f"{name}.json"))
+    numbers = measured(program, read_trace(json.dumps({"traceEvents": found[name]}), name, program))
+    assert numbers["walks"] == WALKS[name]
+    for worker in numbers["workers"]:
+        assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0
+        assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])
+
+
+def test_clocks(launch):
+    result = launch(3, program=["-m", "mpi4py", "programs/clocks.py"])
+    assert result.out.splitlines() == [
+        "holds: one clock is found the same",
+        "holds: one clock is left as it is",
+        "holds: another clock is found",
+        "holds: another clock is corrected",
+        "holds: it ends",
+    ], result.err
+
+
+def test_between_two_readings_a_difference_changes_linearly():
+    before, after = Reading(10.0, 5.0, 1e-6), Reading(20.0, 7.0, 1e-6)
+    assert np.allclose(aligned(np.array([10.0, 15.0, 20.0]), before, after), [15.0, 21.0, 27.0])
+
+
+def test_a_trace_that_could_not_be_written_is_refused_before_the_first_step(launch, compiled, text, tmp_path):
+    schedule = compiled("1f1b", stages=2, microbatches=2)
+    common = (schedule, "--model", MLP, "--text", text)
+    missing = tmp_path / "nowhere" / "trace"
+    for more, reason in (
+        (("--trace", missing), f"mpirun: --trace {missing}: No such file or directory"),
+        (
+            ("--trace", tmp_path / "trace", "--steps", 0),
+            "mpirun: --trace: there is nothing to trace in 0 steps (see python -m mpirun --help)",
+        ),
+    ):
+        result = launch(2, *common, *more)
+        assert (result.code, result.ours, result.out) == (2, [reason], "")

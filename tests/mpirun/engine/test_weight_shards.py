@@ -1,0 +1,150 @@
+"""Owners of parts of a stage train it as one owner does, hold no more than their parts, and save it whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from runs import DEPTH_FIRST, GPT, MLP, differences, same, weights
+
+from mpirun.engine.grad_norm import lines, norms, root, subtrees
+from mpirun.engine.weight_shards import pieces, spans
+from schedgen.cli.main import main as schedgen
+
+# Parts of stage 0 in turns on two workers, all of stage 1 on one that has it whole, of the rest anywhere.
+BY_HAND = """
+    import numpy as np
+
+    def w(s, b, d, k):
+        return np.select([s == 0, s == 1], [k % 2, 3], (s + 2 * k) % 4), b % 4
+"""
+SKEWED = "models_for_tests:peculiar"
+# scheme, options, model, more of mpirun
+CASES = {
+    "two stages on four": ("fsdp", {"stages": 2, "shards": 4}, GPT, []),
+    "parts passed on": ("fslpp", {"stages": 4, "groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1}, GPT, []),
+    "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
+    "a split backward": ("zb-h1", {"stages": 4, "shards": 4}, GPT, []),
+    "empty parts": ("fsdp", {"stages": 4, "shards": 40}, SKEWED, []),
+    "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all"}, SKEWED, []),
+    "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
+    "bf16": ("fsdp", {"stages": 4, "shards": 4}, "models_for_tests:bf16", []),
+    "two walks": (
+        "fsdp",
+        {"stages": 2, "shards": 4},
+        MLP,
+        ["--accumulate", 2, "--optimizer", "sgd", "--momentum", 0.9],
+    ),
+}
+COMMON = ["--steps", 3, "--clip", 1, "--verify"]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled):
+    return {
+        name: compiled(scheme, **{"workers": 4, "microbatches": 8} | options)
+        for name, (scheme, options, *_) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def canonical(several, schedules, text):
+    runs = [
+        [schedules[name], "--model", model, "--text", text, *COMMON, "--canonical", *more]
+        for name, (*_, model, more) in CASES.items()
+    ]
+    return dict(zip(CASES, several(4, runs), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_that_of_one_process(canonical, name):
+    code, out = canonical[name]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0, out
+
+
+def test_without_canonical_mode_the_gradient_is_that_of_one_process(several, schedules, text):
+    ((code, out),) = several(4, [[schedules["two stages on four"], "--model", GPT, "--text", text, *COMMON]])
+    assert code == 0 and differences(out)["gradients"] <= 1e-5, out
+
+
+def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
+    arguments = [schedules["parts passed on"], "--model", MLP, "--text", text, *COMMON, "--canonical"]
+    runs: list[dict[str, Any]] = [{}, {"delay": 1}, {"late": "direct"}, {"late": "staged", "delay": 2}]
+    seen = inside(4, [{"arguments": arguments, **run} for run in runs])
+    assert [one.code for one in seen] == [0] * 4 and len({one.weights for one in seen}) == 1
+
+
+@pytest.fixture(scope="module")
+def owned(launch, schedules, text):
+    """By rank, the bytes that it owns."""
+    arguments = [schedules["two stages on four"], "--model", "mpirun.models.gpt:tiny", "--text", text, "--steps", 1]
+    result = launch(4, *arguments, program=("-m", "mpi4py", "programs/owned.py"))
+    assert result.code == 0, result.err
+    return json.loads(result.out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("what", ["weights", "gradient", "state"])
+def test_every_rank_owns_a_quarter(owned, what):
+    quarter = sum(one[what] for one in owned) / 4
+    assert quarter > 100_000
+    assert [one[what] for one in owned] == pytest.approx([quarter] * 4, rel=0.05)
+    assert owned[0]["state"] == pytest.approx(2 * owned[0]["weights"], rel=0.05)  # AdamW's
+
+
+@pytest.mark.parametrize("name", ["two stages on four", "a split backward", "owners that compute nothing of it"])
+def test_no_rank_holds_more_than_predicted(several, schedules, text, tmp_path, name):
+    stages, split = CASES[name][1]["stages"], name == "a split backward"
+    profile = ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", tmp_path / "p.json"]
+    assert several(1, [profile + ["--split"] * split])[0][0] == 0
+    ((code, out),) = several(4, [[schedules[name], "--model", MLP, "--text", text, "--steps", 2, "--memory"]])
+    assert code == 0, out
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert schedgen(["stats", str(schedules[name]), "--profile", str(tmp_path / "p.json"), "--json"]) == 0
+    limits = [worker["peak_bytes"] for worker in json.loads(said.getvalue())["workers"]]
+    peaks = [int(peak) for peak in re.search(r"^memory: most .* by rank: ([\d ]+)$", out, re.M)[1].split()]
+    for peak, limit in zip(peaks, limits, strict=True):
+        assert 0.9 * limit <= peak <= limit, (peaks, limits)
+
+
+def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, compiled, schedules, text, tmp_path):
+    files = {
+        "4": schedules["two stages on four"],
+        "none": compiled("fsdp", stages=2, microbatches=8, workers=4),
+        "3": schedules["owners that compute nothing of it"],  # four stages
+    }
+
+    def run(name: str, steps: int, *more: object) -> list[object]:
+        lr = ["--lr-schedule", "constant", "--canonical", "--clip", 1]
+        return [files[name], "--model", MLP, "--text", text, "--steps", steps, *lr, *more]
+
+    runs = [run("none", STEPS, "--save", tmp_path / "whole")]
+    for first, then in (("4", "4"), ("4", "none"), ("none", "3"), ("3", "4")):
+        folder = tmp_path / f"{first}-{then}"
+        runs.append(run(first, STEPS // 2, "--save", folder))
+        runs.append(run(then, STEPS, "--resume", folder, "--save", folder))
+    assert [code for code, _ in several(4, runs)] == [0] * len(runs)
+    whole = weights(tmp_path / "whole" / f"step-{STEPS:08d}")
+    for folder in ("4-4", "4-none", "none-3", "3-4"):
+        assert same(weights(tmp_path / folder / f"step-{STEPS:08d}"), whole), folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + (0.1j if dtype.is_complex else 0)
+    (whole,) = norms([values], canonical=True)
+    assert whole == pytest.approx(float(torch.linalg.vector_norm(values.to(torch.complex128))), rel=1e-12)
+    line = 64 // dtype.itemsize
+    layout = [(0, values.shape)]
+    for parts in (2, 3, 7, 60):
+        found = []
+        for span in spans(-(-1000 // line) * line, dtype, range(parts)).values():
+            for piece in pieces(layout, span):
+                found += subtrees(lines(piece.of(values)), piece.begin // line)
+        assert root(found) ** 0.5 == whole

@@ -1,0 +1,160 @@
+"""Modules on the meta device: stages get their values where they are built, and only what is theirs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_models import LENGTH, GPT2Like, Tied
+from split_models import scores_of, set_values, with_mask
+from torch import Tensor, nn
+from untraceable import Layers
+
+from mpirun.frontend import split, split_sequential
+from mpirun.frontend.cut import Cut
+from mpirun.model.contract import Model, build
+from schedgen.util.errors import UsageError
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
+EXAMPLE = (TOKENS, torch.ones_like(TOKENS))
+X = torch.zeros(4, 16)
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def model(cut: Cut) -> Model:
+    return cut.model(scores_of, lambda text, rng: with_mask(text[None].long()), 2 * LENGTH)
+
+
+def state(of: Model, seed: int = 0) -> dict[str, Tensor]:
+    """All parameters and buffers of all stages; those of one name are equal."""
+    found: dict[str, Tensor] = {}
+    for stage in range(len(of.stages)):
+        module = build(of, stage, seed)
+        for name, one in (*module.named_parameters(), *module.named_buffers()):
+            assert one.device.type == "cpu" and isinstance(one, nn.Parameter) == (name != "positions")
+            torch.testing.assert_close(found.setdefault(name, one), one, rtol=0, atol=0)
+    return found
+
+
+@pytest.mark.parametrize("shared", ["transmit", "replicate"])
+def test_values_depend_on_seed_and_name_alone(shared: str) -> None:
+    cuts = [split(on_meta(Tied), EXAMPLE, stages=n, shared=shared, init=set_values) for n in (1, 2, 4)]
+    one, *others = (state(model(cut)) for cut in cuts)
+    assert one.keys() == {*dict(Tied().named_parameters()), "positions"}
+    for other in others:
+        assert other.keys() == one.keys()
+        assert all(torch.equal(other[name], one[name]) for name in one)
+    assert len({value.detach().sum().item() for name, value in one.items() if "mlp.0.weight" in name}) == 4
+    assert not torch.equal(state(model(cuts[1]), seed=1)["words.weight"], one["words.weight"])
+
+
+def test_a_stage_is_what_the_module_with_these_values_is() -> None:
+    cut = split(on_meta(lambda: GPT2Like(dropout=0)), EXAMPLE, stages=1, init=set_values)
+    stage, whole = build(model(cut), 0, 0), GPT2Like(dropout=0)
+    whole.load_state_dict(stage.state_dict())
+    assert cut.output is not None
+    torch.testing.assert_close(cut.output.rebuild(stage(*EXAMPLE)), whole(*EXAMPLE))
+
+
+def test_a_rank_makes_the_values_of_its_stages_only() -> None:
+    made: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        made.append(module)
+        set_values(module)
+
+    cut = split(on_meta(GPT2Like), EXAMPLE, points=["blocks.1", "blocks.3"], init=init)
+    of = model(cut)
+    assert made == []
+    build(of, 1, 0)
+    blocks = [type(one) for one in GPT2Like().blocks[1:3].modules() if list(one.parameters(recurse=False))]
+    assert sorted(map(str, map(type, made))) == sorted([*map(str, blocks), str(GPT2Like)])  # it has the mask's buffer
+    assert all(one.is_meta for stage in cut.stages for one in stage.parameters())
+
+
+def test_children_of_a_sequential() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+
+    found = []
+    for stages in (2, 3):
+        with pytest.warns(UserWarning, match="statistics are those"):
+            cut = split_sequential(on_meta(net), stages)  # type: ignore[arg-type]
+        of = cut.model(nn.functional.mse_loss, lambda text, rng: (X, X))
+        parts = [build(of, stage, 0) for stage in range(stages)]
+        found.append({name: one for part in parts for name, one in part.state_dict().items()})
+    assert found[0].keys() == net().state_dict().keys() == found[1].keys()
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+    assert (found[0]["1.running_var"] == 1).all() and found[0]["1.num_batches_tracked"] == 0
+
+
+def test_microbatches_with_a_sample_less() -> None:
+    cut = split(on_meta(GPT2Like), EXAMPLE, stages=2, dims=0, init=set_values)
+    assert cut.inputs is not None and cut.inputs.fewer is not None
+
+
+class Numbers(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return self.two(x * torch.tensor([2.0] * 16))
+
+
+class Own(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x) * self.scale)
+
+
+class Halved(Own):
+    def reset_parameters(self) -> None:
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+class Failing(Own):
+    def reset_parameters(self) -> None:
+        raise ValueError("no\nidea")
+
+
+def nothing(module: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "init", "why"),
+    [
+        (Own, None, "the module, Own: is on the meta device and has no reset_parameters: init should give it values"),
+        (Own, nothing, r"\w+(\.weight)? is on the meta device, and init gives it no values"),
+        (Halved, None, "scale is on the meta device, and reset_parameters gives it no values"),
+        (Failing, None, r"stage \d of the model cannot be built: ValueError: no idea"),
+        (GPT2Like, nn.Module.zero_grad, r".* and init gives it no values"),
+    ],
+)
+def test_values_that_are_missing(make: Callable[[], nn.Module], init: Any, why: str) -> None:
+    example: Any = EXAMPLE if make is GPT2Like else X
+    of = model(split(on_meta(make), example, stages=2, init=init))
+    with pytest.raises(UsageError, match=why):
+        for stage in range(2):
+            build(of, stage, 0)
+
+
+def test_what_is_lost_on_the_meta_device_is_refused() -> None:
+    line = re.escape("in forward: `return self.two(x * torch.tensor([2.0] * 16))`: ")
+    with pytest.raises(UsageError, match=line + "a tensor of numbers is lost on the meta device; make it a buffer"):
+        split(on_meta(Numbers), X, stages=2)
+
+
+def test_init_is_for_the_meta_device() -> None:
+    with pytest.raises(UsageError, match="init gives values to a module on the meta device, but this one has values"):
+        split(Layers(), X, stages=2, init=nothing)
+    with pytest.raises(UsageError, match=re.escape("init should be a function of a module, not int")):
+        split_sequential(nn.Sequential(nn.Linear(1, 1)), 1, init=5)  # type: ignore[arg-type]

@@ -1,0 +1,779 @@
+"""Stages that a module is split into compute what it computes, forwards and backwards."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as nnf
+import torch.utils._pytree as pytree
+import untraceable
+from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked, ResNetLike, Tied, TwoTower
+from split_models import agree, train
+from torch import Tensor, nn
+
+from mpirun.data.batches import Microbatches, Minibatch
+from mpirun.frontend import Cut, MpirunWarning, batch_coupled, split, split_sequential
+from mpirun.model.dataflow import Input, Value
+from mpirun.model.rng import Draw
+from schedgen.util.errors import UsageError
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % WORDS
+MASK = torch.ones(2, LENGTH, dtype=torch.long)
+MASK[0, 5:] = 0
+X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def travels(cut: Cut) -> None:
+    """Every value goes from its producer to those who use it, and is used."""
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        assert len(set(sources)) == len(sources)
+        assert all(isinstance(one, Input) or one.stage < stage for one in sources)
+        used = {node for node in module.graph.nodes if node.op == "placeholder" and node.users}  # type: ignore[union-attr]
+        assert len(used) == len(sources)
+    sent = {one for sources in cut.reads for one in sources if isinstance(one, Value)}
+    for stage, module in enumerate(cut.stages[:-1]):
+        output = module.graph.output_node().args[0]  # type: ignore[union-attr, operator]
+        count = len(output) if isinstance(output, tuple) else 1
+        assert {one for one in sent if one.stage == stage} == {Value(stage, index) for index in range(count)}
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
+    "gpt2": (GPT2Like, (TOKENS, MASK), {}),
+    "tied": (Tied, (TOKENS,), {"mask": MASK}),
+    "resnet": (ResNetLike, (torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8),), {}),
+    "encoder-decoder": (EncoderDecoder, (TOKENS, TOKENS.flip(1)), {}),
+    "two-tower": (TwoTower, (TOKENS,), {"image": torch.linspace(-1, 1, 2 * 192).view(2, 3, 8, 8)}),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
+        yield
+
+
+@pytest.mark.parametrize(("stages", "shared"), [(1, "transmit"), (2, "replicate"), (3, "transmit"), (4, "replicate")])
+@pytest.mark.parametrize("name", PLAIN)
+def test_traced(name: str, stages: int, shared: str) -> None:
+    make, args, kwargs = PLAIN[name]
+    module = make()
+    cut = split(module, args, kwargs, stages=stages, shared=shared)
+    assert len(cut.stages) == stages
+    travels(cut)
+    agree(module, cut, args, kwargs)
+    names = {name for stage in cut.stages for name, _ in stage.named_parameters()}
+    assert names == {name for name, _ in module.named_parameters()}
+
+
+def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    inputs = {"input_ids": TOKENS, "attention_mask": MASK, "labels": TOKENS}
+    sizes: dict[str, Any] = {"vocab_size": WORDS, "attn_implementation": attention, "use_cache": False}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_positions=16, n_embd=16, n_layer=4, n_head=2, **sizes)
+        return transformers.GPT2LMHeadModel(config), inputs
+    if name == "bert":
+        config = transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, **sizes
+        )
+        return transformers.BertForMaskedLM(config), inputs
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, **sizes
+        )
+        return transformers.LlamaForCausalLM(config), inputs
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, **sizes
+    )
+    return transformers.T5ForConditionalGeneration(config), inputs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("attention", "stages", "shared"), [("eager", 2, "transmit"), ("sdpa", 3, "replicate")])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
+    module, inputs = transformer(name, attention)
+    module.train()
+    sized = stages == 3 and name in ("t5", "llama")
+    inputs = {key: torch.cat([one, one.flip(1)])[: 3 if sized else 2] for key, one in inputs.items()}
+    cut = split(module, (), inputs, stages=stages, shared=shared, dims=0 if sized else None)
+    travels(cut)
+    agree(module, cut, (), inputs)
+    if sized:
+        agree(module, cut, (), {key: one[:2] for key, one in inputs.items()})
+    for value in cut.bytes:  # masks and positions are made where they are used
+        output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
+        assert "mask" not in str(output)
+
+
+class Sized(nn.Module):
+    """Numbers that depend on the number of samples: shapes, factors, bounds, and some in a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        samples = len(x)
+        x = nnf.dropout(self.one(x).view(samples * 2, -1).view(samples, -1), 0.5) / samples + x.new_zeros(samples, 1)
+        with torch.no_grad():
+            mean = x.reshape(samples, 2, -1).sum(1) / samples
+        x = self.two(torch.cat([mean, mean], 1) * x) + torch.arange(samples).view(samples, 1) + table
+        x = x * torch.full((WIDTH,), float(samples))  # a float beside the same ints
+        y = torch.zeros(samples, WIDTH)
+        y[: samples - 1] = x[1:]
+        y = y + x[samples - 4 :].sum(0)  # from 0 on, or the last one
+        return self.three(x.reshape(samples * 4, -1).reshape(samples, -1) + y), x[samples - 1]
+
+
+@pytest.mark.parametrize(("samples", "stages"), [(4, 1), (4, 2), (4, 3), (2, 3)])
+def test_a_microbatch_may_have_a_sample_less(samples: int, stages: int) -> None:
+    module, table = Sized(), torch.ones(WIDTH)
+    cut = split(module, (X[:samples], table), stages=stages, dims=(0, None))
+    for count in (samples, samples - 1):
+        assert cut.leaves((X[:count], table))[0].shape == (count, WIDTH)
+        agree(module, cut, (X[:count], table))
+    for count in (samples + 1, samples - 2):
+        with pytest.raises(UsageError, match=r"input \[0\] of a microbatch is .*example's shapes, or a sample less"):
+            cut.leaves((torch.zeros(count, WIDTH), table))
+
+
+class Regions(Sized):
+    """One inside another, with numbers and draws of their own; one that nothing is given to."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = self.one(x)
+        with torch.no_grad():
+            place = x * 1
+        with torch.no_grad():
+            w = x.abs()
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                w = nnf.dropout(w / len(x), 0.5)
+            mask = torch.ones(len(x), 1)
+        with torch.no_grad():
+            other = torch.ones(len(x), 1, device=x.device)
+        return self.three(self.two(x * w + place) * mask + other) + table
+
+
+class Latents(Sized):
+    """Begins with what no input is part of, but for the number of samples."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        latent = self.two(self.one(table.expand(len(x), -1))).relu()
+        return self.three(latent) + x
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("make", [Regions, Latents])
+def test_a_stage_may_see_the_number_of_samples_nowhere_else(make: type[Sized], stages: int) -> None:
+    module, table = make(), torch.ones(WIDTH)
+    cut = split(module, (X, table), stages=stages, dims=(0, None))
+    for count in (4, 3):
+        agree(module, cut, (X[:count], table))
+
+
+def test_regions_in_regions_draw_by_their_names_too() -> None:
+    """And new tensors in a region are made where it is, not where it was traced."""
+    cut = split(Regions(), (X, torch.ones(WIDTH)), stages=1)
+    assert sum(isinstance(one, Draw) for one in cut.stages[0].modules()) == 1
+    codes = [one.code for one in cut.stages[0].modules() if isinstance(one, torch.fx.GraphModule)]
+    assert len(codes) == 5 and not any("device(type" in code for code in codes)
+
+
+def test_samples_may_lie_along_another_dimension() -> None:
+    class Across(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(self.one(x.contiguous()).view(-1, WIDTH).relu()).view(*x.shape)
+
+    module, x = Across(), torch.rand(2, 4, WIDTH)
+    cut = split(module, (x,), stages=2, dims=-2)
+    for count in (4, 3):
+        agree(module, cut, (x[:, :count],))
+
+
+def test_no_stage_begins_with_a_part_of_a_result() -> None:
+    class Parts(Sized):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.two(self.one(x))
+            return self.three(x.float())
+
+    module = Parts()
+    cut = split(module, X, stages=2)
+    agree(module, cut, (X,))
+    with pytest.raises(UsageError, match="stages at most, not 9"):
+        split(module, X, stages=9)
+
+
+@pytest.mark.parametrize("name", ["resnet", "two-tower"])
+def test_plain_modules_of_two_sizes(name: str) -> None:
+    make, *example = PLAIN[name]
+    args, kwargs = pytree.tree_map(lambda one: torch.cat([one, one.flip(1)])[:3], example)
+    module = make()
+    cut = split(module, args, kwargs, stages=3, dims=0)
+    for count in (3, 2):
+        agree(module, cut, *pytree.tree_map(lambda one: one[:count], (args, kwargs)))
+
+
+@pytest.mark.parametrize("name", ["Times", "Halved", "Constant", "Tells"])
+def test_what_is_computed_may_not_depend_on_the_number_of_samples(name: str) -> None:
+    with pytest.raises(UsageError, match="does something else for a microbatch with a sample less") as refused:
+        split(getattr(untraceable, name)(), X, stages=2, dims=0)
+    assert line_of(name) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("dims", "why"),
+    [
+        (2, "the minibatch.* has 2 dimensions, so none is 2"),
+        ((0, 0), r"dims: \(0, 0\) is not nested as the minibatch"),
+        ("x", "dims: 'x' is neither a dimension nor None"),
+    ],
+)
+def test_dims_that_the_example_does_not_have(dims: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(untraceable.Repeated(), X, stages=2, dims=dims)
+    with pytest.raises(UsageError, match="dims: the example has one sample, so a smaller microbatch would have none"):
+        split(untraceable.Repeated(), X[:1], stages=2, dims=0)
+
+
+# Where it is cut
+
+
+def test_points() -> None:
+    module = GPT2Like()
+    cut = split(module, (TOKENS, MASK), points=["blocks.1", "blocks.3"])
+    assert [sorted({name[:8] for name, _ in stage.named_parameters()}) for stage in cut.stages] == [
+        ["blocks.0", "places.w", "words.we"],
+        ["blocks.1", "blocks.2"],
+        ["blocks.3", "head.wei", "norm.bia", "norm.wei"],
+    ]
+    assert cut.edges == [(0, 1), (1, 2)]
+    assert cut.bytes == {Value(0, 0): TOKENS.numel() * WIDTH * 4, Value(1, 0): TOKENS.numel() * WIDTH * 4}
+    assert cut.reads[1] == [Input(0), Input(1), Value(0, 0)] or cut.reads[1] == [Input(1), Value(0, 0)]
+    agree(module, cut, (TOKENS, MASK))
+
+
+def test_pipe_split_and_a_change_in_place_behind_it() -> None:
+    module = Marked()
+    cut = split(module, X)
+    assert cut.edges == [(0, 1), (1, 2)]
+    travels(cut)
+    agree(module, cut, (X,))
+
+
+def test_a_point_at_a_change_in_place() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.relu, self.two = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x)
+            z = self.relu(y)
+            return self.two(z) + y
+
+    module = Change()
+    for point in ("relu", "two"):
+        cut = split(module, X, points=[point])
+        travels(cut)
+        agree(module, cut, (X,))
+
+
+def test_an_input_changed_in_place() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x.mul_(2)
+            y = self.one(x)
+            x.add_(1)
+            return self.two(y + x)
+
+    module = Change()
+    cut = split(module, X, stages=2)
+    torch.testing.assert_close(train(cut, X.clone())[0], module(X.clone()))
+
+
+def test_values_and_inputs_of_other_strides() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).t()
+            return self.two(y.t().view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH))
+
+    module = Turned()
+    wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
+    for stages in (2, 3, 4, 5):
+        agree(module, split(module, X, stages=stages), (wide[:, :WIDTH],))
+
+
+def test_a_change_in_place_that_nobody_sees() -> None:
+    class Change(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.one(x).sin()
+            z = self.two(y)
+            y.detach().zero_()
+            return z.sum(1)
+
+    cut = split(Change(), X, points=["two"])
+    assert cut.stages[0](X).any()
+
+
+def test_memory_that_trained_values_are_written_to() -> None:
+    class Fill(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(2, *x.shape)
+            out[0] = self.layers[0](x)
+            out[1] = self.layers[1](x)
+            return self.layers[3](self.layers[2](out))
+
+    module = Fill()
+    for stages in (2, 3):
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        agree(module, cut, (X,))
+
+
+def test_towers_do_not_wait_for_each_other() -> None:
+    make, args, kwargs = PLAIN["two-tower"]
+    module = make()
+    cut = split(module, args, kwargs, points=["text.1", "image", "image.3"])
+    assert cut.edges == [(0, 1), (1, 3), (2, 3)]
+    assert cut.reads[2] == [Input(1)]
+    agree(module, cut, args, kwargs)
+
+
+def test_costs_by_submodule() -> None:
+    module = GPT2Like()
+    costs = {"blocks.0": 1.0, "blocks.1": 1.0, "blocks.2": 1.0, "blocks.3": 3.0}
+    cut = split(module, (TOKENS, MASK), stages=2, costs=costs)
+    assert {name.split(".")[1] for name, _ in cut.stages[1].named_parameters() if "blocks" in name} == {"3"}
+    agree(module, cut, (TOKENS, MASK))
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn_like(x)
+            return self.two(self.one(x + noise)) * noise
+
+    module = Noise()
+    cut = split(module, X, points=["two"])
+    assert len(cut.bytes) == 2
+    agree(module, cut, (X,))
+
+
+def test_frozen_parameters() -> None:
+    module = EncoderDecoder()
+    module.source.requires_grad_(False)
+    module.encoder.requires_grad_(False)
+    module.head.weight = module.source.weight
+    cut = split(module, (TOKENS, TOKENS), stages=4)
+    assert cut.tied == []
+    agree(module, cut, (TOKENS, TOKENS))
+
+
+def test_without_gradients_and_mixed_precision_inside() -> None:
+    class Regions(nn.Module):
+        ema: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+            self.register_buffer("ema", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[1](self.layers[0](x))
+            with torch.no_grad():
+                self.ema.mul_(0.9).add_(x.mean(0), alpha=0.1)
+                y = x.argmax(-1, keepdim=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layers[2](x)
+            return self.layers[3](x.float()) * y
+
+    module = Regions()
+    for stages in (2, 3):
+        cut = split(module, X, stages=stages)
+        travels(cut)
+        agree(module, cut, (X,))
+        module(X)  # changes its own buffer only
+        assert not any(stage.get_buffer("ema").any() for stage in cut.stages if "ema" in dict(stage.named_buffers()))
+        module.ema.zero_()
+
+
+class Assigned(nn.Module):
+    """Buffers that get new values by assignment."""
+
+    count: Tensor
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.full((WIDTH,), 0.5))
+        self.register_buffer("last", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x = self.layers[0](x)
+        before = self.mean
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        x = self.layers[1](x)
+        if self.late:
+            x = x + before
+        for layer in self.layers[2:]:
+            x = layer(x)
+        self.last = x.detach()[0]
+        return x
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: bool) -> None:
+    module = Assigned(late)
+    cut = split(module, X, points=["layers.2", "layers.3"])
+    buffers = [sorted(name for name, _ in stage.named_buffers()) for stage in cut.stages]
+    assert buffers == [["count", "mean"], [], ["last"]]
+    agree(module, cut, (X,))
+
+
+def test_a_buffer_that_gets_another_s_old_value() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+            self.register_buffer("before", torch.zeros(WIDTH))
+            self.register_buffer("now", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.before = self.now.detach()
+            x = self.layers[0](x)
+            self.now = x.detach().mean(0)
+            return self.layers[2](self.layers[1](x))
+
+    module = Remembers()
+    agree(module, split(module, X, stages=2), (X,))
+
+
+def test_statistics_of_batches() -> None:
+    module = ResNetLike()
+    assert batch_coupled(module)[:2] == ["down1.norm1", "down1.norm2"]
+    assert batch_coupled(nn.Sequential(nn.InstanceNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True))) == ["1"]
+    assert batch_coupled(module.eval()) == []
+    args = PLAIN["resnet"][1]
+    with pytest.warns(MpirunWarning, match=r"down1.norm1, down1.norm2, down2.norm1 and 7 more: statistics are those"):
+        cut = split(module.train(), args, stages=3)
+    module(*args)
+    sent: dict[Any, Tensor] = {Input(0): args[0]}
+    for stage, (part, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = part(*(sent[one] for one in sources))
+        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    buffers = {name: one for stage in cut.stages for name, one in stage.named_buffers()}
+    assert buffers.keys() == dict(module.named_buffers()).keys()
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer)
+    with pytest.warns(MpirunWarning, match="eval mode"):
+        split(module.eval(), args, stages=2)
+
+
+def test_summary() -> None:
+    text = split(Tied(), (TOKENS, MASK), points=["blocks.2"], shared="replicate").summary()
+    assert re.search(r"^    0 +\d+ +\d+  1024 to 1 +words to blocks.1", text, re.M)
+    assert "tied: words.weight of stage 0 = words.weight of stage 1" in text
+
+
+def test_stages_run_wherever_they_are_moved_to() -> None:
+    cut = split(GPT2Like(), (TOKENS, MASK), stages=2)
+    sent: dict[Any, Tensor] = {Input(0): TOKENS.to("meta"), Input(1): MASK.to("meta")}
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        outputs = copy.deepcopy(module).to("meta")(*(sent[one] for one in sources))
+        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    assert all(one.is_meta for one in sent.values())
+
+
+def test_shared_by_name() -> None:
+    module = Tied()
+    assert split(module, (TOKENS, MASK), stages=2, shared={"words.weight": "replicate"}).tied
+    assert not split(module, (TOKENS, MASK), stages=2, shared={"places.weight": "replicate"}).tied
+
+
+# What cannot be
+
+
+def line_of(name: str) -> str:
+    """file:line of the first `# here` behind the class of this name."""
+    lines = Path(untraceable.__file__).read_text().splitlines()
+    start = next(k for k, line in enumerate(lines) if line.startswith(f"class {name}("))
+    return f"untraceable.py:{next(k for k in range(start, len(lines)) if '# here' in lines[k]) + 1}: in "
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Branch", r"`if x.sum\(\) > 0:  # here`: its outcome depends on data, which tracing cannot follow"),
+        ("Helped", "in flipped: .*depends on data"),
+        ("Loop", "depends on data"),
+        ("Item", "a number is taken out of a tensor"),
+        ("Numpy", "cannot be traced: RuntimeError"),
+        ("Selected", "the shape depends on data"),
+        ("Wrong", "cannot be traced: RuntimeError: .*16"),
+        ("Rounded", "a torch.autograd.Function, .* is not traced, and its gradients would be others"),
+        ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, is not traced"),
+        ("Generated", "a Generator is no part of a stage"),
+        ("Ungraded", "no_grad under autocast is not traced, and its gradients would be others"),
+        ("Hooked", "a hook on a tensor is not traced"),
+        ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
+        ("Counted", "changes the buffer seen, which several stages would use"),
+        ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
+        ("First", "would have no computation"),
+        ("Twice", "would have no computation"),
+        ("Last", "would have no computation"),
+        ("Returns", "cannot be traced: .*list_iterator"),
+        ("Nothing", "no tensor"),
+    ],
+)
+def test_untraceable(name: str, why: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        split(getattr(untraceable, name)(), X, stages=None if name in MARKED else 2)
+    assert line_of(name) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_stages_would_not_call_is_refused() -> None:
+    module = untraceable.Layers()
+    module.two.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="'two', Linear: its backward hook would not be called in a stage"):
+        split(module, X, stages=2)
+    with pytest.raises(UsageError, match=r"'0\.two', Linear: its backward hook"):
+        split_sequential(nn.Sequential(module, nn.ReLU()), 2)
+
+    class Residual(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    with pytest.raises(UsageError, match=r"in forward: .*more than the children one after the other"):
+        split_sequential(Residual(nn.Linear(2, 2), nn.ReLU()), 2)
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    hooked.register_forward_hook(lambda module, args, output: -output)
+    with pytest.raises(UsageError, match="Sequential has a hook of its own, which would not be called"):
+        split_sequential(hooked, 2)
+
+
+MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"points": "head"}, "points should be names of submodules, not 'head'"),
+        ({"points": [3]}, "points: the submodule 3 does not exist"),
+        ({"points": ["blocks.9"]}, "the submodule 'blocks.9' does not exist; did you mean blocks.[0-3]"),
+        ({"points": ["blocks.0.dropout"]}, "'blocks.0.dropout' runs 2 times"),
+        ({"points": ["blocks"]}, "'blocks' computes nothing"),
+        ({"points": ["words"]}, "'words': the stage that ends here would have no computation"),
+        ({"points": ["blocks.1", "blocks.1.norm1"]}, "'blocks.1' and 'blocks.1.norm1' begin at the same place"),
+        ({"points": ["blocks.1"], "stages": 4}, "make 2 stages, not 4"),
+        ({"points": ["blocks.1"], "costs": {"head": 1}}, "costs choose where stages begin, but points"),
+        ({}, "say how many stages, or at which points to cut"),
+        ({"stages": 0}, "0 stages: there should be one at least"),
+        ({"stages": 4000}, r"can be cut into \d+ stages at most, not 4000"),
+        ({"stages": 2, "costs": {"hed": 1}}, "costs: the submodule 'hed' does not exist; did you mean head"),
+        ({"stages": 2, "costs": [1, 2]}, "costs should be a mapping from names, not list"),
+        (
+            {"stages": 2, "costs": {"head": math.nan}},
+            "costs: that of 'head' should be a number that is not negative",
+        ),
+        ({"stages": 2, "costs": {"blocks": 1}}, "costs: 'blocks' computes nothing"),
+        ({"stages": 2, "shared": "send"}, "shared: 'send' is neither"),
+        ({"stages": 2, "shared": None}, "shared should be 'transmit' or 'replicate', or a mapping to these, not None"),
+        (
+            {"stages": 2, "shared": {"wrds.weight": "replicate"}},
+            "'wrds.weight' does not exist; did you mean words.weight",
+        ),
+    ],
+)
+def test_wrong_requests(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(GPT2Like(), (TOKENS, MASK), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why"),
+    [
+        ((), {}, "cannot be called with the example: missing a required argument"),
+        ((TOKENS, MASK, MASK), {}, "cannot be called with the example: too many positional arguments"),
+        (
+            (TOKENS, MASK),
+            {"more": MASK},
+            "called with the example: got an unexpected keyword argument 'more'",
+        ),
+        ((TOKENS, MASK), 5, "example_kwargs should be a mapping from names, not int"),
+    ],
+)
+def test_examples_that_do_not_fit(args: Any, kwargs: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split(GPT2Like(), args, kwargs, stages=2)
+
+
+def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
+    with pytest.raises(
+        UsageError, match=r"'one' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.one\(x\)`\)"
+    ):
+        split(untraceable.Repeated(), X, points=["one"])
+
+
+def test_inputs() -> None:
+    class Options(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, pair: tuple[Tensor, Tensor], times: int, *, bias: Any = None, last: Tensor) -> Tensor:
+            return self.two(self.one(pair[0]) * times + pair[1]) + last
+
+    args, kwargs = ((X, X + 1), 3), {"last": X - 1, "bias": None}
+    module = Options()
+    cut = split(module, args, kwargs, stages=2)
+    agree(module, cut, args, kwargs)
+    for data, why in [
+        ((((X, X), 4), kwargs), r"input \[1\] of a microbatch is 4, but the module was traced on 3"),
+        (
+            (((X[:3], X), 3), kwargs),
+            r"input \[0\]\[0\] .* torch.float32 of shape \(3, 16\), but the module was traced on .*\(4, 16\)",
+        ),
+        (((X, 3), kwargs), "is nested as"),
+        ((args, {"last": X}), r"inputs are \['last'\]"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            cut.leaves(data)
+    with pytest.raises(UsageError, match=r"the example's input \['last'\] is of type object: inputs are tensors"):
+        split(module, args, {"last": object()}, stages=2)
+
+
+# Sequential
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "runs"),
+    [
+        (4, None, ["01", "23", "4", "5"]),
+        (3, [5, 1, 1, 1, 1, 1], ["0", "12", "345"]),
+        (2, [1, 1, 1, 1, 1, 5], ["01234", "5"]),
+        ([2, "5"], None, ["01", "234", "5"]),
+        (["0", "3"], None, ["012", "345"]),
+    ],
+)
+def test_sequential(stages: Any, costs: Any, runs: list[str]) -> None:
+    module = layers()
+    cut = split_sequential(module, stages, costs)
+    assert ["".join(stage._modules) for stage in cut.stages] == runs
+    assert cut.reads == [[Input(0)], *([Value(k, 0)] for k in range(len(runs) - 1))]
+    agree(module, cut, (X,))
+
+
+def test_sequential_by_a_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"F": [1, 1, 1, 1, 1, 1], "B": [2, 2, 2, 2, 2, 9], "step": [0, 0, 0, 0, 0, 0]}')
+    assert "".join(split_sequential(layers(), 2, profile).stages[1]._modules) == "45"
+    with pytest.raises(UsageError, match="is no profile of mpirun profile"):
+        split_sequential(layers(), 2, tmp_path / "none.json")
+
+
+def test_sequential_with_a_child_that_appears_twice() -> None:
+    one = nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(one, nn.Tanh(), one, nn.Linear(WIDTH, WIDTH))
+    for stages in (1, 2, 3):
+        cut = split_sequential(module, stages)
+        agree(module, cut, (X,))
+    assert cut.tied == [[(0, "0.weight"), (1, "2.weight")], [(0, "0.bias"), (1, "2.bias")]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "costs", "why"),
+    [
+        (7, None, "has 6 children, too few for 7 stages"),
+        (0, None, "0 stages"),
+        (2, [1, 2], "costs has 2 numbers, but the Sequential 6 children"),
+        (2, [1, 2, 3, 4, 5, -1], "not negative"),
+        (["9"], None, "the child '9' does not exist"),
+        ([3, 2], None, "'2' is not behind '3'"),
+        ([3], [1] * 6, "but the stages are named"),
+    ],
+)
+def test_sequential_that_cannot_be_cut(stages: Any, costs: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        split_sequential(layers(), stages, costs)
+    with pytest.raises(UsageError, match=r"takes an nn\.Sequential, not Linear"):
+        split_sequential(nn.Linear(1, 1), 1)  # type: ignore[arg-type]
+
+
+# As mpirun takes it
+
+
+def test_model() -> None:
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
+        return {"mask": MASK, "tokens": TOKENS}, TOKENS
+
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return nnf.cross_entropy(output["scores"].flatten(0, 1), target.flatten())
+
+    cut = split(GPT2Like(), (), {"tokens": TOKENS, "mask": MASK}, stages=2)
+    model = cut.model(loss, batch)
+    data, _ = model.batch(TOKENS, np.random.default_rng(0))
+    assert data[0] is TOKENS
+    assert data[1] is MASK
+    assert model.reads == cut.reads
+
+
+def test_microbatches_of_a_minibatch_have_the_shapes_that_were_traced() -> None:
+    def make(text: Tensor, rng: np.random.Generator) -> tuple[Any, Tensor]:
+        return torch.zeros(6, LENGTH), torch.zeros(6)
+
+    cut = split(nn.Sequential(nn.Linear(LENGTH, 4), nn.ReLU(), nn.Linear(4, 1)), (torch.zeros(3, LENGTH),), stages=2)
+    model = cut.model(lambda output, target: output.mean(), Minibatch(make))
+    assert Microbatches(model.batch, TOKENS, 0, 2)(0, 0).leaves[0].shape == (3, LENGTH)
+    with pytest.raises(
+        UsageError, match=r"input \[0\] of a microbatch is .*\(2, 8\), but the module was traced on .*3, 8"
+    ):
+        Microbatches(model.batch, TOKENS, 0, 4)(0, 0)
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(UsageError, match=r"split takes an nn\.Module, not function"):
+        split(lambda x: x, (TOKENS,), stages=2)  # type: ignore[arg-type]

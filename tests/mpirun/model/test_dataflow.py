@@ -1,0 +1,102 @@
+"""What stages read of one another: messages of several tensors, the file for the compiler, and mistakes in it."""
+
+from __future__ import annotations
+
+import json
+
+import models_for_tests
+import pytest
+import torch
+
+from mpirun.data.batches import Microbatches, Minibatch
+from mpirun.model.dataflow import Bundle, Input, Like, Value, dag
+
+TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
+
+
+def some(like: Like) -> torch.Tensor:
+    return torch.randint(0, 2, like.size, generator=torch.Generator().manual_seed(0)).to(like.dtype)
+
+
+@pytest.mark.parametrize("indices", [(), (0,), (1,), (0, 1), (0, 2, 4), (0, 1, 2, 3, 4)])
+def test_a_message_of_several_tensors_gives_them_back(indices):
+    outputs = [Like((3, k), dtype) for k, dtype in enumerate(TYPES)]
+    bundle, tensors = Bundle(indices, outputs), [some(outputs[index]) for index in indices]
+    message = bundle.pack(tensors, torch.device("cpu"))
+    assert (tuple(message.shape), message.dtype) == tuple(bundle.like)
+    assert bundle.like.bytes >= sum(one.nbytes for one in tensors)
+    back = bundle.unpack(message)
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(back, tensors, strict=True))
+    if len(indices) > 1:
+        assert all((view.data_ptr() - message.data_ptr()) % 64 == 0 for view in back)
+
+
+def test_outputs_are_apart_where_consumers_read_different_ones():
+    a, b = Value(0, 0), Value(0, 1)
+    assert dag([[Input(0)], [a], [a, Value(1, 0)]])[:3] == (3, ((0, 1), (0, 2), (1, 2)), ())
+    assert dag([[Input(0)], [b, a], [a, b, Value(1, 0)]]).apart == ()  # both read both
+    assert dag([[Input(0)], [a], [a, b, Value(1, 0)]]).apart == (0,)
+    assert dag([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
+
+
+@pytest.fixture(scope="module")
+def chain(compiled):
+    return compiled("1f1b", stages=4, microbatches=4, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            "several",
+            "mpirun: stage 2 of the model reads stage 0, but in the schedule it does not: compile it with --graph FILE",
+        ),
+        ("reads_too_few", "mpirun: the model says what 3 stages read, but there are 4"),
+        ("reads_later", "mpirun: stage 1 of the model reads an output of stage 2, which is not before it"),
+        ("reads_a_number", "mpirun: stage 1 of the model reads 0, which is no Input and no Value"),
+        ("reads_no_output", "mpirun: stage 1 reads output 3 of stage 0, which returns 1"),
+        ("reads_no_leaf", "mpirun: stage 0 reads leaf 2 of the input, which has 1"),
+        ("too_small", "mpirun: the minibatch has 3 samples, too few for 4 microbatches"),
+    ],
+)
+def test_a_mistake_in_the_model_is_one_sentence(mistakes, chain, text, model, sentence):
+    (ended,) = mistakes(2, [[chain, "--model", f"models_for_tests:{model}", "--text", text]])
+    assert ended.code == 2
+    assert ended.err.startswith(sentence)
+
+
+def test_a_loss_of_the_whole_minibatch_needs_its_forwards_first(mistakes, compiled, several, text, tmp_path):
+    model = "models_for_tests:contrastive"
+    ((code, _),) = several(1, [["graph", "--model", model, "--stages", 4, "-o", tmp_path / "towers.graph"]])
+    assert code == 0
+    for scheme, words in (("1f1b", "as in gpipe"), ("ddp", "computed by one worker")):
+        schedule = compiled(scheme, graph=tmp_path / "towers.graph", microbatches=8, workers=4)
+        (ended,) = mistakes(4, [[schedule, "--model", model, "--text", text]])
+        assert ended.code == 2 and words in ended.err
+        assert ended.err.startswith("mpirun: the model's loss is of the whole minibatch")
+
+
+@pytest.mark.parametrize("model", ["several", "contrastive"])
+def test_graph_writes_what_compile_reads(several, text, tmp_path, model):
+    file = tmp_path / "graph.json"
+    ((code, _),) = several(1, [["graph", "--model", f"models_for_tests:{model}", "--stages", 4, "-o", file]])
+    found = dag(getattr(models_for_tests, model)(4).reads)
+    assert code == 0
+    assert json.loads(file.read_text()) == json.loads(json.dumps({k: v for k, v in found._asdict().items() if v != ()}))
+
+
+# Minibatches
+
+
+def minibatch(size: int) -> tuple[dict[str, object], torch.Tensor]:
+    return {"x": torch.arange(3 * size).view(3, size), "all": torch.ones(2), "no": "tensor"}, torch.arange(size)
+
+
+DIMS = ({"x": 1, "all": None, "no": None}, 0)
+
+
+def test_a_sample_weighs_the_same_in_every_microbatch():
+    found = Microbatches(Minibatch(lambda text, rng: minibatch(10), DIMS), torch.zeros(1), 0, 4)
+    parts = [found(0, number).parts for number in range(4)]
+    assert parts == [10 / 3, 10 / 3, 5, 5]
+    assert found.tokens == 10

@@ -1,0 +1,161 @@
+"""Dropout draws by step, microbatch and layer: the same whatever the cut, the scheme and the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import models_for_tests
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mpirun.comm.device import Device
+from mpirun.data.batches import Microbatch, Microbatches
+from mpirun.model.contract import Model, build
+from mpirun.model.dataflow import Input, Value
+from mpirun.model.rng import Draws
+from mpirun.model.shapes import shapes
+from mpirun.models import gpt
+
+DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
+APART = """
+    def w(s, b, d):
+        return s % 4, (s + d) % 4
+    def n(s, b, d, *, stages):
+        return b * 2 * stages + s + d * (2 * stages - 1 - 2 * s)
+"""
+
+CHAIN = [[Input(0)], [Value(0, 0)], [Value(1, 0)]]  # what stages read
+
+# On 4 workers: scheme, options, and what the schedule has to have.
+SCHEDULES = {
+    "1f1b, 4 stages": ("1f1b", {"stages": 4}, "BWD"),
+    "1f1b, 8 stages": ("1f1b", {"stages": 8}, "BWD"),
+    "ddp": ("ddp", {"stages": 4}, "ALLREDUCE"),
+    "fsdp": ("fsdp", {"stages": 8, "weight_slots": 1}, "FETCH_W"),
+    "lpp": ("lpp", {"stages": 8, "groups": 2}, "ALLREDUCE"),
+    "fslpp": ("fslpp", {"stages": 4, "groups": 2}, "ADD"),
+    "chimera": ("chimera", {"stages": 4}, "ALLREDUCE"),
+    "split backward": ("zb-v", {"stages": 8}, "BWD_W"),
+    "computed again": ("1f1b", {"stages": 4, "recompute": "all"}, "RECOMPUTE"),
+    "split, computed again": ("zb-v", {"stages": 8, "recompute": "all"}, "RECOMPUTE"),
+    "forward and backward apart": (APART, {"stages": 4}, "RECOMPUTE"),
+}
+TWO_WORKERS = {
+    "1f1b, 4 stages, 2 workers": ("1f1b", {"stages": 4, "workers": 2}),
+    "ddp, 2 workers": ("ddp", {"stages": 8, "workers": 2}),
+    "fsdp, 2 workers": ("fsdp", {"stages": 4, "workers": 2}),
+}
+MORE = {  # schedule, model, options
+    "one stage is a function": ("1f1b, 4 stages", ONE_FUNCTION, []),
+    "one stage is a function, computed again": ("forward and backward apart", ONE_FUNCTION, []),
+    "two walks": ("1f1b, 4 stages", DROPPING, ["--accumulate", 2]),
+    "two walks, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
+    "two walks, fsdp": ("fsdp", DROPPING, ["--accumulate", 2]),
+}
+
+
+def first(model: Model) -> Microbatch:
+    return Microbatches(model.batch, TEXT, 0, 1)(0, 0)
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled) -> dict[str, Path]:
+    return {
+        name: compiled(scheme, **{"workers": 4, "microbatches": 8} | options)
+        for name, (scheme, options, *_) in (SCHEDULES | TWO_WORKERS).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(inside, schedules, text, tmp_path_factory):
+    """Every case by name, and its metrics."""
+    folder = tmp_path_factory.mktemp("metrics")
+    cases = {name: (name, DROPPING, []) for name in (*SCHEDULES, *TWO_WORKERS)} | MORE
+    common = ["--text", text, "--steps", 3, "--clip", 1, "--threads", 1, "--verify", "--canonical", "--metrics"]
+    runs = {
+        name: {"arguments": [schedules[schedule], "--model", model, *more, *common, folder / name]}
+        for name, (schedule, model, more) in cases.items()
+    }
+    two = {name: run for name, run in runs.items() if name in TWO_WORKERS}
+    four = {name: run for name, run in runs.items() if name not in TWO_WORKERS}
+    seen = dict(zip(two, inside(2, list(two.values())), strict=True))
+    return seen | dict(zip(four, inside(4, list(four.values())), strict=True)), folder
+
+
+def losses(folder: Path, name: str) -> list[tuple[float, float]]:
+    """Loss and norm of every step; json keeps every bit."""
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, *TWO_WORKERS, *MORE])
+def test_dropout_gives_the_bits_of_one_process(runs, name):
+    seen, _ = runs
+    assert seen[name].differences == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert seen[name].code == 0
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, *TWO_WORKERS])
+def test_losses_do_not_depend_on_cut_scheme_or_ranks(runs, name):
+    _, folder = runs
+    assert losses(folder, name) == losses(folder, "1f1b, 4 stages")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_case_is_what_it_is_called(schedules, name):
+    assert f'"op": "{SCHEDULES[name][2]}"' in schedules[name].read_text()
+
+
+def output(model, step: int, mb: int, seed: int = 0, train: bool = True) -> Tensor:
+    """What all stages make of the same data, as if in that step and microbatch."""
+    (x,), _, _ = first(model)
+    for index, shape in enumerate(
+        shapes(model, model.wiring([(s - 1,) if s else () for s in range(len(model.stages))], 1), first(model))
+    ):
+        module = build(model, index, 0).train(train)
+        draws = Draws(module, index, shape.draws, Device().seed)
+        draws.at = (seed, step, mb)
+        x = module(x)
+    return x.detach()
+
+
+@pytest.mark.parametrize("make", [models_for_tests.dropping, models_for_tests.dropping_function])
+def test_numbers_are_drawn_by_seed_step_and_microbatch(make):
+    first = output(make(4), 0, 0)
+    torch.rand(3)
+    assert torch.equal(first, output(make(4), 0, 0))
+    others = [output(make(4), 1, 0), output(make(4), 0, 1), output(make(4), 0, 0, seed=1)]
+    others.append(output(make(4), 0, 0, train=False))
+    assert not any(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("stages", [1, 4, 10])
+def test_numbers_are_drawn_by_layer(stages):
+    model = models_for_tests.dropping(stages)
+    assert torch.equal(output(model, 0, 0), output(models_for_tests.dropping(2), 0, 0))
+
+
+def test_two_layers_of_one_kind_draw_different_numbers():
+    x = torch.ones(8, models_for_tests.WIDTH)
+    drawn = []
+    for name in ("a", "b", "a"):
+        module = torch.nn.Sequential(OrderedDict({name: torch.nn.Dropout(0.5)}))
+        Draws(module, 0, [name], Device().seed).at = (0, 0, 0)
+        drawn.append(module(x))
+    assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+
+def test_the_layers_that_draw_are_found():
+    """All of them, and no others: attention draws only with dropout."""
+    found = shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
+    assert [one.draws for one in found] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
+    found = shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
+    assert found[1].draws == ("",)  # the whole stage
+    assert shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].draws == ()
+    everywhere = models_for_tests.attends_everywhere(2)  # attention's other defaults
+    assert [one.draws for one in shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]

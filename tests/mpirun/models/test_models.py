@@ -1,0 +1,293 @@
+"""The models that come along: a cut changes nothing, and a seed says everything."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mpirun.data.batches import Microbatch, Microbatches, Minibatch
+from mpirun.model.contract import Model, build, load
+from mpirun.model.dataflow import Like
+from mpirun.model.shapes import shapes
+from mpirun.models import gpt, mlp
+from schedgen.util.errors import UsageError
+
+TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
+TINY = {"gpt": (gpt.tiny, 10), "mlp": (mlp.tiny, 12)}  # an embedding, 8 blocks or 10 layers, and the scores
+EVERY_CUT = pytest.mark.parametrize(
+    ("name", "stages"), [(name, stages) for name, (_, most) in TINY.items() for stages in range(1, most + 1)]
+)
+META = nn.Linear(4, 4, device="meta")
+BOTH = pytest.mark.parametrize("name", TINY)
+
+
+def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> Microbatch:
+    return Microbatches(model.batch, text, seed, 1)(step, mb)
+
+
+def modules(model: Model, seed: int = 0) -> list[nn.Module]:
+    return [build(model, stage, seed) for stage in range(len(model.stages))]
+
+
+def parameters(parts: list[nn.Module]) -> dict[str, Tensor]:
+    return {name: parameter for part in parts for name, parameter in part.named_parameters()}
+
+
+@EVERY_CUT
+def test_a_cut_model_computes_what_the_whole_does(name, stages):
+    make, _ = TINY[name]
+    (whole,), parts = modules(make(1)), modules(make(stages), seed=1)
+    uncut = dict(whole.named_parameters())
+    cut = parameters(parts)
+    assert list(cut) == list(uncut)
+    with torch.no_grad():
+        for key, parameter in cut.items():
+            parameter.copy_(uncut[key])
+        (data,), _, _ = microbatch(make(1), TEXT, 0, 0, 0)
+        x = data
+        for part in parts:
+            x = part(x)
+        assert torch.equal(x, whole(data))
+
+
+@EVERY_CUT
+def test_stages_have_as_equal_numbers_of_layers_as_can_be(name, stages):
+    make, layers = TINY[name]
+    counts = [len(part) for part in modules(make(stages))]
+    assert sum(counts) == layers and max(counts) - min(counts) <= 1
+
+
+@BOTH
+def test_layers_joined_by_a_schedule_are_the_model(name):
+    """Uneven stages, the same layers in the same order, ties where they were."""
+    make, layers = TINY[name]
+    counts = [1, layers - 3, 2]
+    model = load(f"mpirun.models.{name}:tiny", 3, 0, counts)
+    assert [len(part) for part in modules(model)] == counts
+    assert list(parameters(modules(model))) == list(parameters(modules(make(1))))
+
+
+def test_ties_and_layers_that_cannot_be_joined():
+    model = load("mpirun.models.gpt:tied", 2, 0, [4, 6])
+    assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
+    with pytest.raises(UsageError, match="not given by their layers"):
+        load("models_for_tests:dropping_function", 2, 0, [1, 2])
+
+
+@BOTH
+def test_weights_depend_on_the_seed_and_not_on_what_was_built_before(name):
+    make, _ = TINY[name]
+    model = make(4)
+    forwards = {stage: build(model, stage, 5) for stage in range(4)}
+    torch.rand(3)
+    backwards = {stage: build(model, stage, 5) for stage in reversed(range(4))}
+    others = {stage: build(model, stage, 6) for stage in range(4)}
+    for stage in range(4):
+        for a, b in zip(forwards[stage].parameters(), backwards[stage].parameters(), strict=True):
+            assert torch.equal(a, b)
+        # Some begin as ones or zeros, whatever the seed; every stage has some that do not.
+        pairs = zip(forwards[stage].parameters(), others[stage].parameters(), strict=True)
+        assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_two_layers_of_one_shape_begin_with_different_weights():
+    blocks = parameters(modules(gpt.tiny(8)))
+    assert not torch.equal(blocks["block1.qkv.weight"], blocks["block2.qkv.weight"])
+
+
+@BOTH
+def test_a_module_given_as_it_is_is_copied(name):
+    make, _ = TINY[name]
+    model = make(2)
+    given = model._replace(stages=modules(model))
+    with torch.no_grad():
+        next(build(given, 0, 0).parameters()).fill_(7)
+    assert not (next(build(given, 0, 0).parameters()) == 7).any()
+
+
+def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
+    (data,), target, _ = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
+    assert data.shape == target.shape == (4, 64)
+    assert torch.equal(data[:, 1:], target[:, :-1])
+    assert bytes(data[0].tolist()) + bytes(target[0, -1:].tolist()) in bytes(TEXT.tolist())
+
+
+def test_a_microbatch_of_mlp_is_16_bytes_of_text_and_the_next():
+    (data,), target, _ = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
+    assert (data.shape, target.shape) == ((64, 16), (64,))
+    for before, after in zip(data.tolist(), target.tolist(), strict=True):
+        assert bytes([*before, after]) in bytes(TEXT.tolist())
+
+
+@BOTH
+def test_a_microbatch_depends_on_seed_step_and_number_alone(name):
+    model = TINY[name][0](1)
+    first = microbatch(model, TEXT, 3, 2, 1)
+    torch.rand(3)
+    again = microbatch(model, TEXT, 3, 2, 1)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(first[:2]), tree_leaves(again[:2]), strict=True))
+    for other in ((4, 2, 1), (3, 1, 1), (3, 2, 0)):
+        assert not torch.equal(first[0][0], microbatch(model, TEXT, *other)[0][0])
+
+
+@BOTH
+def test_the_shortest_text_is_long_enough_and_a_shorter_is_not(name):
+    model = TINY[name][0](1)
+    (data,), _, _ = microbatch(model, TEXT[: model.length], 0, 0, 0)
+    assert (data[0] == data).all()  # there is one place only to begin
+    with pytest.raises(ValueError):  # numpy's, from rng.integers
+        microbatch(model, TEXT[: model.length - 1], 0, 0, 0)
+
+
+@BOTH
+def test_more_stages_than_layers_is_one_clear_error(name):
+    _, layers = TINY[name]
+    with pytest.raises(UsageError) as error:
+        load(f"mpirun.models.{name}:tiny", layers + 1, 0)
+    assert str(error.value) == (
+        f"--model mpirun.models.{name}:tiny: it has {layers} layers, too few for {layers + 1} stages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("stages", 5, "stages should be a list, not int"),
+        ("stages", [nn.Identity()], "has 1 stages, not the 2 that it is asked for"),
+        (
+            "stages",
+            [nn.Identity(), {"score": 5}],
+            "stage 1 should be layers by name, a function or a module, not {'score': 5}",
+        ),
+        ("stages", [nn.Identity(), {}], "stage 1 should be layers by name, a function or a module, not {}"),
+        ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
+        ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
+        ("loss", None, "loss should be a function, not NoneType"),
+        ("batch", Minibatch(5), "batch should be a function, not int"),
+        ("length", "many", "length should be a number of bytes, not 'many'"),
+        ("length", 0, "length should be a number of bytes, not 0"),
+        ("loss_of", "step", "loss_of should be microbatch or minibatch, not 'step'"),
+        ("split", 0, "split should be a list, not int"),
+        ("split", ["x"], "splits stage 'x', which is none before the last: that is whole"),
+        ("split", [1], "splits stage 1, which is none before the last: that is whole"),
+        ("tied", "ab", "tied should be a list, not str"),
+        ("tied", [[]], "a tie has no places"),
+        ("tied", [[(0, 1)]], "a tie is of pairs (stage, name), not (0, 1)"),
+        ("tied", [[(2, "weight")]], "ties weight of stage 2, but there are 2 stages"),
+        ("tied", [[(0, "a"), (1, "b")], [(0, "a"), (1, "c")]], "ties a of stage 0 twice"),
+        ("reads", 5, "reads should be a list, not int"),
+        ("reads", [[], 5], "what a stage reads should be a list, not int"),
+    ],
+)
+def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, field, value, sentence):
+    module = types.ModuleType("wrong")
+    module.model = lambda stages: mlp.tiny(stages)._replace(**{field: value})
+    monkeypatch.setitem(sys.modules, "wrong", module)
+    with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
+        load("wrong:model", 2, 0)
+
+
+def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
+    module = types.ModuleType("mine")
+    fields = {"length": np.int64(20), "split": {np.int64(0)}, "tied": [[[np.int64(0), "a"], (1, "b")]], "shards": 5}
+    module.model = lambda stages: mlp.tiny(stages)._replace(**fields)
+    monkeypatch.setitem(sys.modules, "mine", module)
+    found = load("mine:model", 2, 0)
+    assert (found.length, found.split, found.tied, found.shards) == (20, [0], [[(0, "a"), (1, "b")]], 1)
+    assert type(found.length) is type(found.split[0]) is type(found.tied[0][0][0]) is int
+
+
+@pytest.mark.parametrize(
+    ("tie", "sentence"),
+    [
+        ([(0, "layer0.linear.weight"), (1, "nothing")], "ties nothing of stage 1, which has no such parameter"),
+        ([(0, "nothing"), (1, "score.weight")], "ties nothing of stage 0, which has no such parameter"),
+        (
+            [(0, "layer0.linear.weight"), (1, "score.weight")],
+            "ties layer0.linear.weight of stage 0, torch.float32 of shape (128, 128), to torch.float32 of shape (256",
+        ),
+    ],
+)
+def test_what_cannot_be_tied_is_one_sentence(tie, sentence):
+    with pytest.raises(UsageError, match=re.escape(f"the model {sentence}")):
+        build(mlp.tiny(2)._replace(tied=[tie]), 1, 0)
+
+
+def test_what_a_model_raises_is_on_one_line(monkeypatch):
+    def model(stages: int) -> Model:
+        raise ValueError("two\nlines")
+
+    module = types.ModuleType("wrong")
+    module.model = model
+    monkeypatch.setitem(sys.modules, "wrong", module)
+    with pytest.raises(UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines$"):
+        load("wrong:model", 2, 0)
+
+
+def test_the_small_models_have_the_sizes_they_say():
+    sizes = {make: sum(p.numel() for p in build(make(1), 0, 0).parameters()) for make in (gpt.small, mlp.small)}
+    assert round(sizes[gpt.small] / 1e6) == 10 and round(sizes[mlp.small] / 1e6) == 17  # as their docstrings say
+
+
+class Scaled(nn.Module):
+    """Has tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.scales = [torch.tensor(0.5), torch.arange(4.0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self.linear(x) * scale for scale in self.scales), torch.zeros(4))
+
+
+class Recurrent(nn.Module):
+    """Refers to its parameters in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "dtype"),
+    [
+        (lambda: nn.Linear(3, 4).to(torch.bfloat16).double(), (2, 4), torch.float64),
+        (lambda: Recurrent().double(), (2, 5), torch.float64),
+        (lambda: Scaled().half().float(), (2, 4), torch.float32),
+        (Scaled(), (2, 4), torch.float32),
+        (nn.Linear(3, 4, dtype=torch.float16), (2, 4), torch.float16),
+    ],
+    ids=["converted", "recurrent", "with other tensors", "a module with other tensors", "a module"],
+)
+def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
+    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        return torch.ones(2, 3, dtype=dtype), torch.ones(())
+
+    model = Model([stage], lambda output, target: output.mean(), batch)
+    (found,) = shapes(model, model.wiring([()], 1), microbatch(model, TEXT, 0, 0, 0))
+    real = build(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
+    assert found.outputs == (Like(tuple(real.shape), real.dtype),) == (Like(size, dtype),)
+
+
+def test_with_mixed_precision_shapes_have_the_types_that_travel():
+    found = shapes(
+        mlp.tiny(4),
+        mlp.tiny(4).wiring([(), (0,), (1,), (2,)], 1),
+        microbatch(mlp.tiny(4), TEXT, 0, 0, 0),
+        torch.bfloat16,
+    )
+    assert [one.outputs[0].dtype for one in found] == [torch.float32] * 3 + [
+        torch.bfloat16
+    ]  # sums with what was, and scores
+    assert all(one.weights % 64 == 0 and one.weights > 0 for one in found)

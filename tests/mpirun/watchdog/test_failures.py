@@ -1,0 +1,207 @@
+"""Whatever goes wrong on a rank ends the whole job, at once and with one message that says where."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from schedgen.cli.main import main as schedgen
+
+# In 1f1b stage 2 is on rank 2; its 13th forward is that of microbatch 4 in the second step.
+RANK, INSTRUCTION = 2, '{"op": "FWD", "stage": 2, "mb": 4}'
+RAISED = {
+    "raises_in_stage": "RuntimeError: thirteen is unlucky",
+    "exits_in_stage": "SystemExit: thirteen is enough",
+    "out_of_memory_in_stage": "RuntimeError: .*(memory|allocate).*",
+}
+WHERE = r"rank (\d) on \S+: step 2: line (\d+): (\{.*?\})"
+
+
+def line_of(schedule: Path, line: str) -> str:
+    """The instruction in a line of a schedule."""
+    return schedule.read_text().splitlines()[int(line) - 1].strip(" ,")
+
+
+# A rank that dies
+
+
+class Failure(NamedTuple):
+    model: str
+    result: object  # of the launch
+    seconds: float  # from the trouble to the end of mpiexec
+
+
+@pytest.fixture(scope="module", params=[*RAISED, "killed_in_stage"])
+def failure(launch, traces, text, tmp_path_factory, request) -> Failure:
+    """A launch of 4 ranks in which a stage of the model makes trouble."""
+    note = tmp_path_factory.mktemp("trouble") / "at"
+    command = [traces / "1f1b.json", "--model", f"models_for_tests:{request.param}", "--text", text, "--steps", 5]
+    result = launch(4, *command, env={"TROUBLE_AT": str(note)})
+    return Failure(request.param, result, result.ended - float(note.read_text()))
+
+
+def test_the_job_ends_within_10_seconds_and_not_well(failure):
+    assert failure.seconds < 10
+    assert failure.result.code != 0
+
+
+def test_no_process_is_left_behind(failure, left_behind):
+    assert left_behind(failure.result) == []
+
+
+def test_it_happened_in_the_second_step(failure):
+    assert "step 1/5" in failure.result.out and "step 2/5" not in failure.result.out
+
+
+def test_the_end_is_explained(failure, traces):
+    """By rank, line, instruction and reason; one that is killed cannot speak, and the guard does it."""
+    result = failure.result
+    assert "Traceback" not in result.err
+    (message,) = result.ours
+    if failure.model in RAISED:
+        assert result.code == 1
+        found = re.fullmatch(r"mpirun: rank (\d) on \S+: line (\d+): (\{.*?\}): (.*) \(at (\S+):\d+\)", message)
+        assert found is not None, message
+        rank, line, instruction, reason, place = found.groups()
+        assert re.fullmatch(RAISED[failure.model], reason), reason
+        assert place.endswith("models_for_tests.py")
+    else:
+        found = re.fullmatch(rf"mpirun: {WHERE}: ended without a word: killed, perhaps for lack of memory", message)
+        assert found is not None, message
+        rank, line, instruction = found.groups()
+    assert (int(rank), instruction) == (RANK, INSTRUCTION)
+    assert line_of(traces / "1f1b.json", line) == INSTRUCTION
+
+
+# A job in which nothing moves
+
+LIMIT = 3  # seconds
+STATE = rf"  {WHERE}(?:, (\w+)|, waiting for (?:the other ranks|line (\d+): (\{{.*\}})))"
+
+
+def explained(result: object, ranks: int) -> tuple[str, list[re.Match[str]]]:
+    """Why nothing moves, and where each rank is, from the one message that the launch ends with."""
+    lines = result.err.splitlines()
+    (start,) = [at for at, line in enumerate(lines) if line.startswith("mpirun: ")]
+    reason = re.fullmatch(f"mpirun: nothing has moved for {LIMIT} s: (.*)", lines[start])
+    states = [re.fullmatch(STATE, line) for line in lines[start + 1 : start + 1 + ranks]]
+    assert reason and all(states), result.err
+    assert [int(state[1]) for state in states] == list(range(ranks))
+    return reason[1], states
+
+
+@pytest.fixture(scope="module")
+def stopped(launch, traces, text, tmp_path_factory) -> Failure:
+    note = tmp_path_factory.mktemp("trouble") / "at"
+    command = [traces / "1f1b.json", "--model", "models_for_tests:stopped_in_stage", "--text", text, "--steps", 5]
+    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note)})
+    return Failure("stopped", result, result.ended - float(note.read_text()))
+
+
+def test_a_rank_that_stops_answering_is_named(stopped, traces, left_behind):
+    reason, states = explained(stopped.result, 4)
+    assert re.fullmatch(r"rank 2 on \S+ is stopped, and others wait for it", reason)
+    for state in states:
+        _, line, instruction, _, waits, what = state.groups()
+        assert line_of(traces / "1f1b.json", line) == instruction
+        assert waits is None or line_of(traces / "1f1b.json", waits) == what
+    assert [state[4] for state in states].count("stopped") == 1
+    assert stopped.result.code != 0 and LIMIT < stopped.seconds < LIMIT + 10
+    assert left_behind(stopped.result) == []
+
+
+def test_a_message_that_is_never_sent_is_named(launch, traces, text):
+    """Rank 1 leaves out the SEND of x.1.7 in the second step."""
+    command = [traces / "1f1b.json", "--model", "mpirun.models.mlp:tiny", "--text", text, "--timeout", LIMIT]
+    result = launch(4, "lost", *command, program=["programs/broken.py"])
+    _, states = explained(result, 4)
+    assert states[2][6] == '{"op": "RECV", "buf": "x.1.7", "from": 1}'
+    assert result.code != 0
+
+
+def test_a_circle_is_named(launch, compiled, text):
+    """A deadlock that check refuses, run without it."""
+    schedule = compiled("gpipe", stages=2, microbatches=1, workers=2)
+    lines = schedule.read_text().splitlines()
+    send, bwd = '   {"op": "SEND", "buf": "x.0.0", "to": 1},', '   {"op": "BWD", "stage": 0, "mb": 0},'
+    lines.remove(send)
+    lines.insert(lines.index(bwd) + 1, send)
+    schedule.write_text("\n".join(lines) + "\n")
+    assert schedgen(["seal", str(schedule)]) == 0
+    command = [schedule, "--model", "mpirun.models.mlp:tiny", "--text", text, "--timeout", LIMIT]
+    result = launch(2, "unchecked", *command, program=["programs/broken.py"])
+    assert re.search(
+        r"^mpirun: nothing has moved for 3 s: rank 0 waits for rank 1, rank 1 waits for rank 0$", result.err, re.M
+    )
+    assert result.code != 0
+
+
+# Ends that all ranks agree on
+
+
+@pytest.fixture(scope="module")
+def agreed(mistakes, traces, text, tmp_path_factory):
+    """Runs that end early, by name; all in one launch. DIR is a folder for checkpoints, FILE one for metrics."""
+    folder = tmp_path_factory.mktemp("agreed")
+    runs = {
+        "nan loss": ["nan_loss"],
+        "infinite gradient": ["infinite_gradient"],
+        "nan loss skipped": ["nan_loss", "--on-nan", "skip", "--metrics", folder / "nan"],
+        "infinite gradient skipped": ["infinite_gradient", "--on-nan", "skip", "--verify", "--canonical"],
+        "asked to leave": ["asked_to_leave_in_stage", "--save", folder / "left"],
+        "asked to leave, nothing to save to": ["asked_to_leave_in_stage"],
+    }
+    command = [traces / "1f1b.json", "--text", text, "--steps", 4, "--model"]
+    commands = [[*command, f"models_for_tests:{name}", *options] for name, *options in runs.values()]
+    note = {"TROUBLE_AT": str(folder / "at")}
+    return dict(zip(runs, mistakes(4, commands, env=note), strict=True)), folder
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(agreed, traces):
+    ended = agreed[0]["nan loss"]
+    found = re.fullmatch(rf"mpirun: {WHERE}: the loss is nan\n", ended.err)
+    assert found and ended.code == 1
+    assert found[1] == "3" and found[3] == '{"op": "FWD", "stage": 3, "mb": 4}' == line_of(
+        traces / "1f1b.json", found[2]
+    )
+    assert "step 1/4" in ended.out and "step 2/4" not in ended.out
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(agreed):
+    """Stage 2's own is the last of the model that is not: what stage 3 got was sound."""
+    ended = agreed[0]["infinite gradient"]
+    what = r"the norm of the gradient of linear\.bias, stage 2, is (inf|nan)"
+    found = re.fullmatch(rf"mpirun: {WHERE}: {what}\n", ended.err)
+    assert found and ended.code == 1, ended
+    assert found[1] == "2" and json.loads(found[3])["op"] == "NORM"
+
+
+def test_a_step_that_is_skipped_changes_nothing(agreed):
+    """Said by the rank where it began; metrics stay JSON; and one process that skips gets the same weights."""
+    ended = agreed[0]["nan loss skipped"]
+    assert ended.code == 0
+    assert re.fullmatch(rf"mpirun: {WHERE}: the loss is nan: the step changes nothing\n", ended.err)
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in (agreed[1] / "nan").read_text().splitlines()]
+    assert [row["loss"] is None for row in rows] == [False, True, False, False]
+    ended = agreed[0]["infinite gradient skipped"]
+    assert ended.code == 0, ended
+    assert "parameters differ from one process by at most 0\n" in ended.out
+
+
+def test_a_rank_that_is_asked_to_leave_takes_all_along_after_the_step(agreed):
+    ended = agreed[0]["asked to leave"]
+    assert (ended.code, ended.err) == (143, "mpirun: asked to leave (SIGTERM): saved after step 2\n")
+    assert [folder.name for folder in (agreed[1] / "left").iterdir()] == ["step-00000002"]
+    ended = agreed[0]["asked to leave, nothing to save to"]
+    assert (ended.code, ended.err) == (143, "mpirun: asked to leave (SIGTERM): nothing is saved after step 2\n")
+
+
+def test_a_loss_without_a_gradient_trains_nothing_and_is_refused(launch, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=2, workers=1)
+    result = launch(1, schedule, "--model", "models_for_tests:without_gradient", "--text", text)
+    assert result.code == 1
+    assert "ValueError: the loss has no gradient: it depends on no parameter" in result.err

@@ -1,0 +1,211 @@
+"""The guard beside the ranks of a host: whom it blames, and how guards of several hosts agree.
+
+Hosts are processes here, and their ranks are processes that sleep: the guard knows them by their memory alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+
+import pytest
+
+from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog.process import REPORT
+from mpirun.watchdog.state import culprit
+from mpirun.watchdog.watch import COMMAND
+
+LINES = [
+    '{"op": "RECV", "buf": "x.0.0", "from": 0}',
+    '{"op": "FWD", "stage": 1, "mb": 0}',
+    '{"op": "NORM", "group": 0}',
+]
+
+
+def state(rank: int, peer: int | None, process: str = "asleep") -> dict[str, object]:
+    return {"rank": rank, "host": "h", "at": "", "waits": None, "peer": peer, "process": process}
+
+
+@pytest.mark.parametrize(
+    ("states", "sentence"),
+    [
+        # 0 waits for 1, and 1 computes for ever
+        ([state(0, 1), state(1, None, "computing")], "rank 1 on h is computing, and others wait for it"),
+        # all but 2 are in a sum
+        ([state(0, -1), state(1, -1), state(2, None)], "rank 2 on h is asleep, and others wait for it"),
+        ([state(0, -1), state(1, -1)], "all ranks are in a sum that does not end"),
+        # a circle that rank 0 is not in
+        ([state(0, 1), state(1, 2), state(2, 1)], "rank 1 waits for rank 2, rank 2 waits for rank 1"),
+        # 1 left out what 0 waits for, and waits in a sum for 0
+        ([state(0, 1), state(1, -1)], "rank 0 waits for rank 1, rank 1 waits for rank 0"),
+        # one that is stopped is the reason even while it waits
+        ([state(0, 1), state(1, 0, "stopped")], "rank 1 on h is stopped, and others wait for it"),
+        ([state(0, 5)], "rank 0 waits for rank 5, whose host does not answer"),
+    ],
+)
+def test_the_reason_of_a_hang(states, sentence):
+    assert culprit(states) == sentence
+
+
+class Host:
+    """A guard, and ranks that do nothing."""
+
+    def __init__(self, name: str, numbers: list[int], limit: float, server: socket.socket | None, port: int) -> None:
+        self.port = port
+        self.ranks = [subprocess.Popen(["sleep", "1000"]) for _ in numbers]
+        with tempfile.TemporaryFile() as file:
+            file.truncate(len(numbers) * WORDS * 8)
+            self.words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+            plan = {
+                "host": name,
+                "first": 0 in numbers,
+                "timeout": limit,
+                "memory": file.fileno(),
+                "listen": server.fileno() if server else None,
+                "addresses": ["127.0.0.1"] if port else [],
+                "port": port,
+                "token": "t",
+                "ranks": [(n, one.pid, 10, LINES) for n, one in zip(numbers, self.ranks, strict=True)],
+            }
+            for k in range(len(numbers)):
+                self.show(k, TRAINING, 4, 1, NOTHING)
+            self.guard = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
+                text=True,
+            )
+            self.guard.stdin.write(json.dumps(plan) + "\n")
+            self.guard.stdin.flush()
+
+    def show(self, k: int, phase: int, step: int, row: int, wait: int) -> None:
+        words = self.words[k * WORDS : (k + 1) * WORDS]
+        words[PHASE], words[STEP], words[ROW], words[WAIT] = phase, step, row, wait
+
+    def ended(self, within: float) -> str:
+        """What the guard said, once it and its ranks have ended."""
+        deadline = time.monotonic() + within
+        for one in self.ranks:
+            one.wait(deadline - time.monotonic())
+        self.guard.stdin.close()
+        self.guard.wait(deadline - time.monotonic())
+        return self.guard.stderr.read()
+
+    def kill(self) -> None:
+        for one in (*self.ranks, self.guard):
+            one.kill()
+            one.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.guard.stdin.close()
+        self.guard.stderr.close()
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts with two ranks each, and how long nothing may move."""
+    made = []
+
+    def hosts(limit: float) -> list[Host]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            made.append(Host("a", [0, 1], limit, server, 0))
+            made.append(Host("b", [2, 3], limit, None, port))
+        time.sleep(2 * REPORT)  # until they know each other
+        return made
+
+    yield hosts
+    for one in made:
+        one.kill()
+
+
+def test_a_hang_is_explained_for_all_hosts_by_the_first(hosts):
+    a, b = hosts(limit=4)
+    a.show(0, TRAINING, 4, 2, 2)
+    b.show(1, TRAINING, 4, 1, 0)
+    said = a.ended(20).splitlines()
+    assert said == [
+        "mpirun: nothing has moved for 4 s: rank 1 on a is asleep, and others wait for it",
+        '  rank 0 on a: step 5: line 12: {"op": "NORM", "group": 0}, waiting for the other ranks',
+        '  rank 1 on a: step 5: line 11: {"op": "FWD", "stage": 1, "mb": 0}, asleep',
+        '  rank 2 on b: step 5: line 11: {"op": "FWD", "stage": 1, "mb": 0}, asleep',
+        '  rank 3 on b: step 5: line 11: {"op": "FWD", "stage": 1, "mb": 0}, waiting for line 10: '
+        '{"op": "RECV", "buf": "x.0.0", "from": 0}',
+    ]
+    assert b.ended(10) == ""
+
+
+def test_as_long_as_one_rank_anywhere_moves_it_is_no_hang(hosts):
+    a, b = hosts(limit=3)
+    for step in range(60):
+        b.show(0, TRAINING, step, 1, NOTHING)
+        time.sleep(0.1)
+    assert a.guard.poll() is None and b.guard.poll() is None
+    assert a.ended(20).startswith("mpirun: nothing has moved for 3 s: ")
+
+
+def test_a_rank_that_dies_is_explained_by_the_first_host_and_the_others_are_ended(hosts):
+    a, b = hosts(limit=100)
+    b.show(0, TRAINING, 4, 1, 0)
+    b.ranks[0].kill()
+    expected = (
+        'mpirun: rank 2 on b: step 5: line 11: {"op": "FWD", "stage": 1, "mb": 0}, waiting for line 10: '
+        '{"op": "RECV", "buf": "x.0.0", "from": 0}: ended without a word: killed, perhaps for lack of memory\n'
+    )
+    assert (a.ended(10), b.ended(10)) == (expected, "")
+
+
+def test_a_rank_that_speaks_itself_is_not_spoken_for(hosts):
+    a, b = hosts(limit=100)
+    b.show(1, FAILED, 4, 1, NOTHING)
+    time.sleep(0.3)
+    b.ranks[1].kill()
+    a.ranks[0].kill()
+    assert (a.ended(10), b.ended(10)) == ("", "")
+
+
+def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
+    """A guard that is stopped answers as little as one behind a cut cable."""
+    a, b = hosts(limit=3)
+    b.guard.send_signal(signal.SIGSTOP)
+    for k in (0, 1):  # a goes on meanwhile
+        a.show(k, TRAINING, 9, 1, NOTHING)
+    said = a.ended(20)
+    assert said.splitlines()[0].endswith(
+        "b has not answered for 3 s: it is down, or the network is; the other ranks are"
+    )
+    assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  rank 0 on a", "  rank 1 on a"]
+    b.guard.send_signal(signal.SIGCONT)
+    b.ended(20)
+
+
+def test_ranks_that_are_done_leave_in_peace(hosts):
+    a, b = hosts(limit=100)
+    for host in (a, b):
+        for k in (0, 1):
+            host.show(k, DONE, 9, -1, NOTHING)
+    for one in (*a.ranks, *b.ranks):
+        os.kill(one.pid, signal.SIGTERM)
+    assert (a.ended(10), b.ended(10)) == ("", "")
+
+
+def test_strangers_and_rubbish_do_no_harm(hosts):
+    a, b = hosts(limit=100)
+    for rubbish in (
+        b"\x00\xff\n",
+        b'{"token": "wrong"}\n{"end": "now"}\n',
+        b"[1]\n",
+        b'{"end": "now"}\n',
+        b"x" * 100_000,
+    ):
+        with socket.create_connection(("127.0.0.1", b.port), 3) as stranger:
+            stranger.sendall(rubbish)
+            time.sleep(0.2)
+    assert all(one.poll() is None for one in (a.guard, b.guard, *a.ranks, *b.ranks))

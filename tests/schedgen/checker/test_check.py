@@ -1,0 +1,233 @@
+"""A schedule damaged in one place is refused, at that place and for the reason of the rule it breaks."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from damage import NORM, I, both, drop, edit, everywhere, free, job, move, put, recv, send, swap, twice
+
+from schedgen.checker import RULES
+
+# A damage edits `ranks`, the list of every rank's instructions, and returns nothing.
+
+
+STEP_0 = {"op": "STEP", "stage": 0}
+ALLREDUCE_0 = {"op": "ALLREDUCE", "buf": "dw.0", "group": 0}
+
+# fsdp: rank 1 owns stage 1; ranks 0 and 2 send it their dw.1. With this, rank 0's goes to rank 2 instead.
+ASTRAY = both(edit(0, send("dw.1", 1), to=2), drop(1, **recv("dw.1", 0)), drop(1, **recv("dw.1", 0, "ADD")))
+
+DAMAGES = [
+    # Rule 1
+    ("FWD twice", "gpipe", twice(0, **job("FWD", 0, 3)), 1, "this job is there twice"),
+    ("FWD removed", "gpipe", drop(0, **job("FWD", 0, 3)), 1, "FWD of stage 0, microbatch 3 is missing"),
+    ("BWD removed", "lpp", drop(2, **job("BWD", 0, 3)), 1, "BWD of stage 0, microbatch 3 is missing"),
+    ("FWD on another rank", "ddp", move(0, job("FWD", 0, 4), to=1, before=job("FWD", 0, 5)), 1, "on worker 0"),
+    ("BWD as half a BWD", "1f1b", edit(2, job("BWD", 2, 0), op="BWD_I"), 1, "the backward is not split"),
+    # Rule 2
+    ("BWD before its FWD", "ddp", move(0, job("BWD", 3, 4), before=job("FWD", 3, 4)), 2, "is not defined"),
+    ("RECV after its use", "gpipe", move(1, recv("x.0.0", 0), after=job("FWD", 1, 0)), 2, "x.0.0 is not defined"),
+    ("RECV removed", "1f1b", drop(1, **recv("x.0.0", 0)), 2, "x.0.0 is not defined"),
+    ("FETCH_W removed", "fsdp", drop(0, "FETCH_W", stage=3), 2, "w.3 is not defined"),
+    ("SEND before FWD", "gpipe", move(0, send("x.0.0", 1), before=job("FWD", 0, 0)), 2, "x.0.0 is not defined"),
+    ("STEP without weights", "gpipe", put(1, STEP_0, after=NORM), 2, "w.0 is not defined"),
+    ("a share of one consumer", "gpipe", edit(1, send("g.0.0", 0), buf="g.0.0.1"), 2, "there is no such buffer"),
+    # Rule 3
+    ("SEND removed", "gpipe", drop(0, **send("x.0.0", 1)), 3, "the next message of this kind from rank 0"),
+    ("last SEND removed", "gpipe", drop(0, **send("x.0.7", 1)), 3, "rank 0 never sends this"),
+    ("SEND too many", "gpipe", twice(0, **send("x.0.7", 1)), 3, "rank 1 never receives this"),
+    ("SEND to oneself", "gpipe", edit(0, send("x.0.0", 1), to=0), 3, "a rank does not send to itself"),
+    ("RECVs swapped", "fslpp", swap(0, recv("x.1.4", 1), recv("x.1.6", 1)), 3, "the next message of this kind"),
+    # Rule 5
+    ("STEP removed", "gpipe", drop(0, **STEP_0), 5, "STEP of stage 0 is missing"),
+    ("STEP twice", "gpipe", twice(0, **STEP_0), 5, "this stage steps twice"),
+    (
+        "STEP on a non-owner that holds a copy",
+        "fsdp",
+        put(0, I(op="STEP", stage=3), after=job("BWD", 3, 4)),
+        5,
+        "this rank does not own the stage",
+    ),
+    ("STEP before NORM", "gpipe", swap(0, NORM, STEP_0), 5, "this STEP stands before NORM"),
+    ("STEP before the last BWD", "gpipe", move(0, STEP_0, before=job("BWD", 0, 7)), 5, "this sum is not complete here"),
+    ("no NORM at all", "gpipe", everywhere(lambda rank: drop(rank, "NORM")), 5, "NORM is missing"),
+    ("NORM twice", "gpipe", everywhere(lambda rank: twice(rank, "NORM")), 5, "every rank enters one NORM"),
+    ("NORMs of groups", "lpp", everywhere(lambda rank: edit(rank, NORM, group=1 + rank % 2)), 5, "NORM, of all ranks"),
+    ("ADD behind NORM", "fsdp", move(0, NORM, before=recv("dw.0", 3, "ADD")), 5, "adds to dw.0 behind NORM"),
+    (
+        "a weight gradient for a non-owner that has sent its own",
+        "fsdp",
+        both(
+            ASTRAY,
+            put(2, recv("dw.1", 0), after=send("dw.1", 1)),
+            put(2, recv("dw.1", 0, "ADD"), after=recv("dw.1", 0)),
+        ),
+        5,
+        "this sum is not complete here",
+    ),
+    (
+        "a weight gradient for a non-owner that adds it to nothing",
+        "fsdp",
+        both(ASTRAY, put(2, recv("dw.1", 0), before=send("dw.1", 1))),
+        7,
+        "dw.1 from rank 0 is never freed",
+    ),
+    (
+        "a weight gradient that stays",
+        "fsdp",
+        both(drop(0, **send("dw.1", 1)), drop(1, **recv("dw.1", 0)), drop(1, **recv("dw.1", 0, "ADD"))),
+        5,
+        "dw.1 never leaves for an owner",
+    ),
+    (
+        "a weight gradient sent to two",
+        "fsdp",
+        both(
+            put(0, send("dw.1", 2), after=send("dw.1", 1)),
+            put(2, recv("dw.1", 0), before=send("dw.1", 1)),
+            put(2, recv("dw.1", 0, "ADD"), before=send("dw.1", 1)),
+        ),
+        5,
+        "this sum is sent twice",
+    ),
+    (
+        "an owner that sends its sum away",
+        "fsdp",
+        both(
+            put(1, send("dw.1", 0), before=send("dw.0", 0)),
+            put(0, recv("dw.1", 1), before=send("dw.1", 1)),
+            put(0, recv("dw.1", 1, "ADD"), before=send("dw.1", 1)),
+        ),
+        5,
+        "an owner keeps its sum",
+    ),
+    (
+        "weights sent after STEP",
+        "fsdp",
+        move(0, send("w.0", 1, last=True), after=STEP_0),
+        5,
+        "this stage has stepped",
+    ),
+    ("no ALLREDUCE", "ddp", everywhere(lambda rank: drop(rank, "ALLREDUCE", buf="dw.0")), 5, "ALLREDUCE of dw.0"),
+    (
+        "ALLREDUCE twice",
+        "ddp",
+        everywhere(lambda rank: twice(rank, "ALLREDUCE", buf="dw.0")),
+        5,
+        "this sum is reduced twice",
+    ),
+    (
+        "ALLREDUCE too early",
+        "ddp",
+        everywhere(lambda r: move(r, I(op="ALLREDUCE", buf="dw.3"), before=job("BWD", 3, 4 + r))),
+        5,
+        "this sum is not complete here",
+    ),
+    (
+        "ALLREDUCE of a stage with one owner",
+        "gpipe",
+        both(
+            everywhere(lambda rank: put(rank, ALLREDUCE_0, before=NORM)),
+            *(put(rank, free("dw.0"), after=NORM) for rank in (1, 2, 3)),
+        ),
+        5,
+        "this stage has one owner",
+    ),
+    (
+        "ALLREDUCE among more than the owners",
+        "lpp",
+        both(
+            *(edit(rank, I(op="ALLREDUCE", buf="dw.0"), group=0) for rank in (0, 2)),
+            *(put(rank, ALLREDUCE_0, before=NORM) for rank in (1, 3)),
+            *(put(rank, free("dw.0"), after=NORM) for rank in (1, 3)),
+        ),
+        5,
+        "this is not the group of the stage's owners",
+    ),
+    # Rule 6
+    ("no NORM on one rank", "gpipe", drop(2, "NORM"), 6, "rank 2 of group 0 does not enter this"),
+    ("no ALLREDUCE on one rank", "ddp", drop(2, "ALLREDUCE", buf="dw.0"), 6, "here rank 0 enters"),
+    (
+        "ALLREDUCEs swapped on one rank",
+        "ddp",
+        swap(1, I(op="ALLREDUCE", buf="dw.3"), I(op="ALLREDUCE", buf="dw.2")),
+        6,
+        "here rank 0 enters",
+    ),
+    (
+        "ALLREDUCE of others",
+        "lpp",
+        put(0, I(op="ALLREDUCE", buf="dw.0", group=2), before=NORM),
+        6,
+        "this rank is not in group 2",
+    ),
+    # Rule 7
+    ("FREE too early", "gpipe", move(0, free("x.0.0"), before=send("x.0.0", 1)), 7, "used again after its end"),
+    ("FREE removed", "1f1b", drop(0, **free("g.0.0")), 7, "g.0.0 is never freed"),
+    ("FREE twice", "1f1b", twice(0, **free("g.0.0")), 7, "g.0.0 is used again after its end"),
+    ("FREE of weights removed", "fsdp", drop(0, **free("w.1")), 7, "w.1 is defined twice"),
+    ("FREE of own weights", "gpipe", put(0, free("w.0"), after=STEP_0), 7, "belongs to this rank"),
+    ("ADD removed", "fsdp", drop(0, **recv("dw.0", 2, "ADD")), 7, "dw.0 from rank 2 is never freed"),
+    (
+        "a copy fetched twice",
+        "fsdp",
+        both(twice(0, "FETCH_W", stage=1), twice(1, **send("w.1", 0))),
+        7,
+        "w.1 is defined twice",
+    ),
+    # Rule 4
+    (
+        "RECV too late",
+        "1f1b",
+        move(0, recv("g.0.1", 1), after=send("x.0.4", 1)),
+        4,
+        "waits for ever, in a circle with line",
+    ),
+]
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp"])
+def test_what_the_compiler_makes_is_right(scheme, golden, judge):
+    result, _ = judge(json.loads(golden[scheme]))
+    assert (result.code, result.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "damage", "rule", "words"), [row[1:] for row in DAMAGES], ids=[f"{row[1]}: {row[0]}" for row in DAMAGES]
+)
+def test_damage_is_refused_where_it_is(scheme, damage, rule, words, golden, judge, refused):
+    file = json.loads(golden[scheme])
+    damage(file["programs"])
+    result, path = judge(file)
+    message = refused(result, 1)
+    match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
+    assert match, message
+    line, rank, reason = int(match[1]), int(match[2]), match[3]
+    assert words in reason
+    assert (int(match[4]), match[5]) == (rule, RULES[rule])
+    # The line named is the instruction quoted, or the end of the list that lacks one, on the rank named.
+    lines = path.read_text().splitlines()
+    assert lines[: line - 1].count("  [") == rank + 1
+    here = lines[line - 1].strip().rstrip(",")
+    assert reason.startswith(f"{here}: ") if reason.startswith("{") else here == "]"
+
+
+def test_a_deadlock_names_both_ranks_and_what_each_waits_for(golden, judge):
+    file = json.loads(golden["1f1b"])
+    move(0, recv("g.0.1", 1), after=send("x.0.4", 1))(file["programs"])
+    message = judge(file)[0].err
+    assert 'rank 0: {"op": "SEND", "buf": "x.0.4", "to": 1}' in message
+    assert 'rank 1: {"op": "SEND", "buf": "g.0.1", "to": 0}' in message
+
+
+def test_a_weight_gradient_may_travel_through_another_worker(golden, judge):
+    """The checker proves the rules, not that a file looks like the compiler's."""
+    file = json.loads(golden["fsdp"])
+    both(
+        ASTRAY,
+        put(2, recv("dw.1", 0), before=send("dw.1", 1)),
+        put(2, recv("dw.1", 0, "ADD"), before=send("dw.1", 1)),
+    )(file["programs"])
+    assert judge(file)[0].code == 0

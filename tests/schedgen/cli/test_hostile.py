@@ -1,0 +1,276 @@
+"""Small input that could ask for much: memory, time, or output. Each of these once did."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+
+import fuzz
+import numpy as np
+import pytest
+
+import schedgen.ir.file
+import schedgen.ir.validate
+import schedgen.simulator.memory_plan
+import schedgen.util.jit
+from schedgen.analysis.subject import Subject
+from schedgen.checker import check
+from schedgen.checker.deadlock import Waits, rule_4
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import read, write
+from schedgen.ir.program import Kind, Op, Program, concatenate, rows
+from schedgen.report.diff import diff
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.memory_plan import measured, places
+from schedgen.simulator.simulate import simulate
+from schedgen.util.errors import RefusedFile, clip
+
+
+def compiled(name, *sizes, **options):
+    sizes = Sizes(*sizes)
+    return compile_scheme(load(name, sizes), sizes, **options)
+
+
+def star(producers, descending):
+    """Stages that all are read by the last, on another worker, and in which order they run."""
+    last, sign = producers, -1 if descending else 1
+    scheme = Scheme(
+        "star",
+        2,
+        lambda s, b, d: ((s == last) + 0 * b * d, (s == last) + 0 * b * d),
+        lambda s, b, d: sign * s + 10 * last * (d + (s == last)) + 0 * b,
+        "star",
+        "strict",
+        edges=tuple((s, last) for s in range(last)),
+    )
+    return compile_scheme(scheme, Sizes(last + 1, 1, 2))
+
+
+def steps(function):
+    """How many lines of Python are executed: the work, whatever the machine."""
+    count = 0
+
+    def line(*_):
+        nonlocal count
+        count += 1
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(line)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("walk", [check, lambda program: simulate(program, {"F": 1, "B": 2}, Machine(alpha=1))])
+def test_a_stage_that_reads_many_takes_linear_time(walk, descending, monkeypatch):
+    monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
+    small, large = (star(size, descending) for size in (60, 240))
+    assert steps(lambda: walk(large)) < 6 * steps(lambda: walk(small))
+
+
+def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
+    """A gradient by its consumer's name is not looked for among all others."""
+    monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
+
+    def named(consumers):
+        edges = [(0, s) for s in range(1, consumers)] + [(s, consumers) for s in range(consumers)]
+        scheme = Scheme(
+            "fan", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy", edges=tuple(edges)
+        )
+        program = compile_scheme(scheme, Sizes(consumers + 1, 1, 1))
+        named = np.flatnonzero((program.rows.kind == Kind.G) & (program.rows.stage == 0))
+        place = int(named[program.rows.via[named] == consumers][0])
+        sends = rows(Op.SEND, np.zeros(500, int), kind=Kind.G, stage=0, mb=0, via=consumers, peer=0)
+        parts = [program.rows.take(slice(place)), sends, program.rows.take(slice(place, None))]
+        many = Program(program.header, concatenate(parts))
+
+        def refused():
+            with pytest.raises(RefusedFile, match="a rank does not send to itself"):
+                check(many)
+
+        return refused
+
+    small, large = named(40), named(160)
+    assert steps(large) < 4 * steps(small)
+
+
+def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_time():
+    def work(microbatches):
+        a, b = (compiled(name, 2, microbatches) for name in ("gpipe", "1f1b"))
+        return steps(lambda: diff(a, b, "a", "b"))
+
+    assert work(200) < 6 * work(50)
+
+
+def test_a_tie_entered_many_times_takes_no_memory():
+    scheme = Scheme("one", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy")
+    program = compile_scheme(scheme, Sizes(2000, 1, 1), tied=[list(range(2000))])
+    ties = np.flatnonzero(program.rows.kind == Kind.T)
+    again = Program(program.header, program.rows.take(np.insert(np.arange(len(program)), ties.repeat(20_000), ties[0])))
+    with fuzz.memory(2**28), pytest.raises(RefusedFile, match="this tie is summed twice"):
+        check(again)
+
+
+def test_a_stage_in_many_ties_is_refused(run, refused, tmp_path):
+    path = tmp_path / "tied.json"
+    file = json.loads(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, "-o", "-").out)
+    path.write_text(json.dumps({**file, "tied": [[0, s] for s in range(1, 18)]}))
+    assert refused(run("seal", path), 1).endswith("tied must have no stage in more than 16 lists")
+    ties = [word for s in range(1, 18) for word in ("--tied", f"0,{s}")]
+    message = refused(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, *ties, "-o", path), 2)
+    assert message == "schedgen: --tied: stage 0 is in 17 ties, more than 16"
+
+
+def test_more_edges_than_instructions_can_serve_are_refused(run, refused, tmp_path):
+    path = tmp_path / "edges.json"
+    file = json.loads(run("compile", "gpipe", "--stages", 40, "--microbatches", 3, "--workers", 40, "-o", "-").out)
+    path.write_text(json.dumps({**file, "edges": list(itertools.combinations(range(40), 2))}))
+    assert "edges ask for more gradients than" in refused(run("seal", path), 1)
+
+
+def test_a_long_circle_is_one_short_sentence():
+    """Every rank's SEND waits for the RECV behind the next one's."""
+    ranks = 300
+    header = compiled("ddp", 1, ranks, ranks).header
+    rank = np.arange(ranks).repeat(2)
+    sends, receives = 2 * np.arange(ranks), 2 * np.arange(ranks) + 1
+    op = np.where(np.arange(2 * ranks) % 2, Op.RECV, Op.SEND)
+    peer = np.where(op == Op.SEND, rank + 1, rank - 1) % ranks
+    program = Program(header, rows(op, rank, kind=Kind.X, stage=0, mb=0, peer=peer))
+    receiver = np.full(2 * ranks, -1, np.int32)
+    receiver[sends] = np.roll(receives, -1)
+    none = np.zeros(0, np.int64)
+    waits = Waits(np.zeros(2 * ranks + 1, np.int64), none, receiver, np.full(2 * ranks, -1, np.int32), none)
+    with pytest.raises(RefusedFile, match=r"waits for ever, in a circle with line .*; and 296 more") as error:
+        rule_4(Subject(program, "f"), waits)
+    assert len(str(error.value)) < 600
+
+
+def test_many_copies_held_at_once_take_a_place_each(monkeypatch):
+    program = compiled("fsdp", 12, 4, 2, weight_slots=12)
+    bytes = measured(Machine(), 12)
+    fetched = program.rows.op == Op.FETCH_W
+    monkeypatch.setattr(schedgen.simulator.memory_plan, "MOST_TOGETHER", 3)
+    mine = fetched & (program.rows.rank == 0)
+    pairs = set(zip(program.rows.stage[mine].tolist(), places(program, bytes).row[mine].tolist(), strict=True))
+    assert len(pairs) == len({stage for stage, _ in pairs}) == len({place for _, place in pairs}) > 3
+
+
+class Endless(io.RawIOBase):
+    """A first line, then one line for ever."""
+
+    def __init__(self, first: bytes, line: bytes) -> None:
+        self.first, self.line = first, line
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        data = (self.first + self.line * (len(buffer) // len(self.line) + 1))[: len(buffer)]
+        whole = len(data) - (len(data) - len(self.first)) % len(self.line)
+        buffer[:whole] = data[:whole]
+        self.first = b""
+        return whole
+
+
+def test_a_header_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(schedgen.ir.file, "HEADER", 2**20)
+    with pytest.raises(RefusedFile, match="the header is too long"):
+        read(io.BufferedReader(Endless(b'{"schedgen": 1,\n', b"\n")), "f")
+
+
+def test_a_list_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(schedgen.ir.file, "MOST_ROWS", 2**20)
+    out = io.BytesIO()
+    write(compiled("gpipe", 2, 2), out)
+    first = out.getvalue().partition(b"  [\n")
+    with pytest.raises(RefusedFile, match="more than 1048576 instructions"):
+        read(io.BufferedReader(Endless(b"".join(first[:2]), b'   {"op": "STEP", "stage": 0},\n')), "f")
+
+
+@pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
+                                     ("simulate", "{}", "--measured", "/dev/zero")], ids=" ".join)  # fmt: skip
+def test_a_file_without_end_is_refused(command, run, refused, tmp_path):
+    path = tmp_path / "gpipe.json"
+    run("compile", "gpipe", "--stages", 2, "--microbatches", 2, "-o", path)
+    message = refused(run(*(word.format(path) for word in command)), 1)
+    assert message == "schedgen: /dev/zero: it has more than 256 MiB: too long to be read at once"
+
+
+@pytest.fixture
+def file(run, tmp_path):
+    path = tmp_path / "file.json"
+    run("compile", "zb-h1", "--stages", 2, "--microbatches", 2, "-o", path)
+    return path
+
+
+@pytest.mark.parametrize("depth", range(880, 1000, 3))
+def test_values_about_as_deep_as_python_reads_are_refused_in_a_sentence(depth, file, run, refused):
+    file.write_text(file.read_text().replace('"mb": 0', f'"mb": {"[" * depth}{"]" * depth}', 1))
+    assert len(refused(run("seal", file), 1)) < 300
+
+
+def test_deep_profiles_are_refused(file, run, refused, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text("[" * 100_000)
+    assert "not JSON" in refused(run("stats", file, "--profile", profile), 2)
+
+
+def test_sizes_whose_sums_are_no_numbers_are_refused(file, run, refused, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"F": 1, "I": 1, "W": 1, "activation": 9e17}))
+    for command in ("stats", "simulate"):
+        message = refused(run(command, file, "--profile", profile), 2)
+        assert "sizes of 900000000000000000 bytes are too large for" in message
+
+
+def test_costs_that_stats_would_not_take_are_refused_by_check(file, run, refused):
+    file.write_text(file.read_text().replace('"F": 1,', '"F": 10000000,'))
+    for command in ("check", "stats", "simulate"):
+        assert "a million times the smallest" in refused(run(command, file), 1)
+
+
+def test_the_trace_of_a_split_backward_gives_the_costs_of_a_simulation(file, run, tmp_path):
+    trace = tmp_path / "trace.json"
+    assert run("simulate", file, "--trace", trace).code == 0
+    assert run("simulate", file, "--measured", trace).code == 0
+
+
+def test_a_trace_in_which_jobs_take_no_time_is_refused(file, run, refused, tmp_path):
+    trace = tmp_path / "trace.json"
+    run("simulate", file, "--trace", trace)
+    events = json.loads(trace.read_text())
+    for event in events["traceEvents"]:
+        if event["ph"] == "X":
+            event.update(ts=0, dur=0, args={"instruction": event["args"]["instruction"], "wait": 0})
+    trace.write_text(json.dumps(events))
+    for command in ("stats", "simulate"):
+        assert refused(run(command, file, "--measured", trace), 1) == "schedgen: the jobs of the trace take no time"
+
+
+def test_options_are_quoted_without_what_a_terminal_obeys(file, run, refused):
+    assert r"'\x1b[2J' is not a time" in refused(run("simulate", file, "--alpha", "\x1b[2J"), 2)
+
+
+def test_a_name_that_looks_like_a_place_of_the_page_is_a_title(file, run, tmp_path):
+    pages = []
+    for name in ("plain", "{{script}}</title>"):
+        file.write_text(file.read_text().replace("zb-h1", name).replace("plain", name))
+        assert run("seal", file).code == 0
+        assert run("draw", file, "-o", tmp_path / "page.html").code == 0
+        pages.append((tmp_path / "page.html").read_text())
+    assert "{{script}}&lt;/title&gt;" in pages[1]
+    assert [pages[0].count(word) for word in ("<script", "</title>")] == [pages[1].count("<script"), 1]
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", " " * 200 + "\0", "a" * 79 + "\n", "\ud800" * 10**6, "a" * 81])
+def test_what_is_quoted_is_short_and_printable(text):
+    assert clip(text).isprintable() and len(clip(text)) <= 80

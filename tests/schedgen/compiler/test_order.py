@@ -1,0 +1,244 @@
+"""Greedy wastes no time, strict keeps its order, a cap holds: each claim derived anew from when the jobs start."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.extra.numpy import arrays
+
+from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.job_graph import graph
+from schedgen.compiler.order import greedy, strict
+from schedgen.ir.program import B, F, Op
+from schedgen.ir.stage_graph import chain
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
+
+COSTS = {2: (1, 2), 3: (1, 1, 2)}
+
+
+def lengths(jobs):
+    """The duration of every job of a graph."""
+    return np.repeat(np.array(COSTS[jobs.directions], float), jobs.stages * jobs.microbatches)
+
+
+def pred(job, stages, directions, edges):
+    """What job (d, s, b) waits for, by the seed's formulas; W after I where the backward is split."""
+    d, s, b = job
+    if d == F:
+        return [(F, p, b) for p, c in edges if c == s]
+    if d == B:
+        return [(F, s, b), *((B, c, b) for p, c in edges if p == s)]
+    return [(B, s, b)]
+
+
+class Jobs:
+    """When every job of a case is ready, starts and ends; indexed by (d, s, b)."""
+
+    def __init__(self, case, start):
+        self.case, shape = case, case.compute.shape
+        self.all = list(itertools.product(*map(range, shape)))
+        self.start = start.reshape(shape)
+        self.end = self.start + np.array(COSTS[shape[0]])[:, None, None]
+        self.ready = np.zeros(shape)
+        for job in self.all:
+            self.ready[job] = max((self.end[p] for p in pred(job, shape[1], shape[0], case.edges)), default=0)
+
+    def on(self, worker):
+        """The jobs of one worker, first to start first."""
+        return sorted((job for job in self.all if self.case.compute[job] == worker), key=lambda job: self.start[job])
+
+
+def ordered(how, case, n, *caps):
+    directions, S, batches = case.compute.shape
+    jobs = graph(S, batches, directions, case.edges)
+    return Jobs(case, how(jobs, case.compute.ravel(), n.ravel(), lengths(jobs), *caps))
+
+
+def topological(draw, case):
+    """A random n that increases along every edge of the job graph, all different."""
+    directions, S, _ = case.compute.shape
+    n = np.full(case.compute.shape, -1)
+    jobs = list(np.ndindex(n.shape))
+    before = {job: pred(job, S, directions, case.edges) for job in jobs}
+    key = dict(zip(jobs, draw(st.permutations(range(len(jobs)))), strict=True))
+    heap = [(key[job], job) for job in jobs if not before[job]]
+    for position in range(len(jobs)):
+        _, job = heapq.heappop(heap)
+        n[job] = position
+        for other in jobs:
+            if job in before[other] and all(n[p] >= 0 for p in before[other]):
+                heapq.heappush(heap, (key[other], other))
+    return n
+
+
+@given(st.data())
+def test_jobs_wait_for_pred_and_a_worker_runs_one_at_a_time(cases, data):
+    case = data.draw(cases)
+    for jobs in (ordered(greedy, case, case.n), ordered(strict, case, topological(data.draw, case))):
+        assert (jobs.start >= jobs.ready).all()
+        for worker in range(case.sizes.workers):
+            assert all(jobs.end[a] <= jobs.start[b] for a, b in itertools.pairwise(jobs.on(worker)))
+
+
+@given(st.data())
+def test_greedy_is_work_conserving_and_takes_the_smallest_n(cases, data):
+    case = data.draw(cases)
+    jobs = ordered(greedy, case, case.n)
+    for worker in range(case.sizes.workers):
+        mine = jobs.on(worker)
+        for job in mine:
+            ready, start = jobs.ready[job], jobs.start[job]
+            busy = sum(max(0, min(jobs.end[o], start) - max(jobs.start[o], ready)) for o in mine if o != job)
+            assert busy == start - ready, f"worker {worker} idles while {job} is ready"
+            overtaken = [o for o in mine if jobs.ready[o] <= start < jobs.start[o] and case.n[o] < case.n[job]]
+            assert not overtaken, f"worker {worker} takes {job} before {overtaken}"
+
+
+@given(st.data())
+def test_strict_runs_in_increasing_n_as_early_as_it_can(cases, data):
+    case = data.draw(cases)
+    n = topological(data.draw, case)  # such an n never deadlocks
+    jobs = ordered(strict, case, n)
+    for worker in range(case.sizes.workers):
+        mine = jobs.on(worker)
+        assert mine == sorted(mine, key=lambda job: n[job])
+        free = [0, *(jobs.end[job] for job in mine)]
+        assert [jobs.start[job] for job in mine] == [
+            max(jobs.ready[job], at) for job, at in zip(mine, free, strict=False)
+        ]
+
+
+def compute_order(program, rank):
+    return [(Op(i.op).name[0], i.mb) for i in program.instructions(rank) if i.op in (Op.FWD, Op.BWD)]
+
+
+def textbook(scheme, S, batches, s):
+    """What worker s runs [PipeDream, figure 4, with a flush; GPipe, figure 2c]."""
+    warm_up = batches if scheme == "gpipe" else min(batches, S - s)
+    order = [("F", b) for b in range(warm_up)]
+    for b in range(batches - warm_up):
+        order += [("B", b), ("F", warm_up + b)]
+    return order + [("B", b) for b in range(batches - warm_up, batches)]
+
+
+@pytest.mark.parametrize("S", range(1, 9))
+@pytest.mark.parametrize("scheme", ["1f1b", "gpipe"])
+def test_every_worker_runs_the_textbook_list(scheme, S):
+    for batches in range(1, 17):
+        program = compile_scheme(load(scheme, Sizes(S, batches)), Sizes(S, batches))
+        for s in range(S):
+            assert compute_order(program, s) == textbook(scheme, S, batches, s), f"B={batches}, worker {s}"
+
+
+def in_flight(jobs, s, worker):
+    """The most microbatches of stage s that `worker` has begun and whose backward has not ended."""
+    mine = [b for b in range(jobs.case.sizes.microbatches) if jobs.case.compute[F, s, b] == worker]
+    times = [(jobs.end[B, s, b], -1) for b in mine] + [(jobs.start[F, s, b], 1) for b in mine]
+    return max(itertools.accumulate(change for _, change in sorted(times)), default=0)
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_a_cap_holds_and_a_chain_always_finishes(cases, data):
+    case = data.draw(cases)
+    S = case.sizes.stages
+    case = case._replace(edges=chain(S))
+    caps = data.draw(st.lists(st.integers(1, 3), min_size=S, max_size=S))
+    jobs = ordered(greedy, case, case.n, caps)
+    assert (jobs.start >= jobs.ready).all()
+    for s, worker in itertools.product(range(S), range(case.sizes.workers)):
+        assert in_flight(jobs, s, worker) <= caps[s]
+
+
+def test_a_microbatch_is_in_flight_until_its_backward_has_ended():
+    # Stage 1 runs forwards on worker 1 and backwards on worker 0. F(1, 1) gets its input at 2, just when B(1, 0)
+    # starts: with cap(1) = 1 it has to wait until that backward ends, at 2 + B = 6.
+    compute = np.zeros((2, 2, 3), np.int32)
+    compute[F] = [[2, 2, 3], [1, 1, 1]]
+    start = greedy(graph(2, 3, 2, chain(2)), compute.ravel(), np.arange(12), np.repeat([1.0, 4.0], 6), [3, 1]).reshape(
+        2, 2, 3
+    )
+    assert start[F, 0, 1] + 1 == start[B, 1, 0] == 2
+    assert start[F, 1, 1] >= 2 + 4
+
+
+@given(st.data())
+def test_a_cap_nobody_reaches_changes_nothing(cases, data):
+    case = data.draw(cases)
+    caps = [case.sizes.microbatches] * case.sizes.stages
+    assert (ordered(greedy, case, case.n, caps).start == ordered(greedy, case, case.n).start).all()
+
+
+def test_a_cap_of_s_minus_the_stage_gives_greedy_the_memory_of_1f1b():
+    # 1F1B's peaks, S - s [PipeDream, section 3.2], at S = 4, B = 8.
+    sizes = Sizes(4, 8)
+    scheme = load("gpipe", sizes)._replace(cap=lambda s: 4 - s)
+    program = compile_scheme(scheme, sizes, mode="greedy", n="depth-first")
+    flights = []
+    for s in range(4):
+        steps = itertools.accumulate({"F": 1, "B": -1}[name] for name, _ in compute_order(program, s))
+        flights.append(max(steps))
+    assert flights == [4, 3, 2, 1]
+
+
+def refusal(mode, n, w=lambda s, b, d: (s, s), stages=2, **more):
+    scheme = Scheme("mine", None, w, n, "mine", mode, **more)
+    with pytest.raises(UsageError) as caught:
+        compile_scheme(scheme, Sizes(stages, 2))
+    return str(caught.value)
+
+
+def test_strict_ties_name_both_jobs():
+    message = refusal("strict", lambda s, b, d: s + d)
+    assert "F(0, 0) and F(0, 1) on worker 0 both have n = 0" in message
+
+
+@given(arrays(np.int32, (2, 3, 2), elements=st.integers(0, 3)))
+def test_strict_refuses_every_tie_within_a_worker_and_no_tie_between_workers(n):
+    jobs = graph(3, 2, 2, chain(3))
+    alone = np.arange(n.size, dtype=np.int32)  # every job on a worker of its own
+    strict(jobs, alone, n.ravel(), lengths(jobs))
+    if len(np.unique(n)) < n.size:
+        with pytest.raises(UsageError, match="must differ within a worker"):
+            strict(jobs, alone * 0, n.ravel(), lengths(jobs))
+
+
+def test_an_n_that_deadlocks_names_the_jobs_that_wait_for_each_other():
+    # Worker 0 wants B(0, 0) before F(0, 0), which it needs.
+    message = refusal("strict", lambda s, b, d: 2 * b - d + 0 * s)
+    assert message.startswith("n stops the schedule: ")
+    assert "B(0, 0) on worker 0 waits for F(0, 0)" in message and "F(0, 0) on worker 0 waits for B(0, 0)" in message
+
+
+def test_two_workers_that_wait_for_each_other_are_both_named():
+    # Worker 0 keeps the input of stage 1 back, F(0, 1), for B(0, 0); worker 1 wants F(1, 1) first.
+    order = {0: ["F0", "B0", "F1", "B1"], 1: ["F1", "B1", "F0", "B0"]}
+    message = refusal("strict", lambda s, b, d: order[s].index("FB"[d] + str(b)))
+    for words in ("on worker 0 waits for", "on worker 1 waits for", "F(0, 1)", "F(1, 0)"):
+        assert words in message
+
+
+def test_a_cap_that_deadlocks_names_the_jobs_that_wait_for_each_other():
+    # Stages 1 and 2 both feed stage 3 and hold one microbatch each: stage 1 takes 0 first, stage 2 takes 1.
+    message = refusal(
+        "greedy",
+        lambda s, b, d: b * (s == 2) * -2 + b,
+        w=lambda s, b, d: (s, np.where(s == 0, b, s + 1) + 0 * d),
+        stages=4,
+        edges=((0, 1), (0, 2), (1, 3), (2, 3)),
+        cap=lambda s: 1,
+    )
+    assert message.startswith("cap stops the schedule: ")
+    for words in ("F(1, 1) on worker 2", "F(2, 0) on worker 3", "waits for"):
+        assert words in message
+
+
+def test_cap_is_for_greedy():
+    assert "--mode greedy" in refusal("strict", lambda s, b, d: b, cap=lambda s: 1)

@@ -1,0 +1,166 @@
+"""The lowering of any placement is right, and moves no more than the placement asks for."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from schedgen.checker import check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.options import Options
+from schedgen.compiler.passes import PIPELINE
+from schedgen.compiler.passes.emit_jobs import compute
+from schedgen.ir.program import COMPUTE, B, F, Kind, Op
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_every_placement_compiles_to_a_program_that_is_right(cases, execute, data):
+    case = data.draw(cases)
+    program = case.compile()
+    memory = check(program)
+    # The executor shares no code with the checker: it agrees that the program runs, and on the exact peaks (rule 8).
+    assert execute(program) == [
+        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(case.sizes.workers)
+    ]
+    assert max(memory.weight) <= case.weight_slots
+
+
+@given(st.data())
+def test_jobs_stand_where_w_puts_them_in_the_order_they_start(cases, data):
+    case = data.draw(cases)
+    program = case.compile()
+    for rank in range(case.sizes.workers):
+        jobs = [i for i in program.instructions(rank) if i.op in COMPUTE and i.op != Op.RECOMPUTE]
+        direction = {Op.FWD: 0, Op.BWD: 1, Op.BWD_I: 1, Op.BWD_W: 2}
+        found = Counter((direction[i.op], i.stage, i.mb) for i in jobs)
+        assert found == Counter(zip(*map(np.ndarray.tolist, np.nonzero(case.compute == rank)), strict=True))
+
+
+@given(st.data())
+def test_only_what_w_separates_travels_and_only_once(cases, data):
+    case = data.draw(cases)
+    w, batches = case.compute, range(case.sizes.microbatches)
+    expected = Counter()
+    for p, c in case.edges:
+        for b in batches:
+            if w[B, c, b] != w[B, p, b]:
+                expected[Kind.G, int(w[B, c, b]), int(w[B, p, b])] += 1
+    # An activation goes once to a worker, however many consumers run there; where it is apart, each part of it.
+    parts = {(p, c * (p in case.apart), b, int(w[d, c, b])) for p, c in case.edges for b in batches for d in (F, B)}
+    for p, _, b, to in parts:
+        if to != w[F, p, b]:
+            expected[Kind.X, int(w[F, p, b]), to] += 1
+    program = case.compile()
+    rows = program.rows
+    sends = [i for i in range(len(program)) if rows.op[i] == Op.SEND]
+    found = Counter((int(rows.kind[i]), int(rows.rank[i]), int(rows.peer[i])) for i in sends)
+    assert {key: count for key, count in found.items() if key[0] in (Kind.X, Kind.G)} == dict(expected)
+    # A worker returns the gradient of a foreign stage once, after its last backward of it.
+    foreign = {
+        (s, rank)
+        for s, owners in enumerate(program.header.owners)
+        for rank in np.unique(w[B, s]).tolist()
+        if rank not in owners
+    }
+    returned = [(int(rows.stage[i]), int(rows.rank[i])) for i in sends if rows.kind[i] == Kind.DW]
+    assert sorted(returned) == sorted(foreign)
+
+
+def fewest_fetches(uses, slots):
+    """The least number of fetches for foreign stages used in this order, by trying every eviction."""
+    best = {frozenset(): 0}
+    for stage in uses:
+        after = {}
+        for held, count in best.items():
+            if stage in held:
+                choices = [(held, count)]
+            elif len(held) < slots:
+                choices = [(held | {stage}, count + 1)]
+            else:
+                choices = [(held - {other} | {stage}, count + 1) for other in held]
+            for choice, total in choices:
+                after[choice] = min(total, after.get(choice, total))
+        best = after
+    return min(best.values())
+
+
+def assert_fewest_fetches(program):
+    for rank in range(program.header.workers):
+        mine = program.instructions(rank)
+        uses = [i.stage for i in mine if i.op in COMPUTE and rank not in program.header.owners[i.stage]]
+        fetches = sum(i.op == Op.FETCH_W for i in mine)
+        assert fetches == fewest_fetches(uses, program.header.lowering["weight_slots"])
+
+
+@given(st.data())
+def test_no_eviction_would_fetch_less(cases, data):
+    assert_fewest_fetches(data.draw(cases).compile())
+
+
+@pytest.mark.parametrize("slots", range(1, 9))
+@pytest.mark.parametrize("order", ["depth-first", "breadth-first"])
+def test_no_eviction_would_fetch_less_in_fsdp(slots, order):
+    sizes = Sizes(stages=8, microbatches=4, workers=2)
+    assert_fewest_fetches(compile_scheme(load("fsdp", sizes), sizes, n=order, weight_slots=slots))
+
+
+def test_more_slots_never_fetch_more():
+    sizes = Sizes(stages=8, microbatches=4, workers=2)
+    fetches = [
+        int((compile_scheme(load("fsdp", sizes), sizes, weight_slots=slots).rows.op == Op.FETCH_W).sum())
+        for slots in range(1, 9)
+    ]
+    assert fetches == sorted(fetches, reverse=True)
+    # With room for all, each worker fetches each of the 8 stages it does not own once: 4 of them.
+    assert fetches[-1] == 2 * 4
+
+
+@pytest.mark.parametrize("S", [1, 2, 3, 4, 8, 16])
+def test_with_two_slots_no_weight_of_fsdp_comes_late(run, tmp_path, S):
+    # One microbatch a worker: S forwards of 1 and S backwards of 2 take 3 S if nobody ever waits.
+    for W in range(1, 9):
+        path = tmp_path / f"{W}.json"
+        run("compile", "fsdp", "--stages", S, "--microbatches", W, "--weight-slots", 2, "-o", path)
+        assert json.loads(run("stats", path, "--json").out)["latency"] == 3 * S, f"W={W}"
+
+
+@given(st.data())
+def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
+    """Executing the global order one instruction after another works, even if every SEND blocks."""
+    case = data.draw(cases)
+    header = case.compile().header
+    _, S, batches = case.compute.shape
+    # Any start times that respect pred will do: forwards by stage, then backwards, then W.
+    d, s, _ = np.indices(case.compute.shape)
+    start = np.where(d == F, s, (d + 1) * S + (S - 1 - s)).ravel() * float(batches)
+    no = np.zeros((S, batches), bool)
+    options = Options(no, no, no, case.weight_slots, case.fan_out, prefetch=0)
+    program = compute(header, start, options)
+    for one in PIPELINE:
+        program = one(program, options)
+    posted = set()
+    for row in range(len(program)):
+        rank, i = int(program.rows.rank[row]), program.instruction(row)
+        message = (i.kind, i.stage, i.mb, i.via)
+        if i.op == Op.SEND:
+            later = program.instruction(row + 1)
+            assert later.op in (Op.RECV, Op.FETCH_W) and later.peer == rank and program.rows.rank[row + 1] == i.peer
+            assert message == (later.kind, later.stage, later.mb, later.via)
+            posted.add(row + 1)
+        elif i.op in (Op.RECV, Op.FETCH_W):
+            assert row in posted
+
+
+@given(st.data())
+def test_compiling_twice_gives_the_same_program(cases, data):
+    case = data.draw(cases)
+    first, second = case.compile(), case.compile()
+    assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))

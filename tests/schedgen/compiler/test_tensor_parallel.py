@@ -1,0 +1,440 @@
+"""Shards of stages and parts of stages: what is compiled, what `check` refuses, what an exchange costs."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+
+from schedgen.checker import RULES, check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import read, write
+from schedgen.ir.program import F, Kind, Op, Program
+from schedgen.report.chakra import chakra
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.memory_plan import LINE, footprint, measured
+from schedgen.simulator.simulate import report, simulate
+from schedgen.simulator.stats import stats
+from schedgen.util.errors import RefusedFile, UsageError
+
+
+def compiled(name="1f1b", stages=2, microbatches=2, tensor=2, workers=None, **more):
+    sizes = Sizes(stages, microbatches, workers)
+    return compile_scheme(load(name, sizes, tensor), sizes, tensor=tensor, **more)
+
+
+def listed(program, rank):
+    return [str(i) for i in program.instructions(rank)]
+
+
+def jobs(program, rank):
+    """FWDs and BWDs of a rank as (letter, stage, microbatch)."""
+    return [(i.op.__class__(i.op), i.stage, i.mb) for i in program.instructions(rank) if i.op in (Op.FWD, Op.BWD)]
+
+
+# What is compiled
+
+
+def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
+    program = compiled(stages=2, microbatches=1, prefetch=0)
+    header = program.header
+    assert (header.workers, header.stages, header.tensor, header.whole) == (4, 4, 2, (1,))
+    assert header.edges == ((0, 2), (1, 3)) and header.owners == ((0,), (1,), (2,), (3,))
+    assert header.tied == ((0, 1),)  # shards share what is not cut; a whole stage's are copies
+    assert header.groups == ((0, 1, 2, 3), (0, 1))
+    assert listed(program, 1) == [
+        '{"op": "FWD", "stage": 1, "mb": 0}',
+        '{"op": "ALLREDUCE", "buf": "x.1.0", "group": 1}',
+        '{"op": "SEND", "buf": "x.1.0", "to": 3}',
+        '{"op": "RECV", "buf": "g.1.0", "from": 3}',
+        '{"op": "BWD", "stage": 1, "mb": 0}',
+        '{"op": "FREE", "buf": "x.1.0"}',
+        '{"op": "FREE", "buf": "g.1.0"}',
+        '{"op": "ALLREDUCE", "buf": "t.0", "group": 1}',
+        '{"op": "NORM", "group": 0}',
+        '{"op": "STEP", "stage": 1}',
+        '{"op": "FREE", "buf": "dw.1"}',
+    ]
+
+
+def test_gradients_of_a_split_stage_are_exchanged_before_they_leave():
+    part = listed(compiled(stages=3, microbatches=1, whole=(0,)), 2)
+    place = part.index('{"op": "BWD", "stage": 2, "mb": 0}')
+    exchange = part.index('{"op": "ALLREDUCE", "buf": "g.0.0", "group": 1}')
+    assert place < exchange < part.index('{"op": "SEND", "buf": "g.0.0", "to": 0}')
+
+
+def test_nothing_is_exchanged_where_all_stages_are_whole():
+    program = compiled(stages=3, whole=(0, 1))
+    assert not len(program.exchanges()) and not program.header.tied
+    check(program)
+
+
+def test_shards_and_parts_of_one_are_what_was_compiled_without():
+    plain = compile_scheme(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
+    assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, parts=1), r) for r in range(4)]
+
+
+def test_parts_of_a_stage_run_one_behind_the_other():
+    program = compiled("1f1b", 2, 3, tensor=1, parts=3)
+    assert program.header.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
+    whole = compiled("1f1b", 2, 3, tensor=1)
+    for rank in range(2):
+        order = [
+            (op, 3 * s + p, b)
+            for op, s, b in jobs(whole, rank)
+            for p in (range(3) if op == Op.FWD else reversed(range(3)))
+        ]
+        assert jobs(program, rank) == order
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_has_parts_and_shards(name):
+    if name == "pipedream":
+        return  # its weights have versions
+    options = {"groups": 2} if name in ("lpp", "fslpp") else {"replicas": (1, 1)} if name == "1f1b-rr" else {}
+    stages = 2 if name in ("1f1b-rr", "chimera") else 4
+    workers = None if name in ("1f1b-rr", "chimera", "zb-h1", "zb-h2") else 4
+    sizes = Sizes(stages, 4, workers, **options)
+    program = compile_scheme(load(name, sizes, 2), sizes, tensor=2, parts=2, whole=(0,))
+    assert program.header.stages == stages * 4
+    check(program)
+
+
+def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def w(s, b, d, t):\n    return 3 - 2 * s - t, 3 - 2 * s - t\n\n\ndef n(s, b, d):\n    return b\n")
+    given = ("compile", mine, "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", tmp_path / "out.json")
+    assert run(*given) == (0, "", "")
+    header = json.loads((tmp_path / "out.json").read_text())
+    assert header["owners"] == [[3], [2], [1], [0]] and header["tensor"] == {"degree": 2, "whole": [1]}
+    # Without t, of two workers; with one shard, t is 0.
+    mine.write_text(
+        "def w(s, b, d, *, workers):\n    return s % workers, s % workers\n\n\ndef n(s, b, d):\n    return b\n"
+    )
+    assert run(*given, "--workers", 4).code == 0
+    assert json.loads((tmp_path / "out.json").read_text())["owners"] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--workers", 3), "--tensor 2: 3 workers are no multiple of it"),
+        (("--whole", 7), "--whole 7: there is no such stage in 0..3"),
+        (("--tensor", 1, "--whole", 0), "--whole says what shards compute alike: give --tensor, too"),
+        (("--updates", "stash"), "--updates stash: weights that have versions have no shards: leave --tensor out"),
+        (("--tied", "0,9"), "--tied 0,9: a tie is two or more different stages in 0..3"),
+        (("--layers", "1,2"), "--layers has 2 numbers, but there are 4 stages"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(run, refused, options, words):
+    given = ("--stages", 2, "--parts", 2, "--microbatches", 2, "--tensor", 2, *options)
+    assert refused(run("compile", "1f1b", *given, "-o", "-"), 2) == f"schedgen: {words}"
+
+
+def test_two_shards_of_a_stage_are_on_two_workers():
+    scheme = Scheme("same", 2, lambda s, b, d, t: (0 * t, 0 * t), lambda s, b, d: b, "n", "greedy", by_shard=True)
+    with pytest.raises(UsageError, match=r"w puts two shards of F\(0, 0\) on worker 0: the 2 shards"):
+        compile_scheme(scheme, Sizes(2, 2, 2), tensor=2)
+
+
+@st.composite
+def programs(draw, cases):
+    """Any placement, owners, order and DAG, with shards and parts; workers of shards by w(s, b, d) or w(s, b, d, t)."""
+    case = draw(cases)
+    T, P = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    S = case.sizes.stages
+    whole = sorted(draw(st.sets(st.integers(0, S * P - 1)))) if T > 1 else []
+    if T > 1:  # what a split stage gives is one sum
+        case = case._replace(apart=tuple(s for s in case.apart if s * P + P - 1 in whole))
+    if draw(st.booleans()):
+        return case.compile(tensor=T, parts=P, whole=whole)
+    shuffled = np.random.default_rng(draw(st.integers(0, 2**16)))
+    jobs = case.compute.shape
+    compute = np.array([shuffled.permutation(T + 1)[:T] for _ in range(np.prod(jobs[1:]))]).reshape(*jobs[1:], T)
+    backward = compute if draw(st.booleans()) else compute[..., ::-1]
+
+    def w(s, b, d, t):
+        of = np.where(d == F, compute[s, b, t], backward[s, b, t])
+        return of, of
+
+    scheme = Scheme(
+        "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
+        split=len(case.cost) == 3, edges=case.edges, apart=case.apart, by_shard=True,
+    )  # fmt: skip
+    return compile_scheme(scheme, case.sizes, cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, whole=whole)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_what_is_compiled_is_right_and_is_read_back(cases, runs_as_proved, data):
+    program = data.draw(programs(cases))
+    runs_as_proved(program)
+    out = io.BytesIO()
+    write(program, out)
+    again, fault = read(io.BytesIO(out.getvalue()), "file")
+    assert fault is None
+    assert all((a == b).all() for a, b in zip(program.rows, again.rows, strict=True))
+    simulate(program, program.header.cost, Machine(alpha=0.5, beta=0.25))
+
+
+# What is refused
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_what_is_accepted_runs(cases, runs_if_accepted, data):
+    """Instructions that stand elsewhere, are there twice or not, or name something else, most of them exchanges."""
+    program = data.draw(programs(cases))
+    rows, length = program.rows, len(program)
+    some = program.exchanges().tolist()
+    assume(some)
+    for _ in range(data.draw(st.integers(1, 2))):
+        i = data.draw(st.sampled_from(some))
+        how = data.draw(st.sampled_from(("less", "twice", "near", "far", "stage", "mb", "via", "peer")))
+        if how in ("less", "twice"):
+            order = np.insert(np.arange(length), i, i) if how == "twice" else np.delete(np.arange(length), i)
+            with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule (10|[1-7]): "):
+                check(Program(program.header, program.rows.take(order)))
+        elif how in ("near", "far"):
+            j = (
+                data.draw(st.integers(0, length - 1))
+                if how == "far"
+                else i + data.draw(st.sampled_from((-2, -1, 1, 2)))
+            )
+            order = np.arange(length)
+            order[[i, j % length]] = j % length, i
+            rows = rows.take(order)._replace(rank=rows.rank)
+        else:
+            header = program.header
+            limits = {
+                "stage": header.stages,
+                "mb": header.microbatches,
+                "via": header.stages,
+                "peer": len(header.groups),
+            }
+            values = getattr(rows, how).copy()
+            if values[i] >= 0 and rows.op[i] == Op.ALLREDUCE and rows.kind[i] in (Kind.X, Kind.G):
+                values[i] = data.draw(st.integers(0, limits[how] - 1))
+            rows = rows._replace(**{how: values})
+    changed = Program(program.header, rows)
+    runs_if_accepted(changed)
+
+
+def test_a_file_that_claims_other_shards_is_refused(run, refused, tmp_path):
+    path = tmp_path / "file.json"
+    assert run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", path).code == 0
+    text = path.read_text()
+    for value, words in (
+        ('{"degree": 3, "whole": [1]}', "tensor: degree must be at least 2 and divide the 4 stages"),
+        ('{"degree": 1, "whole": [1]}', "tensor: degree must be at least 2 and divide the 4 stages"),
+        ('{"degree": 4, "whole": [0]}', "edge (0, 0) does not go from a smaller to a larger stage"),
+        ('{"degree": 2, "whole": [0]}', "tensor: the last stage, which ends in the loss, must be whole"),
+        ('{"degree": 2, "whole": [1, 1]}', "tensor must be lists of different stages in 0..1, ascending"),
+        ('{"degree": 2, "whole": []}', "tensor must be lists of different stages in 0..1, ascending"),
+        ('{"degree": 2}', "tensor must have degree and whole"),
+        ("2", "tensor must have degree and whole"),
+    ):
+        path.write_text(text.replace('{"degree": 2, "whole": [1]}', value))
+        assert words in refused(run("check", path), 1)
+    path.write_text(re.sub(r' "tensor": .*\n', "", text))
+    assert run("check", path).code == 1
+
+
+def damaged(program, change):
+    """The program with the rows of rank 0 as `change` leaves them; others as they are."""
+    end = int(program.bounds[1])
+    order = change(list(range(end)), [program.instruction(row) for row in range(end)])
+    return Program(program.header, program.rows.take(np.array([*order, *range(end, len(program))])))
+
+
+def place(part, op, kind, stage):
+    return next(k for k, i in enumerate(part) if (i.op, i.kind, i.stage) == (op, kind, stage))
+
+
+def less(op, kind, stage):
+    def change(rows, part):
+        del rows[place(part, op, kind, stage)]
+        return rows
+
+    return change
+
+
+def twice(op, kind, stage):
+    def change(rows, part):
+        at = place(part, op, kind, stage)
+        return rows[: at + 1] + rows[at:]
+
+    return change
+
+
+def behind(op, kind, stage, other, other_kind, other_stage):
+    def change(rows, part):
+        row = rows.pop(place(part, op, kind, stage))
+        rows.insert(rows.index(place(part, other, other_kind, other_stage)) + 1, row)
+        return rows
+
+    return change
+
+
+X, G, NONE = Kind.X, Kind.G, Kind.NONE
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "words"),
+    [
+        (less(Op.ALLREDUCE, X, 2), 10, "ALLREDUCE of x.2.0 is missing"),
+        (less(Op.ALLREDUCE, G, 0), 10, "ALLREDUCE of g.0.0 is missing"),
+        (twice(Op.ALLREDUCE, X, 2), 10, "this is summed twice"),
+        (twice(Op.ALLREDUCE, G, 0), 10, "this is summed twice"),
+        (behind(Op.ALLREDUCE, X, 2, Op.SEND, X, 2), 10, "x.2.0 is only a shard's part here"),
+        (behind(Op.ALLREDUCE, X, 0, Op.FWD, NONE, 2), 10, "x.0.0 is only a shard's part here"),
+        (behind(Op.ALLREDUCE, G, 0, Op.BWD, NONE, 0), 10, "g.0.0 is only a shard's part here"),
+        (behind(Op.FWD, NONE, 2, Op.ALLREDUCE, X, 2), 2, "x.2.0 is not defined"),
+    ],
+)
+def test_an_exchange_that_is_missing_late_or_there_twice_is_refused(change, rule, words):
+    program = damaged(compiled(stages=2, parts=2, microbatches=1), change)
+    with pytest.raises(RefusedFile, match=rf"rank 0: .*{re.escape(words)}.* \(rule {rule}: {re.escape(RULES[rule])}\)"):
+        check(program)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({"buf": "x.6.0"}, "the job that gives this is not split"),
+        ({"buf": "g.4.0"}, "the job that gives this is not split"),
+        ({"buf": "x.4.0"}, "this rank does not give it"),
+        ({"group": 0}, "this is not the group of the stage's shards"),
+    ],
+)
+def test_an_exchange_of_something_else_is_refused(run, refused, judge, tmp_path, edit, words):
+    path = tmp_path / "file.json"
+    assert run("compile", "1f1b", "--stages", 2, "--parts", 2, "--microbatches", 1, "--tensor", 2, "-o", path).code == 0
+    file = json.loads(path.read_text())
+    one = next(i for i in file["programs"][0] if i.get("buf") == "x.2.0" and i["op"] == "ALLREDUCE")
+    one |= edit
+    if edit.get("buf") in ("x.6.0", "g.4.0"):  # defined where it is asked for, else that is what is wrong
+        whole = file["programs"][2]
+        at = next(
+            k for k, i in enumerate(whole) if i["op"] == ("FWD" if edit["buf"][0] == "x" else "BWD") and i["stage"] == 6
+        )
+        whole.insert(at + 1, dict(one))
+        one["buf"] = "x.2.0"
+        one["group"] = 1
+        whole[at + 1]["group"] = 2
+    words = "is not defined" if edit.get("buf") == "x.4.0" else words
+    assert words in refused(judge(file)[0], 1)
+
+
+def test_a_file_without_shards_has_no_exchange(run, refused, judge, golden):
+    file = json.loads(golden["ddp"])
+    part = file["programs"][0]
+    at = next(k for k, i in enumerate(part) if i["op"] == "FWD")
+    part.insert(at + 1, {"op": "ALLREDUCE", "buf": "x.0.0", "group": 0})
+    assert "stages have no shards here (rule 10: " in refused(judge(file)[0], 1)
+
+
+# What it costs
+
+
+def test_an_exchange_takes_what_a_ring_takes_and_the_rank_waits_for_it():
+    T, alpha, beta, size = 3, 0.5, 0.01, 90
+    program = compiled("ddp", stages=2, microbatches=1, tensor=T, workers=T)
+    run = simulate(program, {"F": 1, "B": 2}, Machine(alpha, beta, activation=size))
+    ring = 2 * (T - 1) * (alpha + beta * size / T)
+    numbers = report(program, run)
+    assert numbers["latency"] == pytest.approx(6 + ring)  # x of stage 0; the last stage is whole
+    assert numbers["idle"]["reduction"] == pytest.approx(T * (ring + 2 * (T - 1) * alpha))  # and its tie's sum
+    assert numbers["exchanges"] == {"sums": 1, "bytes": 2 * (T - 1) * size}
+
+
+def test_the_room_for_exchanges_is_counted():
+    program = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2)
+    size = 1000
+    part = -(-size // (2 * LINE)) * LINE
+    none = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2, whole=(0, 1))
+    sizes = measured(Machine(activation=size), program.header.stages)
+    assert (footprint(program, sizes).owned - footprint(none, sizes).owned == size + part).all()
+
+
+def test_other_commands_know_exchanges(run, tmp_path):
+    path = tmp_path / "file.json"
+    given = ("--stages", 2, "--parts", 2, "--microbatches", 2, "--tensor", 2)
+    assert run("compile", "zb-h1", *given, "-o", path) == (0, "", "")
+    text = path.read_bytes()
+    assert run("seal", path) == (0, "", "") and path.read_bytes() == text
+    numbers = json.loads(run("stats", path, "--json").out)
+    assert numbers["exchanges"] == sum(one["exchanges"] for one in numbers["workers"]) // 2 == 10
+    assert "exchanges" in run("stats", path).out and "sums 10" in run("simulate", path).out
+    assert "4 workers, 8 stages (4 in 2 shards each), 2 microbatches" in run("draw", path).out
+    assert run("draw", path, "-o", tmp_path / "a.html").code == 0
+    assert run("export", path, "--to", "chrome", "-o", tmp_path / "a.trace").code == 0
+    assert run("export", path, "--to", "csv", "-o", "-").code == 2
+    assert run("export", path, "--to", "chakra", "-o", tmp_path / "et").code == 0
+    other = tmp_path / "other.json"
+    assert run("compile", "zb-h1", *given, "--whole", 0, "-o", other).code == 0
+    assert "whole: (3,) -> (0, 3)" in run("diff", path, other).out
+
+
+def test_statistics_of_shards():
+    program = compiled(stages=2, parts=2, microbatches=2)
+    numbers = stats(program)
+    assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
+    assert list(chakra(program, {"F": 1, "B": 2}, Machine()))
+
+
+def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
+    sizes = Sizes(3, 2, 6)
+    scheme = load("gpipe", sizes, 2)._replace(edges=((0, 1), (0, 2), (1, 2)), apart=(0,))
+    program = compile_scheme(scheme, sizes, tensor=2, whole=[0])
+    run = simulate(program, program.header.cost, Machine(activation=1000, apart=10))
+    table = program.rows
+    sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.via >= 0)
+    assert sums.any() and (run.summed[sums] == 10).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "sentence"),
+    [
+        (
+            "def w(s, b, d, t): return t + 0 * s, t + 0 * s",
+            ("--tensor", 2, "--shards", 2),
+            "--shards divides the weights",
+        ),
+        ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards divides the weights"),
+        ("def w(s, b, d): return 0 * s, 0 * s", ("--parts", 2, "--shards", "1,2,1,2"), "--shards divides the weights"),
+        ("def w(s, b, d): return 0 * s, 0 * s", ("--parts", 10**9), "more than"),
+    ],
+)
+def test_options_that_do_not_go_together(run, refused, tmp_path, source, options, sentence):
+    (tmp_path / "mine.py").write_text(f"{source}\ndef n(s, b, d): return b\n")
+    sizes = ("--stages", 2, "--microbatches", 2, "-o", "-")
+    assert sentence in refused(run("compile", tmp_path / "mine.py", *sizes, *options), 2)
+
+
+def test_an_argument_with_a_default_is_no_shard(run, tmp_path):
+    (tmp_path / "mine.py").write_text("def w(s, b, d, W=2): return s % W, s % W\ndef n(s, b, d): return b\n")
+    file = json.loads(run("compile", tmp_path / "mine.py", "--stages", 4, "--microbatches", 2, "-o", "-").out)
+    assert file["owners"] == [[0], [1], [0], [1]]
+
+
+def test_a_hostile_profile_and_a_file_without_groups_are_refused_in_a_sentence(run, refused, judge, tmp_path):
+    out = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", tmp_path / "a.json")
+    assert out.code == 0
+    for number, text in enumerate(
+        ('{"F": ' + "[" * 700 + "]" * 700 + ', "B": 1}', '{"F": [1' + "0" * 400 + ', 1], "B": 1}')
+    ):
+        (tmp_path / f"{number}.json").write_text(text)
+        refused(run("simulate", tmp_path / "a.json", "--profile", tmp_path / f"{number}.json"), 2)
+    file = json.loads((tmp_path / "a.json").read_text())
+    programs = [[i for i in part if i["op"] not in ("ALLREDUCE", "NORM")] for part in file["programs"]]
+    assert judge({**file, "groups": [], "programs": programs})[0].code == 1
+    assert "no shards of stages" in refused(run("export", tmp_path / "a.json", "--to", "csv", "-o", "-"), 2)

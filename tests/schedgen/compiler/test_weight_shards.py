@@ -1,0 +1,277 @@
+"""Weights of a stage divided over owners: compiled, proved, run by an executor that trusts nobody, and counted."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from slow_memory_plan import hold, random_bytes
+
+from schedgen.checker import check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import parse, read, write
+from schedgen.ir.program import Kind, Op, Program, cut
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.memory_plan import Bytes, footprint, measured
+from schedgen.simulator.memory_timeline import held
+from schedgen.simulator.simulate import simulate
+from schedgen.simulator.stats import stats
+from schedgen.util.errors import RefusedFile
+
+HAND = """
+import numpy as np
+
+def w(s, b, d, k, *, workers):
+    return {weights}, {compute}
+
+def n(s, b, d, *, stages):
+    return b * 2 * stages + np.where(d == 0, s, 2 * stages - 1 - s)
+"""
+
+
+def compiled(name, sizes, **options):
+    return compile_scheme(load(name, sizes), sizes, **options)
+
+
+def written(program) -> bytes:
+    out = io.BytesIO()
+    write(program, out)
+    return out.getvalue()
+
+
+@st.composite
+def divided(draw, cases) -> Program:
+    """Any placement of jobs, and any owner of every part of every stage."""
+    case = draw(cases)
+    S, workers = case.sizes.stages, case.sizes.workers
+    counts = tuple(draw(st.lists(st.integers(1, 4), min_size=S, max_size=S)))
+    assume(max(counts) > 1)
+    owners = np.array(draw(st.lists(st.integers(0, workers - 1), min_size=4 * S, max_size=4 * S))).reshape(S, 4)
+    own = draw(st.booleans())
+
+    def w(s, b, d):
+        return owners[s, 0], case.compute[d, s, b]
+
+    def w_of_k(s, b, d, k):
+        return owners[s, k], case.compute[d, s, b]
+
+    scheme = load("gpipe", Sizes(workers, 1, workers))._replace(
+        w=w_of_k if own else w, n=lambda s, b, d: case.n[d, s, b], mode="greedy", workers=workers,
+        split=len(case.cost) == 3, edges=case.edges, cap=None,
+    )  # fmt: skip
+    return compile_scheme(
+        scheme, case.sizes._replace(shards=counts), cost=case.cost, weight_slots=case.weight_slots,
+        fan_out=case.fan_out, prefetch=case.prefetch, recompute=case.recompute,
+    )  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases, runs_as_proved, data):
+    program = data.draw(divided(cases))
+    runs_as_proved(program)
+    text = written(program)
+    again, fault = read(io.BytesIO(text), "file")
+    assert fault is None and written(again) == text == written(parse(text.decode(), "file"))
+
+
+@given(data=st.data())
+@settings(max_examples=40)
+def test_an_instruction_less_or_twice_is_always_refused(cases, data):
+    program = data.draw(divided(cases))
+    row = data.draw(st.integers(0, len(program) - 1))
+    assume(program.rows.op[row] != Op.RECOMPUTE)
+    place = data.draw(st.integers(0, len(program)))
+    every = np.arange(len(program))
+    for order in (np.delete(every, row), np.insert(every, place, row)):
+        with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule [1-7]: "):
+            check(Program(program.header, program.rows.take(order)).project())
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_what_is_accepted_runs(cases, runs_if_accepted, data):
+    """Parts, ranks and places changed: where `check` accepts that, the program runs to a right end."""
+    program = data.draw(divided(cases))
+    rows = program.rows
+    for _ in range(data.draw(st.integers(1, 2))):
+        i = data.draw(st.integers(0, len(program) - 1))
+        column = data.draw(st.sampled_from(["order", "via", "peer", "rank"]))
+        if column == "order":
+            order = np.arange(len(program))
+            j = min(i + 1, len(program) - 1)
+            order[[i, j]] = j, i
+            rows = rows.take(order)._replace(rank=rows.rank)
+            continue
+        assume(getattr(rows, column)[i] >= 0 and rows.op[i] != Op.NORM and rows.kind[i] not in (Kind.X, Kind.G))
+        values = getattr(rows, column).copy()
+        limit = program.header.workers
+        if column == "via":
+            limit = len(program.header.parts(int(rows.stage[i])))
+        values[i] = data.draw(st.integers(0, limit - 1))
+        rows = rows._replace(**{column: values})
+    changed = Program(program.header, rows).project()
+    runs_if_accepted(changed)
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_what_is_held_peaks_where_the_simulation_says(cases, data):
+    program = data.draw(divided(cases))
+    stages = program.header.stages
+    rng = np.random.default_rng(data.draw(st.integers(0, 100)))
+    machine = Machine(activation=rng.integers(1, 5, stages), weight=rng.integers(0, 1000, stages), saved=3, half=2)
+    run, series = simulate(program, program.header.cost, machine), held(program, measured(machine, stages))
+    for rank, (begin, end) in enumerate(zip(program.bounds[:-1], program.bounds[1:], strict=True)):
+        if begin < end:
+            assert series.during[begin:end].max(axis=0).tolist() == [int(peak[rank]) for peak in run.memory]
+    assert not (series.during[-1:] - series.given[-1:]).any()
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
+    program = data.draw(divided(cases))
+    bytes = random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages)
+    weight = 100 * bytes.weight
+    hold(program, bytes._replace(weight=weight, partial=weight * bytes.partial, owned=303 * bytes.owned))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 70))
+def test_parts_are_equal_but_for_the_last_and_begin_at_lines(size, parts):
+    ends = cut(size, parts)
+    lengths = np.diff(ends)
+    assert (ends[0], ends[-1], len(ends)) == (0, size, parts + 1)
+    some = lengths[lengths > 0]
+    assert (np.array(ends) % 64 == 0)[np.array(ends) < size].all()
+    assert not len(some) or ((some[:-1] == some[0]).all() and some[0] <= -(-size // parts) + 63)
+
+
+def test_two_uneven_stages_leave_every_worker_a_quarter():
+    sizes = Sizes(2, 8, 4, shards=(4,))
+    program = compiled("fsdp", sizes)
+    weight = np.array([1_000_000, 123_456])
+    zero = np.zeros(2, np.int64)
+    found = footprint(program, Bytes(zero, weight, weight, zero, zero, {}, 3 * weight))
+    assert found.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
+    # Beside them the two stages as they are computed with, a gradient or two, and what is received of them.
+    assert (found.places <= 4 * weight.sum() + 2 * weight.max()).all()
+    owners = program.header.shards
+    assert owners == ((0, 1, 2, 3), (1, 2, 3, 0)) and program.header.owners == ((0, 1, 2, 3),) * 2
+    numbers = stats(program)
+    assert [one["weight_storage"] for one in numbers["workers"]] == [0.5] * 4
+    assert [one["receives"]["weight"] for one in numbers["workers"]] == [6] * 4
+    assert [one["receives"]["weight_gradient"] for one in numbers["workers"]] == [6] * 4
+
+
+def test_no_two_workers_ask_the_same_one_first():
+    program = compiled("fsdp", Sizes(2, 8, 8, shards=(8,)), fan_out=1)
+    for op, kind in ((Op.FETCH_W, Kind.W), (Op.SEND, Kind.W), (Op.SEND, Kind.DW)):
+        first = [next(i.peer for i in program.instructions(r) if (i.op, i.kind) == (op, kind)) for r in range(8)]
+        assert sorted(first) == list(range(8)), (op, kind, first)
+
+
+def test_with_one_owner_of_all_parts_nothing_travels():
+    program = compiled("gpipe", Sizes(1, 2, shards=(3,)))
+    assert not np.isin(program.rows.op, (Op.SEND, Op.FETCH_W)).any()
+    assert (program.rows.op == Op.STEP).sum() == 3
+    check(program)
+
+
+def test_w_says_where_parts_are(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(HAND.format(weights="(s + 2 * k) % workers", compute="b % workers + 0 * k"))
+    sizes = Sizes(3, 4, 4, shards=(4, 1, 2))
+    program = compiled(str(path), sizes)
+    check(program)
+    assert program.header.shards == ((0, 2, 0, 2), (1,), (2, 0))
+    assert json.loads(written(program))["scheme"]["shards"] == [4, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            ("ddp", "--workers", "4"),
+            "--shards: several workers own all weights of stage 0; each part has one owner, as in fsdp",
+        ),
+        (("fsdp", "--workers", "4", "--tied", "0,3"), "--shards does not go with --tied: stages that share parameters"),
+        (("1f1b", "--updates", "stash"), "--shards does not go with --updates stash: an owner steps them as a whole"),
+        (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),
+        (("gpipe", "--shards", "0"), "argument --shards: '0' is not a whole number of at least 1"),
+        (("gpipe", "--shards", "99999999"), "4 workers and 4 stages are too many"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(run, refused, arguments, reason):
+    options = arguments if "--shards" in arguments else (*arguments, "--shards", "2")
+    said = refused(run("compile", *options, "--stages", 4, "--microbatches", 8, "-o", "-"), 2)
+    assert reason in said
+
+
+def test_compute_must_not_depend_on_the_part(run, refused, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(HAND.format(weights="k % workers", compute="(b + k) % workers"))
+    options = ("--stages", 2, "--microbatches", 4, "--workers", 2, "--shards", 2, "-o", "-")
+    assert "whatever the part k" in refused(run("compile", path, *options), 2)
+
+
+def edited(program, **changes):
+    raw = json.loads(written(program))
+    raw.pop("sha256")
+    return json.dumps(raw | changes)
+
+
+@pytest.mark.parametrize(
+    ("shards", "reason"),
+    [
+        ([[0, 1]], "shards must be a list of 2 lists of ranks"),
+        ([[0, 1], []], "shards must name an owner in 0..1 of every part of every stage"),
+        ([[0, 2], [1, 0]], "shards must name an owner in 0..1"),
+        ([[0], [1]], "shards must divide a stage, or not be there"),
+        ([[1, 0], [1, 0]], "the first owner of stage 0 is not the worker that weights names"),
+        ([[0, 0], [1, 0]], "owners do not agree with weights"),
+        ([[0, 1, 1], [1, 0]], None),
+        ([[0, 1, 1] * 1000, [1, 0]], "shards ask for more parts than"),
+    ],
+)
+def test_a_header_with_wrong_shards_is_refused(shards, reason):
+    program = compiled("fsdp", Sizes(2, 2, 2, shards=(2,)))
+    if reason is None:  # right as far as the header goes
+        with pytest.raises(RefusedFile, match=r"dw?\.0/2|w\.0/2"):
+            check(parse(edited(program, shards=shards), "file"))
+        return
+    with pytest.raises(RefusedFile, match=reason):
+        parse(edited(program, shards=shards), "file")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ('"w.0/0"', '"w.0"', "the weights of this stage have parts"),
+        ('"w.0/0"', '"w.0/2"', r"shard must be a number in 0\.\.1, not 2"),
+        ('"x.0.0"', '"x.0.0/0"', "it has no parts"),
+        ('"op": "STEP", "stage": 0, "shard": 0', '"op": "STEP", "stage": 0', "STEP takes stage, shard"),
+        ('"stage": 0, "shard": 1, "from"', '"stage": 0, "shard": 7, "from"', "shard must be a number in 0..1, not 7"),
+        ('"w.0/0"', '"w.0/00"', "no buffer is called"),
+    ],
+)
+def test_a_line_with_a_wrong_part_is_refused(run, refused, tmp_path, old, new, reason):
+    text = written(compiled("fsdp", Sizes(2, 2, 2, shards=(2,)))).decode()
+    assert old in text
+    (tmp_path / "edited.json").write_text(text.replace(old, new, 1))
+    assert re.search(reason, refused(run("check", tmp_path / "edited.json"), 1))
+
+
+def test_a_file_without_parts_takes_none(run, refused, tmp_path):
+    text = written(compiled("fsdp", Sizes(2, 2, 2))).decode()
+    (tmp_path / "edited.json").write_text(text.replace('"w.0"', '"w.0/0"', 1))
+    assert "it has no parts" in refused(run("check", tmp_path / "edited.json"), 1)
+    (tmp_path / "edited.json").write_text(text.replace('"STEP", "stage": 0', '"STEP", "stage": 0, "shard": 0', 1))
+    assert "STEP takes stage" in refused(run("check", tmp_path / "edited.json"), 1)

@@ -1,0 +1,581 @@
+"""Updates without a flush: which version of its weights every job uses, and how many there are; nothing else passes."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, swap, twice
+from hypothesis import assume, event, given, settings
+from hypothesis.extra.numpy import arrays
+from slow_memory_plan import peaks_of_held
+
+from schedgen.checker import RULES, check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import parse, read, write
+from schedgen.ir.line_codec import State
+from schedgen.ir.line_codec import parse as parse_lines
+from schedgen.ir.program import Kind, Op, Program
+from schedgen.ir.validate import Bounds, instruction
+from schedgen.report.chakra import dependencies
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.stats import stats
+from schedgen.util.errors import RefusedFile, UsageError
+
+UPDATES = ("stash", "vertical")
+
+
+def compiled(replicas, microbatches, updates="stash", **options):
+    sizes = Sizes(len(replicas), microbatches, replicas=tuple(replicas))
+    return compile_scheme(load("pipedream", sizes), sizes, updates=updates, **options)
+
+
+def written(program):
+    out = io.BytesIO()
+    write(program, out)
+    return out.getvalue()
+
+
+def jobs(program, *ops):
+    """(stage, microbatch) of these instructions, and the version each uses."""
+    rows = np.flatnonzero(np.isin(program.rows.op, ops))
+    return {(i.stage, i.mb): i.peer for i in map(program.instruction, rows.tolist())}
+
+
+def peaks(program):
+    memory = check(program)._asdict()
+    return [{field: int(peak[rank]) for field, peak in memory.items()} for rank in range(program.header.workers)]
+
+
+# What the papers say
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_a_straight_pipeline_uses_the_versions_of_the_papers_formulas(stages, updates):
+    """PipeDream, section 3.3: w^(t-n+1), ..., w^(t) with stashing, w^(t-n+1) everywhere with vertical sync."""
+    for microbatches in (1, 2, 5, 8, 13, 20):
+        program = compiled([1] * stages, microbatches, updates)
+        delay = [stages - 1 - (s if updates == "stash" else 0) for s in range(stages)]
+        every = itertools.product(range(stages), range(microbatches))
+        expected = {(s, b): max(0, b - delay[s]) for s, b in every}
+        assert jobs(program, Op.FWD) == jobs(program, Op.BWD) == expected
+        numbers = stats(program)
+        assert numbers["staleness"] == [min(microbatches - 1, late) for late in delay]
+        for late, most in zip(delay, numbers["versions"], strict=True):
+            # Behind the step to version k: that one, and all older ones that microbatches from k on use.
+            ahead = ({max(0, b - late) for b in range(k, microbatches)} for k in range(1, microbatches + 1))
+            assert most == max(1 + sum(v < k for v in one) for k, one in enumerate(ahead, start=1))
+            assert most == late + 1 or microbatches <= 2 * late
+
+
+def test_a_round_makes_a_version_at_every_replica():
+    program = compiled((3, 1), 8)
+    steps = [(i.stage, i.peer) for i in map(program.instruction, np.flatnonzero(program.rows.op == Op.STEP).tolist())]
+    assert sorted(steps) == sorted([(0, v) for v in (1, 2, 3)] * 3 + [(1, v) for v in range(1, 9)])
+    # Rank 0 goes on with microbatch 6 while the last stage is at 1 and 2, without which there is no version 1.
+    assert stats(program)["staleness"] == [2, 0]
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("replicas", [r for most in ([4], [4, 4], [3, 3, 3]) for r in np.ndindex(*most)])
+def test_all_replicas_compile_check_and_run(replicas, updates, execute):
+    replicas = [1 + r for r in replicas]
+    for microbatches in {max(replicas), max(replicas) + 2, 7}:
+        program = compiled(replicas, microbatches, updates)
+        assert execute(program) == peaks(program)
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("fsdp", "fslpp")])
+def test_schemes_that_fetch_no_weights_may_update_without_a_flush(scheme, updates, execute):
+    sizes = sizes_of(scheme)
+    program = compile_scheme(load(scheme, sizes), sizes, updates=updates)
+    assert program.header.updates == updates
+    assert execute(program) == peaks(program)
+
+
+@pytest.mark.parametrize("scheme", ["fsdp", "fslpp"])
+def test_weights_that_travel_have_no_versions(scheme):
+    sizes = sizes_of(scheme)
+    with pytest.raises(UsageError, match=r"^--updates stash: w must put a job's weights where it is computed"):
+        compile_scheme(load(scheme, sizes), sizes, updates="stash")
+
+
+# Random schemes
+
+
+@st.composite
+def versioned(draw):
+    """Any replicas on any workers, one microbatch after the other on each, with backwards about in their order."""
+    S, batches, workers, directions = (draw(st.integers(*ends)) for ends in ((1, 4), (1, 7), (1, 4), (2, 3)))
+    compute = np.empty((S, batches), np.int64)
+    for s in range(S):
+        ranks = draw(st.permutations(range(workers)))[: draw(st.integers(1, workers))]
+        compute[s] = np.array(ranks)[np.arange(batches) % len(ranks)]
+    n = draw(arrays(np.int64, (directions, S, batches), elements=st.integers(0, 3))) + 2 * np.arange(batches)
+    n[1:] -= draw(st.integers(0, 1)) * 20
+    edges = [(p, c) for p in range(S - 1) for c in sorted(draw(st.sets(st.integers(p + 1, S - 1), min_size=1)))]
+    scheme = Scheme(
+        "random", workers, lambda s, b, d: (compute[s, b], compute[s, b]), lambda s, b, d: n[d, s, b], "random",
+        "greedy", split=directions == 3, edges=tuple(edges), updates=draw(st.sampled_from(UPDATES)),
+    )  # fmt: skip
+    cost = {name: draw(st.integers(1, 3)) for name in ("FB", "FIW")[directions - 2]}
+    recompute = draw(st.sets(st.integers(0, S - 1), max_size=1))
+    try:
+        return compile_scheme(
+            scheme, Sizes(S, batches, workers), cost=cost, prefetch=draw(st.integers(0, 2)), recompute=recompute
+        )
+    except UsageError as error:
+        assert str(error).startswith(f"--updates {scheme.updates}: ")
+        assume(False)
+
+
+@given(program=versioned())
+@settings(max_examples=60)
+def test_whatever_compiles_is_right(program, execute):
+    assert execute(program) == peaks(program)
+
+
+@given(program=versioned(), data=st.data())
+@settings(max_examples=60)
+def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
+    peaks_of_held(program, data)
+
+
+@given(program=versioned())
+@settings(max_examples=60)
+def test_a_schedule_is_written_and_read_back(program):
+    file = written(program)
+    again, fault = read(io.BytesIO(file), "file")
+    assert fault is None and again.header.updates == program.header.updates
+    for other in (again, parse(json.dumps(json.loads(file)), "file")):
+        assert all((a == b).all() for a, b in zip(program.rows, other.rows, strict=True))
+        assert written(other) == file
+
+
+@given(program=versioned(), data=st.data())
+@settings(max_examples=80)
+def test_an_instruction_less_or_twice_is_always_refused(program, data):
+    length = len(program)
+    row = data.draw(st.integers(0, length - 1))
+    # Without a RECOMPUTE its FWD keeps what the backward needs, without a FREE of weights they end with the STEP.
+    rows = program.rows
+    assume(rows.op[row] != Op.RECOMPUTE and not (rows.op[row] == Op.FREE and rows.kind[row] == Kind.W))
+    for order in (
+        np.delete(np.arange(length), row),
+        np.insert(np.arange(length), data.draw(st.integers(0, length)), row),
+    ):
+        with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule [1-79]: "):
+            check(Program(program.header, rows.take(order)).project())
+
+
+@given(program=versioned(), data=st.data())
+@settings(max_examples=150)
+def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
+    """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
+    rows, length, header = program.rows, len(program), program.header
+    late = np.flatnonzero(np.isin(rows.op, (Op.STEP, Op.ALLREDUCE)) | (rows.peer >= 0) | (rows.kind == Kind.DW))
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.one_of(st.integers(0, length - 1), st.sampled_from(late.tolist())))
+        column = data.draw(st.sampled_from(["order", "next", "next", "stage", "mb", "peer", "peer", "less"]))
+        if column in ("order", "next"):
+            j = min(i + 1, length - 1) if column == "next" else data.draw(st.integers(0, length - 1))
+            order = np.arange(length)
+            order[[i, j]] = j, i
+            ranks = rows.rank
+            rows = rows.take(order)._replace(rank=ranks)
+        elif column == "less":
+            rows, length = rows.take(np.delete(np.arange(length), i)), length - 1
+            late = np.where(late > i, late - 1, late)
+            late = late[late < length]
+        else:
+            values = getattr(rows, column).copy()
+            limit = {"stage": header.stages, "mb": header.microbatches}.get(column, header.versions)
+            if column == "peer" and rows.op[i] in (Op.SEND, Op.RECV):
+                limit = header.workers
+            if values[i] >= 0 and rows.op[i] not in (Op.ALLREDUCE, Op.NORM):  # groups stay
+                values[i] = data.draw(st.integers(0, limit - 1))
+            rows = rows._replace(**{column: values})
+    changed = Program(header, rows).project()
+    try:
+        memory = check(changed)
+    except RefusedFile:
+        event("refused")
+        return
+    event("accepted")
+    assert execute(changed) == [
+        {field: int(peak[rank]) for field, peak in memory._asdict().items()} for rank in range(header.workers)
+    ]
+
+
+# Damage
+
+BASES = {
+    "replicas": ("--stages", 2, "--microbatches", 4, "--replicas", "2,1"),
+    "stash": ("--stages", 2, "--microbatches", 4),
+    "vertical": ("--stages", 2, "--microbatches", 4, "--updates", "vertical"),
+}
+
+
+def used(op, stage, mb, version):
+    return job(op, stage, mb) | I(version=version)
+
+
+def step(stage, version):
+    return I(op="STEP", stage=stage, version=version)
+
+
+def replicas(make):
+    """The same on ranks 0 and 1, the replicas of stage 0 or both ranks."""
+    return both(*(make(rank) for rank in (0, 1)))
+
+
+SUM = {"op": "ALLREDUCE", "buf": "dw.0", "group": 1}
+
+DAMAGES = [
+    # Rule 9
+    ("FWD with an older version", "stash", edit(0, job("FWD", 0, 2), version=0), 9, "version 1 is the newest here"),
+    ("FWD with a newer version", "stash", edit(0, job("FWD", 0, 1), version=1), 9, "version 0 is the newest here"),
+    (
+        "FWD with the newest version",
+        "vertical",
+        edit(1, job("FWD", 1, 1), version=1),
+        9,
+        "version 0 is that of the microbatch's entry",
+    ),
+    ("FWD with an older version", "vertical", edit(1, job("FWD", 1, 3), version=1), 9, "version 2 is that of"),
+    ("BWD with the newest version", "stash", edit(0, job("BWD", 0, 1), version=1), 9, "its forward uses version 0"),
+    ("FWD and BWD with another version", "stash", both(
+        edit(0, job("FWD", 0, 2), version=0), edit(0, job("BWD", 0, 2), version=0)), 9, "version 1 is the newest here"),
+    ("FWD before the STEP", "stash", move(0, used("FWD", 0, 2, 1), before=step(0, 1)), 9, "version 0 is the newest"),
+    (
+        "entry before the STEP of another stage",
+        "vertical",
+        move(0, used("FWD", 0, 3, 2), before=step(0, 2)),
+        9,
+        "version 1 is that of the microbatch's entry",
+    ),
+    # Rule 5: updates
+    ("STEP missing", "stash", drop(0, **step(0, 2)), 5, "the next step of this stage here makes version 2"),
+    ("last STEP missing", "stash", drop(0, **step(0, 4)), 5, "STEP of stage 0 to version 4 is missing"),
+    ("STEP twice", "stash", twice(0, **step(0, 2)), 5, "the next step of this stage here makes version 3"),
+    ("STEP of a wrong version", "stash", edit(0, step(0, 2), version=3), 5, "step of this stage here makes version 2"),
+    ("STEP to version 0", "stash", edit(0, step(0, 1), version=0), 5, "step of this stage here makes version 1"),
+    (
+        "a round too many",
+        "replicas",
+        replicas(lambda r: put(r, step(0, 3), after=step(0, 2))),
+        5,
+        "no gradient is left for this step",
+    ),
+    ("STEP before its BWD", "stash", move(0, step(0, 2), before=job("BWD", 0, 1)), 5, "belongs to the step to version"),
+    ("STEP behind the next BWD", "stash", move(0, step(0, 2), after=job("BWD", 0, 2)), 5, "belongs to the step to"),
+    ("STEP on no owner", "stash", put(1, step(0, 1), after=step(1, 1)), 5, "this rank does not own the stage"),
+    ("BWDs in another order", "stash", swap(0, job("BWD", 0, 1), job("BWD", 0, 2)), 5, "belongs to the step to"),
+    ("NORM before STEP", "stash", move(0, I(op="NORM"), before=step(0, 4)), 5, "behind NORM"),
+    ("no NORM", "stash", replicas(lambda r: drop(r, "NORM")), 5, "NORM is missing"),
+    ("NORM twice", "stash", replicas(lambda r: twice(r, "NORM")), 5, "every rank enters one NORM"),
+    # Rule 5: sums
+    ("no ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM, last=True)), 5, "of dw.0 is missing"),
+    ("no first ALLREDUCE", "replicas", replicas(lambda r: drop(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
+    (
+        "ALLREDUCE behind the last STEP",
+        "replicas",
+        replicas(lambda r: put(r, SUM, before=I(op="NORM"))),
+        5,
+        "one ALLREDUCE belongs to each",
+    ),
+    ("no ALLREDUCE of one", "replicas", drop(0, **SUM), 5, "one ALLREDUCE belongs to each"),
+    ("ALLREDUCE twice", "replicas", replicas(lambda r: twice(r, **SUM)), 5, "one ALLREDUCE belongs to each"),
+    (
+        "ALLREDUCE before its BWD",
+        "replicas",
+        replicas(lambda r: move(r, SUM, before=job("BWD", 0, r))),
+        5,
+        "this sum is not complete here",
+    ),
+    ("ALLREDUCE of all", "replicas", edit(0, SUM, group=0), 5, "this is not the group of the stage's owners"),
+    ("ALLREDUCE of one owner", "stash", put(0, SUM | I(group=0), before=step(0, 1)), 5, "this stage has one owner"),
+    ("ALLREDUCE of others", "replicas", put(2, SUM, before=step(1, 1)), 5, "this rank does not own the stage"),
+    # Rule 5 and 7: lives of sums
+    ("no FREE of a sum", "stash", drop(0, **free("dw.0")), 5, "dw.0 still holds the gradient of the step before"),
+    ("no FREE of the last sum", "stash", drop(0, **free("dw.0"), last=True), 7, "dw.0 is never freed"),
+    ("FREE of a sum twice", "stash", twice(0, **free("dw.0")), 5, "this sum has not been stepped with"),
+    ("FREE of a sum too late", "stash", move(0, free("dw.0"), after=job("BWD", 0, 1)), 5, "dw.0 still holds"),
+    ("FREE of a sum before its STEP", "stash", move(0, free("dw.0"), before=step(0, 1)), 5, "not been stepped"),
+    (
+        "FREE of a part before its sum",
+        "replicas",
+        put(0, free("dw.0"), before=SUM),
+        5,
+        "this sum has not been stepped with",
+    ),
+    (
+        "FREE of a sum behind the next one",
+        "replicas",
+        move(0, free("dw.0"), before=I(op="STEP", stage=0, version=2)),
+        5,
+        "dw.0 still holds the gradient of the step before",
+    ),
+    ("FREE of others' sum", "stash", put(1, free("dw.0"), after=step(1, 1)), 2, "dw.0 is not defined"),
+    # Rule 7: lives of versions
+    ("no FREE of a version", "stash", drop(0, **free("w.0@0")), 7, "w.0@0 is used again after its end"),
+    ("FREE of a version too early", "stash", move(0, free("w.0@0"), before=job("BWD", 0, 1)), 7, "w.0@0 is used again"),
+    ("FREE of a version twice", "stash", twice(0, **free("w.0@0")), 7, "w.0@0 is used again after its end"),
+    ("FREE of the newest", "stash", put(0, free("w.0@2"), before=step(0, 3)), 7, "w.0@2 is used again after its end"),
+    ("FREE of the last", "stash", put(0, free("w.0@4"), after=step(0, 4)), 7, "no step follows: these weights stay"),
+    ("FREE of no version yet", "stash", move(0, free("w.0@2"), before=step(0, 2)), 2, "w.0@2 is not defined"),
+    ("FREE of others' version", "stash", put(1, free("w.0@0"), before=step(1, 1)), 2, "w.0@0 is not defined"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(run):
+    texts = {name: run("compile", "pipedream", *options, "-o", "-").out for name, options in BASES.items()}
+    return {name: json.loads(text) for name, text in texts.items()}
+
+
+def copy(file):
+    return json.loads(json.dumps(file))
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_what_the_compiler_makes_is_right(name, base, judge):
+    assert judge(base[name])[0].code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "rule", "words"), [row[1:] for row in DAMAGES], ids=[f"{row[1]}: {row[0]}" for row in DAMAGES]
+)
+def test_damage_is_refused_where_it_is(name, damage, rule, words, base, judge, refused):
+    file = copy(base[name])
+    damage(file["programs"])
+    result, path = judge(file)
+    message = refused(result, 1)
+    match = re.fullmatch(rf"schedgen: {re.escape(str(path))}:(\d+): rank (\d+): (.*) \(rule (\d): (.*)\)", message)
+    assert match, message
+    line, rank, reason = int(match[1]), int(match[2]), match[3]
+    assert words in reason, message
+    assert (int(match[4]), match[5]) == (rule, RULES[rule]), message
+    lines = path.read_text().splitlines()
+    assert lines[: line - 1].count("  [") == rank + 1
+    here = lines[line - 1].strip().rstrip(",")
+    assert reason.startswith(f"{here}: ") if reason.startswith("{") else here == "]"
+
+
+# Lines
+
+WRONG = [
+    (I(op="FWD", stage=0, mb=0), "FWD takes stage, mb, version"),
+    (I(op="STEP", stage=0), "STEP takes stage, version"),
+    (I(op="FWD", stage=0, mb=0, version=5), "version must be a number in 0..4, not 5"),
+    (I(op="FWD", stage=0, mb=0, version=-1), "version must be a number in 0..4, not -1"),
+    (I(op="BWD", stage=0, mb=0, version="0"), "version must be a number in 0..4, not '0'"),
+    (free("w.0"), "w.0: weights have a version here"),
+    (free("w.0@5"), "version must be a number in 0..4, not 5"),
+    (free("w.0@"), "no buffer is called"),
+    (free("w.0@00"), "no buffer is called"),
+    (free("w.0@-1"), "no buffer is called"),
+    (free("w.0@1@1"), "no buffer is called"),
+    (free("dw.0@1"), "dw.0@1: it has no version"),
+    (free("x.0.0@0"), "x.0.0@0: it has no version"),
+    (send("w.0", 1), "w.0: weights have a version here"),
+    (send("w.0@0", 1), "weights that have versions do not travel"),
+    (send("x.0.0@0", 1), "x.0.0@0: it has no version"),
+    (recv("g.0.0@0", 1), "g.0.0@0: it has no version"),
+    (I(op="ALLREDUCE", buf="dw.0@1", group=0), "dw.0@1: it has no version"),
+    (I(op="NORM", group=0, version=0), "NORM takes group"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), WRONG, ids=[str(row[0]) for row in WRONG])
+def test_a_line_that_says_no_version_or_a_wrong_one_is_refused(wrong, words, base, run, refused, tmp_path):
+    file = copy(base["stash"])
+    file["programs"][0].insert(0, wrong)
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(file))
+    assert words in refused(run("seal", path), 1)
+    text = written(compiled((1, 1), 4)).decode()
+    path.write_text(text.replace("  [\n", f"  [\n   {json.dumps(wrong)},\n", 1))
+    assert words in refused(run("check", path), 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [used("FWD", 0, 0, 0), used("BWD", 0, 0, 0), step(0, 1), free("w.0@0"), send("w.0@0", 1)], ids=str
+)
+def test_a_version_in_a_schedule_with_a_flush_is_refused(wrong, golden, run, refused, tmp_path):
+    path = tmp_path / "edited.json"
+    path.write_text(golden["1f1b"].replace("  [\n", f"  [\n   {json.dumps(wrong)},\n", 1))
+    assert "takes" in (message := refused(run("check", path), 1)) or "it has no version" in message
+
+
+@pytest.mark.parametrize(
+    ("travels", "words"),
+    [
+        (I(op="FETCH_W", stage=1, from_=1), "do not travel"),
+        (send("dw.0", 1), "do not travel"),
+        (recv("dw.1", 1), "do not travel"),
+        (recv("dw.1", 1, "ADD"), "do not travel"),
+    ],
+    ids=str,
+)
+def test_neither_weights_nor_their_gradients_travel(travels, words, base, judge, refused):
+    file = copy(base["stash"])
+    file["programs"][0].insert(at(file["programs"][0], "NORM"), travels)
+    assert words in (message := refused(judge(file)[0], 1)) and "(rule 9: " in message
+
+
+@pytest.mark.parametrize("updates", ["flush", "", None, 1, ["stash"], "Stash", {}])
+def test_updates_of_a_file_are_those_that_there_are(updates, base, run, refused, tmp_path):
+    file = copy(base["stash"])
+    file["lowering"]["updates"] = updates
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(file))
+    assert "updates must be stash or vertical" in refused(run("seal", path), 1)
+
+
+@pytest.mark.parametrize(("key", "words"), [("tied", "stages are tied"), ("weights", "is away from its weights")])
+def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judge, refused):
+    file = copy(base["stash"])
+    if key == "tied":
+        file["tied"] = [[0, 1]]
+    else:
+        file["weights"] = {"F": [0, 0], "B": [0, 0]}
+        file["owners"] = [[0], [0]]
+    message = refused(judge(file)[0], 1)
+    assert words in message and "(rule 9: " in message
+
+
+def slow(line, sizes):
+    """What `schedgen.ir.validate.instruction` reads from a line, or None; only the writer's own spelling counts."""
+    try:
+        found = instruction(json.loads(line), Bounds(*sizes))
+    except (ValueError, RecursionError):
+        return None
+    return found if str(found) == line else None
+
+
+def fast(line, sizes):
+    """What the reader of lines does, for the second line of rank 0's list."""
+    rows, _, _, _, wrong = parse_lines(np.frombuffer(f"   {line}\n".encode(), np.uint8), State(0, True, 2), sizes)
+    return None if wrong else Program(None, rows).instruction(0)
+
+
+LINES = st.one_of(
+    st.builds(
+        lambda op, fields: "{" + ", ".join([f'"op": "{op}"', *fields]) + "}",
+        st.sampled_from([op.name for op in Op]),
+        st.lists(
+            st.one_of(
+                st.builds(
+                    '"{}": {}'.format,
+                    st.sampled_from(["stage", "mb", "version", "from", "to", "group"]),
+                    st.sampled_from(["0", "1", "2", "4", "5", "6", "-1", "01", "1.0", "2147483648", "99999999999"]),
+                ),
+                st.builds(
+                    '"buf": "{}{}{}"'.format,
+                    st.sampled_from(["x", "g", "w", "dw", "t", "v"]),
+                    st.sampled_from([".0", ".1", ".0.1", ".0.1.1", ".1.5", ".9", ".00", "", ".0.0.0.0"]),
+                    st.sampled_from(["", "@0", "@1", "@4", "@5", "@", "@00", "@-1", "@9999999999", "@1@1", "@1.0"]),
+                ),
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+    ),
+    st.builds(
+        lambda op, version: f'{{"op": "{op}", "stage": 1, "mb": 2{version}}}' if op != "STEP" else
+        f'{{"op": "STEP", "stage": 1{version}}}',
+        st.sampled_from(["FWD", "BWD", "BWD_I", "BWD_W", "RECOMPUTE", "STEP"]),
+        st.sampled_from(["", ', "version": 0', ', "version": 4', ', "version": 5', ', "version": 00', ', "version": ']),
+    ),
+)  # fmt: skip
+
+
+@given(line=LINES, versions=st.sampled_from([0, 5]), data=st.data())
+@settings(max_examples=400)
+def test_both_readers_take_the_same_lines(line, versions, data):
+    sizes = (2, 2, 4, 2, 1, versions)
+    assert fast(line, sizes) == slow(line, sizes), line
+    program = compiled((2, 1), 4) if versions else compile_scheme(load("1f1b", Sizes(2, 4, 2)), Sizes(2, 4, 2))
+    real = str(program.instruction(data.draw(st.integers(0, len(program) - 1))))
+    place = data.draw(st.integers(0, len(real)))
+    more = data.draw(st.sampled_from(["", "0", "9", "@", "@1", ' "', ", ", '"version": 1', "}"]))
+    real = real[:place] + more + real[place:]
+    sizes = (3, 2, 4, 2, 0, versions)
+    assert fast(real, sizes) == slow(real, sizes), real
+
+
+# Schemes of one's own
+
+
+@pytest.mark.parametrize(
+    "updates", ["'sometimes'", "None", "3", "['stash']", "''", "{}", "lambda: 1", "'Stash'", "b'stash'"]
+)
+def test_a_scheme_file_with_wrong_updates_is_one_sentence(updates, run, refused, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"updates = {updates}\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + s + d\n")
+    message = refused(run("compile", path, "--stages", 2, "--microbatches", 4, "-o", "-"), 2)
+    assert "updates must be 'flush', 'stash', 'vertical', not " in message
+
+
+def test_a_scheme_file_says_its_updates_and_the_option_is_stronger(run, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("updates = 'stash'\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + d\n")
+    sizes = ("--stages", 2, "--microbatches", 4, "-o", "-")
+    assert json.loads(run("compile", path, *sizes).out)["lowering"]["updates"] == "stash"
+    assert json.loads(run("compile", path, *sizes, "--updates", "vertical").out)["lowering"]["updates"] == "vertical"
+    assert "updates" not in json.loads(run("compile", path, *sizes, "--updates", "flush").out)["lowering"]
+
+
+OUT_OF_ORDER = "w = lambda s, b, d: (s, s)\nn = lambda s, b, d: 9 * d + b * (1 - 2 * (d > 0))\n"
+FIRST_STAGE_FIRST = """
+split, mode = True, "strict"
+order = [(0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 0, 1), (0, 0, 2), (0, 1, 0), (1, 1, 0), (1, 0, 2)]
+w = lambda s, b, d: (0, 0)
+n = lambda s, b, d: order.index((s, b, d)) if (s, b, d) in order else 9 + d - s / 9
+"""
+IN_A_CIRCLE = "mode = 'strict'\nw = lambda s, b, d: 2 * ((s + b) % 2,)\nn = lambda s, b, d: 2 * d - 4 * b + s * d\n"
+
+
+@pytest.mark.filterwarnings("ignore::schedgen.util.errors.SlowScheme")
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (OUT_OF_ORDER, "backwards of a stage go in the order of the microbatches"),
+        (FIRST_STAGE_FIRST, "stages must update from the last to the first"),
+        (IN_A_CIRCLE, "sums of different stages wait for one another"),
+    ],
+    ids=["backwards out of order", "first stage first", "in a circle"],
+)
+def test_an_order_that_cannot_update_is_one_sentence(scheme, words, tmp_path):
+    path, sizes = tmp_path / "mine.py", Sizes(2, 2)
+    path.write_text(f"updates = 'vertical'\n{scheme}")
+    with pytest.raises(UsageError, match=f"^--updates vertical: .*{words}"):
+        compile_scheme(load(str(path), sizes), sizes)
+
+
+def test_torchs_csv_has_no_versions(run, refused, base, tmp_path):
+    path = tmp_path / "late.json"
+    path.write_bytes(written(compiled((1, 1), 4)))
+    message = refused(run("export", path, "--to", "csv", "-o", tmp_path / "late.csv"), 2)
+    assert "versions" in message and not (tmp_path / "late.csv").exists()
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_a_chakra_node_depends_on_the_step_that_made_its_version(updates):
+    program = compiled((2, 1), 8, updates)
+    for rank in range(program.header.workers):
+        listed = program.instructions(rank)
+        made = {(i.stage, i.peer): at for at, i in enumerate(listed) if i.op == Op.STEP}
+        for i, edges in zip(listed, dependencies(program.header, listed), strict=True):
+            if i.op in (Op.FWD, Op.BWD) and i.peer:
+                others = {at for key, at in made.items() if key != (i.stage, i.peer)}
+                assert made[i.stage, i.peer] in edges[0] and not others & set(edges[0])

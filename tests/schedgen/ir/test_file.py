@@ -1,0 +1,253 @@
+"""A file is its program and nothing else: same program, same bytes; any other byte is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from schedgen.ir.file import VERSION, line_of, parse, read, write
+from schedgen.schemes import SCHEMES
+from schedgen.util.errors import RefusedFile
+
+
+def written(program) -> bytes:
+    out = io.BytesIO()
+    write(program, out)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def small(run) -> bytes:
+    """The smallest file with every kind of buffer and message in it."""
+    small = run("compile", "fsdp", "--stages", 2, "--microbatches", 2, "-o", "-").out.encode()
+    assert all(f'"{kind}.0' in small.decode() for kind in ("x", "g", "w", "dw"))
+    return small
+
+
+@given(st.data())
+def test_what_is_written_is_read_back(cases, data):
+    program = data.draw(cases).compile()
+    text = written(program)
+    again, fault = read(io.BytesIO(text), "file")
+    assert fault is None
+    assert all((a == b).all() for a, b in zip(program.rows, again.rows, strict=True))
+    for key, value in vars(program.header).items():
+        if key in ("compute", "weights"):
+            assert (value == getattr(again.header, key)).all()
+        elif key in again.header.__dataclass_fields__:
+            assert value == getattr(again.header, key), key
+    assert written(again) == text
+
+
+@given(st.data(), st.sampled_from([None, 0, 7]))
+def test_layout_is_not_content(cases, data, indent):
+    text = written(data.draw(cases).compile())
+    other = json.dumps(json.loads(text), indent=indent)
+    assert written(parse(other, "file")) == text
+    with pytest.raises(RefusedFile, match=r"^file:\d+: "):
+        read(io.BytesIO(other.encode()), "file")
+
+
+@given(st.data())
+def test_an_instruction_stands_on_its_line(cases, data):
+    program = data.draw(cases).compile()
+    lines = written(program).decode().splitlines()
+    for row in range(len(program)):
+        assert lines[line_of(program, row) - 1].strip().rstrip(",") == str(program.instruction(row))
+
+
+@given(st.data())
+def test_one_instruction_more_is_one_line_more(cases, data):
+    """No running numbers: `git diff` shows what changed, the hash, and nothing else."""
+    file = json.loads(written(data.draw(cases).compile()))
+    before = written(parse(json.dumps(file), "file")).decode().splitlines()
+    file["programs"][0].insert(0, file["programs"][0][0])
+    after = written(parse(json.dumps(file), "file")).decode().splitlines()
+    place = before.index("  [") + 1
+    assert after[:place] + after[place + 1 : -2] == before[:-2]
+
+
+COMPILE_ALL = """
+import json, sys
+from schedgen.cli.main import main
+sys.exit(any([main(one) for one in json.load(sys.stdin)]))
+"""
+
+
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_same_bytes_whatever_the_hash_seed(seed, golden, tmp_path):
+    commands = []
+    for scheme in SCHEMES:
+        header = json.loads(golden[scheme])
+        options = [
+            f"--{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
+            for key, value in header["scheme"].items()
+            if key != "name"
+        ]
+        options += [f"--{key.replace('_', '-')}={header['lowering'][key]}" for key in ("fan_out", "prefetch")]
+        commands.append(["compile", scheme, *options, "-o", str(tmp_path / scheme)])
+    command, environment = [sys.executable, "-c", COMPILE_ALL], {**os.environ, "PYTHONHASHSEED": seed}
+    subprocess.run(command, input=json.dumps(commands), cwd=tmp_path, env=environment, text=True, check=True)
+    for scheme in SCHEMES:
+        assert (tmp_path / scheme).read_text() == golden[scheme], scheme
+
+
+def test_a_file_cut_anywhere_is_refused_with_its_line(small, run, refused, tmp_path):
+    path = tmp_path / "cut.json"
+    lines = small.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        for kept, words in ((0, "the file ends here"), (len(line) // 2, "the file ends within this line")):
+            path.write_bytes(b"".join(lines[:number]) + line[:kept])
+            message = refused(run("check", path), 1)
+            assert message.startswith(f"schedgen: {path}:{number + 1}: ")
+            assert words in message if kept else words in message or "not a schedule" in message
+
+
+def test_a_flipped_byte_is_refused(small, run, refused, tmp_path):
+    path = tmp_path / "flipped.json"
+    chance = random.Random(0)
+    for _ in range(500):
+        data = bytearray(small)
+        place = chance.randrange(len(data))
+        data[place] ^= chance.randrange(1, 256)
+        path.write_bytes(data)
+        message = refused(run("check", path), 1)
+        assert message.startswith(f"schedgen: {path}:"), f"byte {place} as {data[place]}"
+
+
+@pytest.mark.parametrize("tail", [b"\n", b"}\n", b" ", b"\0"])
+def test_nothing_may_follow(small, tail, run, refused, tmp_path):
+    path = tmp_path / "long.json"
+    path.write_bytes(small + tail)
+    assert "should end" in refused(run("check", path), 1)
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, 10**8, 0, "1", None, 1.5])
+@pytest.mark.parametrize("command", ["check", "seal"])
+def test_another_format_version_is_refused(small, version, command, run, refused, tmp_path):
+    path = tmp_path / "version.json"
+    path.write_bytes(small.replace(b'{"schedgen": 1,', f'{{"schedgen": {json.dumps(version)},'.encode()))
+    message = refused(run(command, path), 1)
+    assert ("newer" in message) if command == "check" and version in (VERSION + 1, 10**8) else str(path) in message
+
+
+def places(value, path=()):
+    """The path of every value inside a JSON value."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inside:
+        yield from places(item, (*path, key))
+
+
+def replaced(value, path, junk):
+    if not path:
+        return junk
+    copy = value.copy()
+    copy[path[0]] = replaced(value[path[0]], path[1:], junk)
+    return copy
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.sampled_from([0, 1, 2, -1, 10**400, 0.5, 1e400, float("nan"), "", "\ud800", "\n", "x.0.0", "w.1", "F", "NORM"])
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def lines_of(file, small):
+    """`file` in the layout of `small`: what does not fit it stands on one line."""
+    old, text = json.loads(small), small.decode()
+    for key in set(old) & set(file) - {"programs", "sha256"}:
+        if old[key] != file[key] and key not in ("weights", "compute"):
+            line = next(line for line in text.splitlines() if line.lstrip(" {").startswith(f'"{key}": '))
+            start = line[: line.index(":") + 2]
+            text = text.replace(line, f"{start}{json.dumps(file[key])},")
+        elif old[key] != file[key]:
+            start, end = text.index(f' "{key}": {{'), text.index("\n },", text.index(f' "{key}": {{')) + 4
+            text = text[:start] + f' "{key}": {json.dumps(file[key])},' + text[end:]
+    return text
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_junk_anywhere_is_refused_in_one_sentence_or_harmless(small, run, tmp_path, data):
+    file = json.loads(small)
+    path = tmp_path / "junk.json"
+    spot = data.draw(st.sampled_from([place for place in places(file) if place and place[0] != "programs"]))
+    if data.draw(st.booleans()):
+        spot = data.draw(st.sampled_from([place for place in places(file) if place and place[0] == "programs"]))
+    file = replaced(file, spot, data.draw(JUNK))
+
+    def judged(result):
+        assert result.code in (0, 1), result
+        if result.code:
+            assert result.out == "" and result.err[:-1].isprintable() and str(path) in result.err, result
+        return result.code == 0
+
+    path.write_text(lines_of(file, small))
+    judged(run("check", path))
+    path.write_text(json.dumps(file))
+    if judged(run("seal", path)) and judged(run("check", path)):
+        assert judged(run("stats", path)) and judged(run("diff", path, path))
+        sealed = path.read_bytes()
+        assert judged(run("seal", path)) and path.read_bytes() == sealed
+
+
+@pytest.mark.parametrize("key", ["workers", "stages", "microbatches"])
+@pytest.mark.parametrize("command", ["check", "seal"])
+def test_huge_sizes_take_no_memory(small, key, command, run, refused, tmp_path):
+    path = tmp_path / "huge.json"
+    path.write_bytes(small.replace(f'"{key}": 2'.encode(), f'"{key}": {10**9}'.encode()))
+    tracemalloc.start()
+    try:
+        refused(run(command, path), 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**9 / 8  # one bit for each of them would be more
+
+
+@pytest.mark.parametrize("data", [b"", b"\n", b"{}", b"[]", b"null", b"\xff\xfe\0", b"[" * 100_000, b"1" * 5000])
+@pytest.mark.parametrize("command", ["check", "seal", "stats"])
+def test_what_is_no_schedule_is_refused(data, command, run, refused, tmp_path):
+    path = tmp_path / "other.json"
+    path.write_bytes(data)
+    assert refused(run(command, path), 1).startswith(f"schedgen: {path}:")
+    assert path.read_bytes() == data
+
+
+def test_the_sha_is_said_to_be_wrong_only_where_nothing_else_is(small, run, refused, tmp_path):
+    path = tmp_path / "edited.json"
+    path.write_bytes(small.replace(b'"n": "depth-first"', b'"n": "depth-fjrst"'))
+    assert "SHA-256" in refused(run("check", path), 1)
+    path.write_bytes(small.replace(b'   {"op": "NORM", "group": 0},\n', b"", 1))
+    assert "rule 6" in refused(run("check", path), 1)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "two\nlines", "\x1b[2J", "größe", '"}'])
+def test_a_name_from_a_file_cannot_break_the_output(small, name, run, refused, tmp_path):
+    plain, path = tmp_path / "plain.json", tmp_path / "named.json"
+    plain.write_bytes(small)
+    path.write_bytes(small.replace(b'"fsdp"', json.dumps(name).encode()))
+    sealed = run("seal", path)
+    if sealed.code:
+        refused(sealed, 1)
+        return
+    for command, code, length in (("check", path), 0, 1), (("diff", plain, path), 1, 2), (("stats", path), 0, None):
+        result = run(*command)
+        lines = result.out.split("\n")[:-1]
+        assert result.code == code and all(line.isprintable() for line in lines)
+        assert length is None or len(lines) == length

@@ -1,0 +1,179 @@
+"""The profiles that plan reads: PipeDream's format, mpirun's JSON, and what is neither."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schedgen.planner.layer_downsets import cuts
+from schedgen.planner.layer_profile import MOST_BYTES, MOST_LAYERS, read_layers
+from schedgen.util.errors import RefusedFile
+
+VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
+OPTIONS = ("--workers", "2", "--bandwidth", "1e9", "--partition-only")
+
+
+def layer(name, forward=1, backward=2, activation=3, parameters=4, description="L(a -- b, c=1)"):
+    return (
+        f"{name} -- {description} -- forward_compute_time={forward}, backward_compute_time={backward}, "
+        f"activation_size={activation}, parameter_size={parameters}"
+    )
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(*lines):
+        path = tmp_path / "profile.txt"
+        path.write_text("\n".join(lines))
+        return read_layers(str(path))
+
+    return read
+
+
+def test_times_are_milliseconds_and_sizes_bytes(read):
+    found = read(
+        layer("node10", 1.5, 3.0, "[6.0; 1; 0.5]", 7.0),
+        layer("node2", 2, 1, 5) + " -- stage_id=3\r",
+        "",
+        layer("node9"),
+        "\tnode2 -- node10\r",
+        "\tnode9 -- node10",
+    )
+    assert found.names == ("node2", "node9", "node10") and found.edges == ((0, 2), (1, 2))
+    assert found.times["F"].tolist() == [0.002, 0.001, 0.0015] and found.times["B"].tolist() == [0.001, 0.002, 0.003]
+    assert found.activation.tolist() == [5, 3, 7.5] and found.weight.tolist() == [4, 4, 7]
+    assert found.kept.tolist() == found.activation.tolist()
+
+
+def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
+    found = read(
+        layer("a", 100, 0, 100, 0, "Input0"),
+        layer("b"),
+        layer("c", 0, 0, 9, 0, "__getitem__(1)"),
+        layer("d", 0, 0, 5, 0, "__getitem__(0)"),
+        layer("e"),
+        "\ta -- b", "\tb -- c", "\tb -- d", "\td -- e",
+    )  # fmt: skip
+    assert found.seconds.tolist() == [0, 0.003, 0, 0, 0.003] and found.activation.tolist() == [0, 3, 0, 5, 3]
+    one = cuts(found)
+    assert [np.flatnonzero(row).tolist() for row in one.layers] == [[], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert one.crossing.tolist() == [0, 3, 5, 0]
+
+
+def test_what_crosses_a_cut_is_what_is_read_behind_it(read):
+    """A residual connection: a's output crosses as long as d has not read it."""
+    found = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
+                 "\ta -- b", "\tb -- c", "\tc -- d", "\ta -- d")  # fmt: skip
+    assert cuts(found).crossing.tolist() == [0, 1, 11, 101, 0]
+
+
+def test_vgg16_has_a_cut_behind_each_layer_but_the_input():
+    assert len(cuts(read_layers(str(VGG16))).seconds) == 41
+
+
+def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
+    values = {
+        "F": [1, 1, 2], "I": [1, 1, 1], "W": [0.5, 0.5, 0.5], "alpha": 0.1, "beta": 0.25, "activation": [8, 4, 4],
+        "weight": [1, 2, 3], "saved": 5, "workspace": {"F": [1, 2, 3]},
+    }  # fmt: skip
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values))
+    found = read_layers(str(path))
+    assert found.names == ("0", "1", "2") and found.edges == ((0, 1), (1, 2))
+    assert found.seconds.tolist() == [2.5, 2.5, 3.5] and found.kept.tolist() == [13, 9, 9]
+    numbers = json.loads(run("plan", path, "--workers", "2", "--partition-only", "--json").out)
+    assert numbers["bandwidth"] == [4.0]  # 1 / beta
+    assert [one["layers"] for one in numbers["stages"]] == [["0", "1"], ["2"]]
+    assert numbers["stage_time"] == 5.0  # 2 * 4 / 4 to send is less
+    assert numbers["stages"][0]["memory"] == 2 * (13 + 9 + 1 + 2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "words"),
+    [
+        ([""], None, "takes any time"),
+        (["hello"], 1, "not a layer"),
+        ([layer("a"), layer("a")], 2, "a is there twice"),
+        ([layer("a", forward="fast")], 1, "forward_compute_time should be a number from 0 to 1e18, not 'fast'"),
+        *(([layer("a", backward=bad)], 1, "backward_compute_time") for bad in ("nan", "inf", "-1", "1e18", "")),
+        ([layer("a", activation="[1; 2")], 1, "activation_size"),
+        ([layer("a", activation="[1; -inf]")], 1, "activation_size"),
+        ([layer("a", parameters="9" * 5000)], 1, "parameter_size"),
+        ([layer("a"), "\ta -- b"], 2, "no layer above is called 'b'"),
+        ([layer("a"), "\ta - a"], 2, "not an edge"),
+        ([layer("a"), "\ta -- a"], None, "circle"),
+        ([layer("a"), layer("b"), "\ta -- b", "\tb -- a"], None, "circle"),
+        ([layer("a", 0, 0)], None, "takes any time"),
+        ([layer(f"n{at}") for at in range(MOST_LAYERS + 1)], MOST_LAYERS + 1, f"more than {MOST_LAYERS} layers"),
+        (["\x1b[31m" + layer("a")[:9]], 1, "not a layer"),
+        (["{"], 1, "not JSON"),
+        (["{", ' "F": [1, 2],', ' "B": [1, 2]]', "}"], 3, "not JSON"),
+        (["[1, 2]"], None, "should be an object with F and B"),
+        (['{"F": [], "B": 1}'], None, "0 layers"),
+        (['{"F": [1, 2], "B": [1]}'], None, "B has 1 numbers"),
+        (['{"F": [1, "x"], "B": 1}'], None, "F should be a number"),
+        (['{"F": [1, NaN], "B": 1}'], None, "F should be a number"),
+        (['{"F": ' + "9" * 5000 + ', "B": 1}'], None, "not JSON that can be read"),
+        (["[" * 100_000], None, "not JSON that can be read"),
+        (['{"F": ' + str([1] * (MOST_LAYERS + 1)) + ', "B": 1}'], None, f"{MOST_LAYERS + 1} layers"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_bad_profile_is_refused_in_one_sentence(run, refused, tmp_path, lines, line, words):
+    path = tmp_path / "bad"
+    path.write_text("\n".join(lines))
+    found = refused(run("plan", path, *OPTIONS), 1)
+    assert words in found and f"{path}:{line}: " in found if line else words in found
+
+
+def test_a_profile_is_read_up_to_a_size_only(tmp_path):
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(RefusedFile, match="64 MiB"):
+        read_layers(str(path))
+
+
+def test_a_file_that_is_not_there_is_said_so(run, refused, tmp_path):
+    assert "No such file" in refused(run("plan", tmp_path / "none", *OPTIONS), 1)
+
+
+def test_no_damage_to_a_profile_ends_in_a_traceback(tmp_path):
+    rng, text, path = random.Random(1), VGG16.read_bytes(), tmp_path / "damaged"
+    refused = 0
+    for _ in range(200):
+        data = bytearray(text)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.choice((0, 1, 30))] = rng.choice((b"", b"\n", b"\t", b"-", b"\xff", b"9" * 30, b", "))
+        path.write_bytes(data)
+        try:
+            cuts(read_layers(str(path)))
+        except RefusedFile as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert 50 < refused < 200
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bandwidth", "1e9"], "needs --workers W or --topology"),
+        (["--workers", "4"], "give --bandwidth"),
+        (["--workers", "4", "--bandwidth", "0"], "'0' is not a positive number"),
+        (["--workers", "4", "--bandwidth", "1e9,nan"], "'nan' is not a positive number"),
+        (["--workers", "4", "--bandwidth", "1e9,1e8"], "--bandwidth needs 1 numbers"),
+        (["--topology", "4x", "--bandwidth", "1e9"], "'' is not a whole number"),
+        (["--topology", "4x4", "--bandwidth", "1e9"], "--bandwidth needs 2 numbers"),
+        (["--topology", "4x4", "--workers", "8", "--bandwidth", "1,1"], "--topology 4x4 has 16 workers, not 8"),
+        (["--workers", "5000", "--bandwidth", "1e9"], "4096 workers at the most"),
+        (["--topology", "x".join(["2"] * 40), "--bandwidth", ",".join(["1"] * 40)], "4096 workers at the most"),
+        (["--workers", "4", "--bandwidth", "1e9", "--memory", "1e9"], "fits into --memory"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(run, refused, options, words):
+    assert words in refused(run("plan", VGG16, *options, "--partition-only"), 2)

@@ -1,0 +1,233 @@
+"""plan: layers made into stages, and the search for a schedule, with the simulator as its judge."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schedgen.checker import check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.program import Op
+from schedgen.planner.layer_downsets import in_order
+from schedgen.planner.layer_profile import Layers, read_layers
+from schedgen.planner.partition import Level, partition
+from schedgen.planner.search import _bound, _rows, candidates, replicated, search
+from schedgen.planner.stage_costs import balanced, staged
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.stats import stats
+from schedgen.util.jit import called_often
+
+VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
+
+
+def model(count=8, split=False):
+    """A chain of layers that grow, in an optimizer with two moments."""
+    growth = np.linspace(1, 2, count)
+    backward = {"I": 1.2e-3 * growth, "W": 0.8e-3 * growth} if split else {"B": 2e-3 * growth}
+    machine = Machine(
+        alpha=1e-5, activation=1e6 * growth[::-1], weight=4e6 * growth, saved=3e6 * growth, half=1e6 * growth,
+        workspace={"F": 1e6 * growth, "B": 2e6 * growth}, owned=12e6 * growth, step=1e-4 * growth,
+    )  # fmt: skip
+    chain = tuple(itertools.pairwise(range(count)))
+    return Layers(tuple(map(str, range(count))), chain, {"F": 1e-3 * growth, **backward}, machine)
+
+
+@pytest.fixture(scope="module")
+def every():
+    """All that a search for 4 workers would try."""
+    return list(candidates(model(), [Level(4, 1e9)], 8))
+
+
+def test_every_scheme_is_tried_but_those_that_another_one_is(every):
+    names = {one.name for one in every}
+    assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream"}
+    alike = [("depth-first", "lpp", Sizes(8, 8, 4)), ("pipedream-flush", "1f1b", Sizes(4, 8, 4))]
+    for one, other, sizes in alike:
+        grouped = sizes._replace(groups=1 if other == "lpp" else None)
+        a, b = compile_scheme(load(one, sizes), sizes), compile_scheme(load(other, grouped), grouped)
+        assert all((x == y).all() for x, y in zip(a.rows, b.rows, strict=True))
+    for one in ("1f1b", "zb-h1", "interleaved-1f1b", "lpp"):
+        assert {2, 1 if one != "lpp" else 4} <= {c.replicas for c in every if c.name in (one, "ddp")}
+
+
+def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(every):
+    tight = 0
+    with called_often():
+        for one in every:
+            bound = _bound(one)
+            for row, _ in _rows(one):
+                assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, one
+                tight += bound.seconds > 0.99 * row.step_time
+    assert tight > 5  # or it would leave nothing out
+
+
+@pytest.mark.parametrize(("split", "limit"), [(False, np.inf), (True, 1.2e8)], ids=["no limit", "limit"])
+def test_leaving_out_by_bounds_changes_nothing(split, limit):
+    arguments = model(split=split), [Level(4, 1e9)], 8, limit
+    quick, slow = search(*arguments), search(*arguments, prune=False)
+    assert quick.front == slow.front
+    assert quick.simulated < slow.simulated == slow.schedules
+    assert all(row.peak_bytes <= limit for row in quick.front)
+    for a, b in itertools.pairwise(quick.front):
+        assert a.step_time < b.step_time and a.peak_bytes > b.peak_bytes
+
+
+def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
+    layers, path, profile = model(), tmp_path / "plan.json", tmp_path / "profile.json"
+    machine = layers.machine
+    values = {name: np.asarray(times).tolist() for name, times in layers.times.items()} | {"alpha": machine.alpha}
+    for name in ("activation", "weight", "saved", "half", "owned", "step"):
+        values[name] = getattr(machine, name).tolist()
+    values["workspace"] = {name: sizes.tolist() for name, sizes in machine.workspace.items()}
+    profile.write_text(json.dumps(values))
+    options = ("--workers", 4, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 1.2e8)
+    result = run("plan", profile, *options, "--json", "-o", path)
+    assert result.code == 0
+    numbers = json.loads(result.out)
+    assert run("check", path).code == 0
+    header, best = json.loads(path.read_text())["scheme"], numbers["schedules"][0]
+    assert (header["name"], header["layers"]) == (best["scheme"], best["layers"])
+    assert sum(best["layers"]) == 8 and len(best["layers"]) == best["stages"] == header["stages"]
+    assert best["peak_bytes"] <= 1.2e8
+    # The costs of the stages, in a profile of their own.
+    cut = staged(read_layers(str(profile)), in_order(layers), np.cumsum(best["layers"]).tolist(), 1e9)
+    one = {"alpha": 1e-5, "beta": 1e-9}
+    split = "W" in json.loads(path.read_text())["order"]["cost"]
+    one |= {name: times.tolist() for name, times in cut.durations(split).items()}
+    for name in ("activation", "weight", "saved", "half", "owned", "step"):
+        one[name] = getattr(cut.machine, name).tolist()
+    one["workspace"] = {name: sizes.tolist() for name, sizes in cut.machine.workspace.items()}
+    profile.write_text(json.dumps(one))
+    simulated = json.loads(run("simulate", path, "--profile", profile, "--json").out)
+    assert simulated["makespan"] == best["step_time"]
+    assert simulated["peak_bytes"] == best["peak_bytes"]
+    again = tmp_path / "again.json"
+    profile.write_text(json.dumps(values))
+    words = run("plan", profile, *options, "-o", again)
+    assert again.read_bytes() == path.read_bytes()
+    lines = words.out.splitlines()
+    row = next(line for line in lines if line.startswith(best["scheme"])).split()
+    assert row[1] == str(best["stages"]) and float(row[4]) == pytest.approx(best["step_time"], rel=1e-3)
+    assert run("plan", profile, *options, "-o", "-").out.encode() == path.read_bytes()
+
+
+def test_a_stage_costs_what_its_layers_cost():
+    machine = Machine(
+        activation=np.array([5.0, 7, 9, 1]), weight=np.array([1.0, 2, 3, 4]), saved=np.array([10.0, 20, 30, 40]),
+        half=2, workspace={"F": [1, 2, 3, 4], "B": [4, 3, 2, 1]}, owned=[2, 4, 6, 8], step=np.array([1.0, 1, 1, 2]),
+    )  # fmt: skip
+    times = {"F": np.array([1.0, 2, 3, 4]), "B": np.array([2.0, 4, 6, 8])}
+    # Layer 3 reads layer 1, too: its output crosses the cut behind layer 2 as well.
+    layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (1, 3), (2, 3)), times, machine)
+    cut = staged(layers, in_order(layers), (2, 3, 4), bandwidth=4.0)
+    assert cut.layers == (2, 1, 1) and cut.machine.beta == 0.25
+    expected = {
+        "activation": [7, 7 + 9, 1],
+        "weight": [3, 3, 4],
+        "saved": [10 + 20 + 5, 30, 40],  # and what layer 0 hands to layer 1
+        "half": [4, 2, 2],
+        "owned": [6, 6, 8],
+        "step": [2, 1, 2],
+    }
+    assert {name: getattr(cut.machine, name).tolist() for name in expected} == expected
+    assert {name: sizes.tolist() for name, sizes in cut.machine.workspace.items()} == {
+        "F": [2, 3, 4],
+        "B": [4 + 2 * 5, 2, 1],
+    }
+    assert {name: sums.tolist() for name, sums in cut.durations(False).items()} == {"F": [3, 3, 4], "B": [6, 6, 8]}
+    assert {name: sums.tolist() for name, sums in cut.durations(True).items()} == {
+        "F": [3, 3, 4], "I": [3, 3, 4], "W": [3, 3, 4],
+    }  # fmt: skip
+
+
+def test_stages_are_balanced_with_and_without_their_transfers():
+    layers = model()
+    order = in_order(layers)
+    every = balanced(layers, order, 1e9, 8)
+    assert [cut.layers for cut in every[7]] == [(1,) * 8]
+    for stages, found in enumerate(every, start=1):
+        times = [sum(cut.times.values()).max() for cut in found]
+        choices = itertools.combinations(range(1, 8), stages - 1)
+        best = min(np.diff(order.seconds[[0, *inner, 8]]).max() for inner in choices)
+        assert times[0] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "interleaved-1f1b", "breadth-first", "chimera"])
+def test_replicas_of_a_pipeline_run_side_by_side(name):
+    """2 of 4 workers and 8 of 16 microbatches each: as long as one of them alone; both sum their gradients."""
+    chunks = 1 if name in ("1f1b", "chimera") else 2
+    small, whole = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8)
+    alone = compile_scheme(load(name, small), small)
+    both = compile_scheme(replicated(load(name, small), 2, 4), whole)
+    check(both)
+    one, two = stats(alone), stats(both)
+    assert two["latency"] == one["latency"] and two["peak_activations"] == one["peak_activations"]
+    assert both.header.compute.max() == 7 and both.header.scheme["replicas"] == 2
+    owners = {len(owners) for owners in alone.header.owners}
+    assert {len(owners) for owners in both.header.owners} == {2 * one for one in owners}
+
+
+def test_pipedream_s_partition_is_a_schedule_too():
+    layers = read_layers(str(VGG16))
+    found = partition(in_order(layers), [Level(4, 1e9)])
+    sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in found.stages))
+    program = compile_scheme(load("1f1b-rr", sizes), sizes)
+    check(program)
+    assert program.header.scheme["replicas"] == [3, 1]
+    assert program.header.owners == ((0, 1, 2), (3,))
+    forwards = [program.instruction(row) for row in np.flatnonzero(program.rows.op == Op.FWD)]
+    ranks = program.rows.rank[program.rows.op == Op.FWD].tolist()
+    assert {(i.stage, i.mb, rank) for i, rank in zip(forwards, ranks, strict=True)} == {
+        *((0, mb, mb % 3) for mb in range(12)),
+        *((1, mb, 3) for mb in range(12)),
+    }
+    peaks = [worker["peak_activations"] for worker in stats(program)["workers"]]
+    assert all(peak <= found.stages[min(rank // 3, 1)].in_flight for rank, peak in enumerate(peaks))
+
+
+def test_only_the_schemes_that_are_asked_for_are_searched(run):
+    options = ("--workers", 4, "--bandwidth", 1e9, "--microbatches", 8, "--json")
+    found = json.loads(run("plan", VGG16, *options, "--schemes", "1f1b,gpipe").out)
+    assert found["schedules"] and {one["scheme"] for one in found["schedules"]} <= {"1f1b", "gpipe"}
+    assert 0 < found["searched"] < json.loads(run("plan", VGG16, *options).out)["searched"]
+
+
+def test_the_partition_alone_is_written_as_pipedream_runs_it(run, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--workers", 4, "--bandwidth", 1e9, "--partition-only", "--microbatches", 12, "-o", path)
+    assert run("plan", VGG16, *options).code == 0 and run("check", path).code == 0
+    header = json.loads(path.read_text())
+    sizes = {"workers": 4, "stages": 2, "microbatches": 12}
+    assert header["scheme"] == {"name": "pipedream", **sizes, "replicas": [3, 1], "layers": [18, 23]}
+    assert header["lowering"]["updates"] == "stash"
+
+
+def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--workers", 2, "--bandwidth", 1e9, "--microbatches", 4, "-o", path)
+    assert run("plan", VGG16, *options).code == 0
+    text = path.read_text()
+    counts = json.loads(text)["scheme"]["layers"]
+    assert sum(counts) == 41
+    path.write_text(text.replace(json.dumps(counts), json.dumps([0, *counts[1:]])))
+    assert "a number a stage" in refused(run("seal", path), 1)
+    path.write_text(text.replace(json.dumps(counts), json.dumps(counts[1:])))
+    assert "a number a stage" in refused(run("check", path), 1)
+
+
+def test_what_cannot_be_planned_is_one_sentence(run, refused):
+    options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
+    assert "--microbatches" in refused(run("plan", *options), 2)
+    assert "'nowhere' is none of gpipe, 1f1b" in refused(run("plan", *options, "--schemes", "1f1b,nowhere"), 2)
+    own = ("--partition-only", "-o", "x.json")
+    assert "--microbatches" in refused(run("plan", *options, *own), 2)
+    assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)
+    result = run("plan", *options, "--microbatches", 8, "--memory", "1e9")
+    assert (result.code, result.out) == (2, "")
+    assert "no schedule fits 4 workers and 1e+09 bytes each" in result.err.splitlines()[-1]

@@ -1,0 +1,133 @@
+"""compare: every scheme that fits, with the numbers that compiling it gives; and the plot."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from schedgen.report.compare_plot import Box, spread
+from schedgen.schemes import SCHEMES
+
+SIZES = ("--stages", "8", "--microbatches", "8", "--workers", "4")
+SMALL = ("--stages", "4", "--microbatches", "4", "--workers", "2")
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    result = run("compare", *SIZES, "--json")
+    assert (result.code, result.err) == (0, "")
+    return json.loads(result.out)
+
+
+@pytest.fixture(scope="module")
+def small(run):
+    return json.loads(run("compare", *SMALL, "--json").out)
+
+
+def label(row):
+    return row["scheme"] if row["groups"] is None else f"{row['scheme']} G={row['groups']}"
+
+
+def test_every_scheme_is_there_or_left_out_for_a_reason(found):
+    shown, left = [label(row) for row in found["schemes"]], [one["scheme"] for one in found["left_out"]]
+    assert len(set(shown + left)) == len(shown + left)
+    groups = [f"{name} G={G}" for name in ("lpp", "fslpp") for G in (1, 2, 4)]
+    assert set(shown + left) == {*groups, *SCHEMES} - {"lpp", "fslpp"}
+    assert left == ["zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream"]  # one stage a worker
+    assert all("8" in one["reason"] for one in found["left_out"])
+
+
+def test_a_row_is_what_its_command_gives(found, run, tmp_path):
+    for row in found["schemes"][::4]:
+        command = shlex.split(row["command"].replace("FILE", str(tmp_path / "one.json")))
+        assert command[0] == "schedgen" and run(*command[1:]) == (0, "", "")
+        numbers = json.loads(run("stats", tmp_path / "one.json", "--json").out)
+        for what in ("latency", "bubble", "gap", "peak_activations"):
+            assert row[what] == numbers[what], (row["command"], what)
+        workers = numbers["workers"]
+        assert row["weights"] == max(one["weight_storage"] + one["peak_memory"]["weight"] for one in workers)
+        assert row["activation_traffic"] == sum(one["activation_receives"] for one in workers)
+
+
+def test_the_shortest_comes_first_and_the_best_are_marked(found):
+    rows = found["schemes"]
+    keys = [(row["latency"], row["peak_activations"], row["weights"]) for row in rows]
+    assert keys == sorted(keys)
+    for row, key in zip(rows, keys, strict=True):
+        beaten = any(other != key and all(o <= k for o, k in zip(other, key, strict=True)) for other in keys)
+        assert row["best"] != beaten
+    # The seed's Table 1: FSDP has DDP's latency and activations, and a W-th of its weights besides what it fetches.
+    ddp, fsdp = (next(row for row in rows if row["scheme"] == name) for name in ("ddp", "fsdp"))
+    assert (ddp["latency"], ddp["weights"], ddp["activation_traffic"]) == (48, 8, 0)
+    assert (fsdp["latency"], fsdp["weights"]) == (48, 8 // 4 + 2)
+    assert ddp["weight_traffic"] == 8 * 2 * 3  # a ring of 4 for each of 8 stages
+
+
+def test_lpp_goes_from_a_pipeline_to_data_parallelism(found):
+    by_label = {label(row): row for row in found["schemes"]}
+    same = ("latency", "peak_activations", "weights", "activation_traffic", "weight_traffic")
+    for one, other in (("lpp G=1", "depth-first"), ("lpp G=4", "ddp"), ("fslpp G=4", "fsdp")):
+        assert [by_label[one][what] for what in same] == [by_label[other][what] for what in same], one
+
+
+def test_a_limit_holds_greedy_orders_back_and_leaves_others_out(run, tmp_path):
+    found = json.loads(run("compare", *SMALL, "--memory", "4", "--json").out)
+    rows = {label(row): row for row in found["schemes"]}
+    assert all(row["peak_activations"] <= 4 for row in rows.values())
+    assert {"scheme": "gpipe", "reason": "it holds 8 activations"} in found["left_out"]
+    assert rows["depth-first"]["command"].endswith("--memory-limit 4 -o FILE")
+    assert "--memory-limit" not in rows["v-min"]["command"]
+    command = shlex.split(rows["depth-first"]["command"].replace("FILE", str(tmp_path / "one.json")))
+    assert run(*command[1:]).code == 0
+    assert json.loads(run("stats", tmp_path / "one.json", "--json").out)["latency"] == rows["depth-first"]["latency"]
+
+
+def test_a_whole_backward_costs_what_its_halves_cost(run):
+    whole = json.loads(run("compare", *SMALL, "--cost", "F=1,B=4", "--json").out)["schemes"]
+    halves = json.loads(run("compare", *SMALL, "--cost", "F=1,I=2,W=2", "--json").out)["schemes"]
+    assert [(label(row), row["latency"]) for row in whole] == [(label(row), row["latency"]) for row in halves]
+    assert next(row["latency"] for row in whole if row["scheme"] == "ddp") == 2 * 4 * (1 + 4)
+
+
+def test_the_table_and_the_plot_say_the_same(small, run, tmp_path):
+    path = tmp_path / "a.svg"
+    result = run("compare", *SMALL, "-o", path)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].split()[:3] == ["scheme", "latency", "bubble"]
+    count = len(small["schemes"])
+    for line, row in zip(lines[1 : count + 1], small["schemes"], strict=True):
+        best, name, latency = re.match(r"(\*| )  (\S+(?: G=\d)?) +(\S+)", line).groups()
+        assert (best == "*", name, float(latency)) == (row["best"], label(row), row["latency"])
+    assert [line.split(": ")[1] for line in lines[count + 2 :]] == [one["scheme"] for one in small["left_out"]]
+    tree = ET.parse(path)
+    assert tree.getroot().tag.endswith("svg")
+    words = " ".join("".join(one.itertext()) for one in tree.iter() if one.tag.endswith("text"))
+    for row in small["schemes"]:
+        assert words.count(label(row)) >= 2, row  # once in each panel
+    assert "lower bound" in words and "latency" in words
+    assert run("compare", *SMALL, "-o", "-").out.encode() == path.read_bytes()  # the same every time
+
+
+def test_labels_of_points_that_are_near_do_not_meet():
+    pytest.importorskip("matplotlib")
+    points = [(100.0, 100.0 + 4 * k) for k in range(8)] + [(103.0, 100.0), (390.0, 20.0)]
+    sizes, area = [(40.0, 8.6), (60.0, 17.2)] * 5, Box(0, 0, 400, 300)
+    boxes = spread(points, sizes, area)
+    assert [(box.width, box.height) for box in boxes] == sizes and all(box.within(area) for box in boxes)
+    for k, box in enumerate(boxes):
+        assert not any(box.meets(other) for other in boxes[:k])
+    assert boxes[-1].left + boxes[-1].width < 390  # there is no room on the right
+
+
+def test_what_cannot_be_compared_is_one_sentence(run, refused, monkeypatch, tmp_path):
+    assert "--workers" in refused(run("compare", "--stages", "4", "--microbatches", "8"), 2)
+    assert "no scheme fits" in refused(run("compare", *SMALL, "--memory", "1"), 2)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "needs matplotlib" in refused(run("compare", *SMALL, "-o", tmp_path / "x.svg"), 2)
+    assert not (tmp_path / "x.svg").exists()

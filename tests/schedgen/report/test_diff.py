@@ -1,0 +1,172 @@
+"""diff: what it says in words, that its hunks turn one file into the other, and how it matches rows."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pty
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+import schedgen.util.jit
+from schedgen.report.patience_match import match
+
+ROWS = st.lists(st.integers(0, 9), max_size=12)
+
+
+def matched(a, b):
+    """The pairs of `match`, which must be equal rows in ascending order."""
+    partner = match(np.array(a, np.int64), np.array(b, np.int64)).tolist()
+    pairs = [(i, j) for i, j in enumerate(partner) if j >= 0]
+    assert all(a[i] == b[j] for i, j in pairs)
+    assert all(j < j2 for (_, j), (_, j2) in pairwise(pairs))
+    return pairs
+
+
+def longest(a, b):
+    """The length of the longest common subsequence, by its definition."""
+
+    @functools.cache
+    def of(i, j):
+        if i == len(a) or j == len(b):
+            return 0
+        return 1 + of(i + 1, j + 1) if a[i] == b[j] else max(of(i + 1, j), of(i, j + 1))
+
+    return of(0, 0)
+
+
+@given(ROWS, ROWS)
+def test_what_lies_between_matches_has_nothing_in_common(a, b):
+    pairs = [(-1, -1), *matched(a, b), (len(a), len(b))]
+    for (i, j), (i2, j2) in pairwise(pairs):
+        assert not set(a[i + 1 : i2]) & set(b[j + 1 : j2])
+
+
+@given(st.lists(st.integers(0, 30), unique=True, max_size=14), st.permutations(range(31)))
+def test_of_rows_that_are_single_no_matching_has_more(a, b):
+    b = b[:14]
+    assert len(matched(a, b)) == longest(a, b)
+
+
+@given(ROWS)
+def test_a_list_matches_itself(a):
+    assert matched(a, a) == [(i, i) for i in range(len(a))]
+
+
+def test_a_row_that_occurs_often_is_found_where_it_stands():
+    a = [0, 1, 0, 2, 0, 3, 0, 4]
+    assert matched(a, [0, *a]) in ([(i, i + 1) for i in range(8)], [(0, 0), *((i, i + 1) for i in range(1, 8))])
+
+
+def test_kernels_match_alike(monkeypatch):
+    a, b = np.random.default_rng(0).integers(0, 400, (2, 600))
+    partners = []
+    for small in (10**12, 0):
+        monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
+        partners.append(match(a, b).tolist())
+    assert partners[0] == partners[1]
+
+
+@pytest.fixture
+def file(run, tmp_path):
+    """A schedule's file."""
+
+    def file(scheme, *options):
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        sizes = ("--stages", "4", "--microbatches", "8")
+        assert run("compile", scheme, *sizes, *options, "-o", path) == (0, "", "")
+        return path
+
+    return file
+
+
+PAIRS = [
+    (("1f1b",), ("gpipe",)),
+    (("1f1b",), ("1f1b", "--prefetch", "0")),
+    (("gpipe", "--workers", "3"), ("gpipe",)),
+    (("gpipe",), ("gpipe", "--workers", "3")),
+    (("fsdp", "--workers", "4"), ("fsdp", "--workers", "4", "--fan-out", "3", "--weight-slots", "1")),
+    (("lpp", "--workers", "4", "--groups", "2"), ("fslpp", "--workers", "4", "--groups", "2")),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=["-".join([a[0], *b]) for a, b in PAIRS])
+def test_its_hunks_turn_one_files_lines_into_the_others(a, b, file, run):
+    a, b = file(*a), file(*b)
+    result = run("diff", a, b)
+    assert (result.code, result.err) == (1, "")
+    listed = [[line.strip(" ,") for line in path.read_text().splitlines()] for path in (a, b)]
+    lines = result.out.splitlines()
+    hunks = [i for i, line in enumerate(lines) if line.startswith("@@")]
+    assert hunks
+    for i in hunks:
+        place = re.fullmatch(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", lines[i])
+        for side, (at, count) in enumerate((place.group(1, 2), place.group(3, 4))):
+            at, count = int(at), int(count or 1)
+            part = []
+            for line in lines[i + 1 :]:
+                if line[1:2] != "{":
+                    break
+                part += [line[1:]] if line[0] in (" -", " +")[side] else []
+            assert len(part) == count
+            assert part == listed[side][at - 1 : at - 1 + count]
+    # And nothing else differs: every instruction that only one of them has is in a hunk.
+    for side, sign in ((0, "-"), (1, "+")):
+        shown = sorted(line[1:] for line in lines if line[:2] == sign + "{")
+        ours, theirs = (list(filter(lambda line: line.startswith('{"op"'), listed[k])) for k in (side, 1 - side))
+        assert set(ours) - set(theirs) <= set(shown)
+
+
+def test_numbers_come_first_and_say_what_changed(file, run):
+    result = run("diff", file("gpipe"), file("zb-h1"))
+    words = result.out[: result.out.index("\n--- ")].splitlines()
+    assert words[:2] == ["name: gpipe -> zb-h1", "n: breadth-first -> zb-h1"]
+    # W = 4, S = 4, B = 8: gpipe 3 (8 + 4 - 1) = 33; zb-h1 3 B + (S - 1) (1 + 1 - 1) = 27 [Qi et al. 2023, table 2]
+    assert "latency: 33 -> 27" in words
+    assert "bubble: 27.27% -> 11.11%" in words
+    assert "peak saved: 8 -> 4" in words
+    assert words[-1].startswith("unchanged: ") and "messages 48" in words[-1]
+
+
+def test_a_change_of_the_header_alone_is_a_difference(file, run):
+    a = file("gpipe")
+    b = file("gpipe", "--cost", "F=1,B=3")
+    result = run("diff", a, b)
+    assert result.code == 1
+    assert "cost: {'F': 1, 'B': 2} -> {'F': 1, 'B': 3}" in result.out and "latency: 33 -> 44" in result.out
+    assert "@@" not in result.out and "messages 48" in result.out
+
+
+def in_terminal(*arguments, **environment):
+    """What `schedgen ARGUMENTS` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | environment
+    command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=theirs, stdin=subprocess.DEVNULL, env=env):
+        os.close(theirs)
+        data = b""
+        while True:
+            try:
+                data += os.read(ours, 2**16)
+            except OSError:  # Linux: the other end is closed
+                break
+    os.close(ours)
+    return data.decode().replace("\r\n", "\n")
+
+
+def test_it_is_coloured_in_a_terminal_alone(file, run):
+    a, b = file("gpipe"), file("1f1b")
+    plain = run("diff", a, b).out
+    coloured = in_terminal("diff", a, b)
+    assert re.sub(r"\033\[\d*m", "", coloured) == plain != coloured
+    red = re.findall(r"^\033\[31m(.*)\033\[m$", coloured, re.M)
+    assert red == [line for line in plain.splitlines() if line.startswith("-{")]
+    assert "\033" not in plain
+    assert in_terminal("diff", a, b, NO_COLOR="1") == plain

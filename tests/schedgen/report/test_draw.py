@@ -1,0 +1,289 @@
+"""draw: what is drawn is what is simulated; the seed's three pictures; the terminal; the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from schedgen.checker.files import checked
+from schedgen.compiler.compile import compile_scheme
+from schedgen.report.draw import scene, usual
+from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.memory_plan import measured
+from schedgen.simulator.simulate import simulate
+from schedgen.simulator.timeline import simulated
+
+
+def drawn(name, sizes, machine=None):
+    program = compile_scheme(load(name, sizes), sizes)
+    machine = machine or Machine()
+    run = simulate(program, program.header.cost, machine)
+    return scene(name, f"{name}.json", program, simulated(program, run), measured(machine, sizes.stages), False)
+
+
+def cells(one):
+    """By worker, as the seed's pictures have them: (start, length, text, microbatch)."""
+    bars = one.bars
+    rows = [[] for _ in range(one.program.header.workers)]
+    for start, length, look, stage, mb, worker in zip(
+        bars.start, bars.length, bars.look, bars.stage, bars.mb, bars.worker, strict=True
+    ):
+        rows[worker].append((start, length, f"{LOOKS[look].letter}{stage}", mb))
+    return rows
+
+
+# The seed's pictures [Rahimi 2025, "Formal definitions of distributed schedules"]: a row a worker, a column a unit of
+# time, colour the batch, text the direction and the stage; F takes 1 and B takes 2.
+
+
+def test_the_seed_s_picture_of_ddp():
+    """8 workers, 8 batches, 4 stages: "Each worker processes every stage of the batch assigned to it in sequence"."""
+    one = drawn("ddp", Sizes(4, 8, 8))
+    for worker, row in enumerate(cells(one)):
+        forwards = [(s, 1, f"F{s}", worker) for s in range(4)]
+        backwards = [(4 + 2 * (3 - s), 2, f"B{s}", worker) for s in (3, 2, 1, 0)]
+        assert row == forwards + backwards
+    assert one.latency == 12 and (one.share()[:, 0] == 1).all()
+
+
+def test_the_seed_s_picture_of_gpipe():
+    """A row a stage; "no two mini-batches can simultaneously be in the same stage"; the bubble in the middle."""
+    one = drawn("gpipe", Sizes(4, 8, 4))
+    for s, row in enumerate(cells(one)):
+        forwards = [(s + b, 1, f"F{s}", b) for b in range(8)]
+        backwards = [(11 + 2 * (3 - s) + 2 * b, 2, f"B{s}", b) for b in range(8)]
+        assert row == forwards + backwards
+    assert one.latency == 33
+
+
+def test_the_seed_s_picture_of_lpp():
+    """Two groups of two workers: h(s, b) = (R b mod W) + (s mod R), so batches alternate between the groups."""
+    one = drawn("lpp", Sizes(4, 8, 4, 2))
+    rows = cells(one)
+    for b in range(8):
+        for s in range(4):
+            worker = 2 * b % 4 + s % 2
+            assert [text for _, _, text, mb in rows[worker] if mb == b and text[1:] == str(s)] == [f"F{s}", f"B{s}"]
+    for row in rows:
+        ends = [start + length for start, length, _, _ in row]
+        assert all(start >= end for end, (start, _, _, _) in zip(ends, row[1:], strict=False))
+    assert one.latency == 28  # the seed's own simulator
+
+
+def test_held_activations_are_those_of_stats():
+    one = drawn("gpipe", Sizes(4, 8, 4))
+    assert one.peak_activations().tolist() == [8, 8, 8, 8]
+    assert drawn("1f1b", Sizes(4, 8)).peak_activations().tolist() == [4, 3, 2, 1]  # min(p - k, m) [PipeDream, 3.2]
+
+
+def test_gaps_are_the_idle_time():
+    one = drawn("fslpp", Sizes(4, 8, 4, 2), Machine(alpha=0.2, weight=3))
+    gaps = one.gaps()
+    found = np.zeros_like(one.idle.time)
+    np.add.at(found, (gaps.worker, gaps.share), gaps.end - gaps.start)
+    assert np.allclose(found[:, 1:], one.idle.time[:, 1:])
+
+
+# Colours
+
+
+def grey(colour):
+    """Relative luminance [WCAG 2.1]."""
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a, b):
+    low, high = sorted((grey(a), grey(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_oklch_of_known_colours():
+    """Ottosson's table: white, and sRGB's red."""
+    assert oklch(1.0, 0.0, 0.0) == "#ffffff" and oklch(0.0, 0.0, 0.0) == "#000000"
+    assert oklch(0.62796, 0.25768, 29.234) == "#ff0000"
+
+
+def test_kinds_of_jobs_differ_without_colour_and_labels_can_be_read():
+    jobs = [look for look in LOOKS if look.chroma]
+    for look in jobs:
+        assert min(contrast(colour, look.ink) for colour in colours(look, 16)) > 4.5  # WCAG's least for text
+    for a in jobs:
+        for b in jobs:
+            differ = min(contrast(*pair) for pair in zip(colours(a, 16), colours(b, 16), strict=True)) > 1.2
+            assert a is b or differ or a.hatch != b.hatch
+    assert len({look.letter for look in LOOKS}) == len(LOOKS)
+
+
+def test_why_a_worker_waits_can_be_seen():
+    assert min(contrast(colour, TRACK) for colour in SHARE_COLOURS) > 3  # WCAG's least for graphics
+    assert len({*SHARE_COLOURS, HELD, TRACK}) == len(SHARE_COLOURS) + 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "by"), [(("1f1b", Sizes(4, 8)), "microbatch"), (("zb-v", Sizes(8, 8)), "stage"),
+                      (("ddp", Sizes(4, 8, 8)), "stage"), (("chimera", Sizes(4, 8)), "stage")],
+)  # fmt: skip
+def test_colour_is_the_stage_where_a_worker_has_several(sizes, by):
+    assert usual([drawn(*sizes)]) == by and usual([drawn("gpipe", Sizes(4, 8)), drawn(*sizes)]) == by
+
+
+def test_microbatches_have_different_colours():
+    for count in (2, 8, 64):
+        assert len(set(colours(LOOKS[0], count))) == count
+
+
+# The terminal
+
+PICTURE = """\
+0 |F0F1F2F3............B0--F4B1--F5B2--F6B3--F7B4--..B5--..B6--..B7--|  73%    4
+1 |..F0F1F2........B0--F3B1--F4B2--F5B3--F6B4--F7B5--..B6--..B7--....|  73%    3
+2 |....F0F1....B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--..B7--........|  73%    2
+3 |......F0B0--F1B1--F2B2--F3B3--F4B4--F5B5--F6B6--F7B7--............|  73%    1
+"""
+
+
+@pytest.fixture
+def schedules(golden, tmp_path):
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        (tmp_path / f"{name}.json").write_text(golden[name])
+    return tmp_path
+
+
+def test_a_file_or_a_pipe_gets_plain_text(run, schedules, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = run("draw", schedules / "1f1b.json")
+    assert result.code == 0 and PICTURE in result.out and "\x1b" not in result.out
+    assert "busy 72.7%, warm-up 4.5%, dependency 13.6%, cool-down 9.1%" in " ".join(result.out.split())
+
+
+@pytest.mark.parametrize("columns", [40, 53, 80, 200])
+@pytest.mark.parametrize("scheme", ["1f1b", "zb-h1"])
+def test_it_fits_the_width_and_jobs_stay_in_order(run, schedules, monkeypatch, columns, scheme):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run("draw", schedules / f"{scheme}.json").out.splitlines()
+    assert max(map(len, lines)) <= columns
+    rows = [line for line in lines if re.match(r"\d \|", line)]
+    assert len(rows) == 4 and len(set(map(len, rows))) == 1
+    program = checked(str(schedules / f"{scheme}.json"))
+    letters = {"FWD": "F", "BWD": "B", "BWD_I": "I", "BWD_W": "W"}
+    if columns >= 53:  # a column for every job
+        for rank, row in enumerate(rows):
+            jobs = [json.loads(str(i))["op"] for i in program.instructions(rank) if i.mb >= 0 and i.kind == 0]
+            assert re.findall("[FBIW]", row) == [letters[op] for op in jobs]
+
+
+def in_a_terminal(arguments, **environment):
+    """What `schedgen ARGUMENTS` writes to a terminal."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
+    child = subprocess.Popen(
+        command, stdout=follower, stdin=follower, stderr=subprocess.STDOUT, env={**kept, **environment}
+    )
+    os.close(follower)
+    parts = []
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(leader)
+    assert child.wait() == 0
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_colour(schedules):
+    pytest.importorskip("rich")
+    text = in_a_terminal(("draw", schedules / "1f1b.json"), TERM="xterm-256color", COLORTERM="truecolor", COLUMNS="80")
+    first = colours(LOOKS[0], 8)[0]
+    red, green, blue = (int(first[at : at + 2], 16) for at in (1, 3, 5))
+    assert f"48;2;{red};{green};{blue}mF0" in text
+    bare = re.sub("\x1b\\[[0-9;]*m", "", text)
+    assert "0 |F0F1F2F3............B0  F4B1  " in bare
+    assert max(map(len, bare.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "environment", [{"NO_COLOR": "1", "TERM": "xterm-256color"}, {"TERM": "dumb"}], ids=["NO_COLOR", "dumb"]
+)
+def test_a_terminal_without_colour_gets_plain_text(schedules, environment):
+    text = in_a_terminal(("draw", schedules / "1f1b.json"), COLUMNS="80", **environment)
+    assert PICTURE in text and "\x1b" not in text
+
+
+def test_two_schedules_have_one_time_axis(run, schedules, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    both = run("draw", schedules / "gpipe.json", schedules / "zb-h1.json").out
+    first, second = (re.findall(r"^\d \|(.*)\|", part, flags=re.M) for part in both.split("\n\n")[:2])
+    assert {len(row) for row in first} == {2 * 33} and {len(row) for row in second} == {2 * 27}
+    assert "gpipe: 4 workers" in both and "zb-h1: 4 workers" in both
+    ends = {line.rindex("%") for line in both.splitlines() if re.match(r"\d \|", line)}
+    assert len(ends) == 1  # what stands on the right is one column
+
+
+def test_the_legend_explains_what_is_there(run, schedules, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    legend = " ".join(run("draw", schedules / "1f1b.json").out.split("\n\n")[1].split())
+    assert "Number: microbatch; dots: idle; dashes: the job goes on." in legend
+    legend = " ".join(run("draw", schedules / "zb-h1.json", "--cost", "F=1,I=1,W=1").out.split("\n\n")[1].split())
+    assert "dots" in legend and "dashes" not in legend
+
+
+def test_a_column_of_many_jobs_shows_the_kind_that_takes_most_of_it(run, tmp_path, monkeypatch):
+    """A column is 189 / 26 = 7.3 units; backwards take two thirds. Worker 0 begins with 4 F, worker 3 ends at 183."""
+    monkeypatch.setenv("COLUMNS", "40")
+    assert run("compile", "1f1b", "--stages", 4, "--microbatches", 60, "-o", tmp_path / "a.json").code == 0
+    out = run("draw", tmp_path / "a.json").out
+    assert f"0 |F{'B' * 25}|" in out and f"3 |{'B' * 25}.|" in out
+    assert "A column shows the kind of job that takes most of it." in " ".join(out.split())
+
+
+def test_a_file_s_name_cannot_break_a_line(run, golden, tmp_path):
+    file = tmp_path / "odd\n$x$ \x1b[31m.json"
+    file.write_text(golden["gpipe"])
+    assert run("draw", file).out.startswith("odd $x$ \\x1b[31m. gpipe: 4 workers")
+
+
+def test_costs_are_those_of_simulate(run, schedules):
+    for costs in (("--alpha", "0.5"), ("--cost", "F=2,B=3"), ("--alpha", "1", "--beta", "0.5", "--activation", "2")):
+        latency = json.loads(run("simulate", schedules / "1f1b.json", *costs, "--json").out)["latency"]
+        assert f"Latency {latency:.4g}," in run("draw", schedules / "1f1b.json", *costs).out
+
+
+def test_a_measured_run_is_drawn_over_its_simulation(run, schedules, tmp_path):
+    profile, trace = tmp_path / "profile.json", tmp_path / "trace.json"
+    profile.write_text(json.dumps({"F": 0.5, "B": 1, "alpha": 0.25}))
+    assert run("simulate", schedules / "1f1b.json", "--profile", profile, "--trace", trace).code == 0
+    out = " ".join(run("draw", schedules / "1f1b.json", "--measured", trace).out.split())
+    latencies = re.findall(r"(measured|simulated)\. 1f1b: [^.]*\. Latency ([\d.]+) s", out)
+    # (m + p - 1)(F + B) and, where messages take time, more; a plan from a trace has messages without time.
+    assert latencies[1] == ("simulated", "16.5") and latencies[0][0] == "measured" and float(latencies[0][1]) > 16.5
+
+
+def test_wrong_usage_is_one_sentence(run, refused, schedules, tmp_path):
+    file = schedules / "1f1b.json"
+    assert "should end in .svg, .png or .html" in refused(run("draw", file, "-o", tmp_path / "a.pdf"), 2)
+    assert "--measured belongs to one schedule" in refused(run("draw", file, file, "--measured", file), 2)
+    assert "not a trace" in refused(run("draw", file, "--measured", file), 1)
+    assert "invalid choice" in refused(run("draw", file, "--by", "worker"), 2)
+    assert "No such file" in refused(run("draw", tmp_path / "missing.json"), 1)
+    assert not (tmp_path / "a.pdf").exists()
+
+
+def test_the_help_has_an_example(run):
+    assert "example: schedgen draw " in " ".join(run("draw", "--help").out.split())

@@ -1,0 +1,257 @@
+"""Exports: Chakra traces hold the schedule, its sizes and what depends on what; Chrome traces are simulate's."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import pytest
+
+from schedgen.ir.file import read
+from schedgen.ir.program import COMPUTE, Op
+from schedgen.simulator.simulate import simulate
+
+# et_def.proto of MLCommons Chakra: number -> name of the fields of Node and AttributeProto that are written.
+NODE = {1: "id", 2: "name", 3: "type", 4: "ctrl_deps", 5: "data_deps", 6: "start", 7: "duration", 10: "attr"}
+VALUES = (7, 9, 27, 29)  # int32_val, int64_val, bool_val, string_val
+COMP, SEND, RECV, COLLECTIVE = 4, 5, 6, 7
+
+
+class Node(NamedTuple):
+    id: int
+    name: str
+    type: int
+    ctrl_deps: list[int]
+    data_deps: list[int]
+    start: int
+    duration: int
+    attr: dict[str, object]
+
+
+def varint(data):
+    value = shift = 0
+    while True:
+        (byte,) = data.read(1)
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value
+
+
+def fields(data):
+    """(number, value) of a message in protobuf's wire format; values are numbers or bytes."""
+    data = io.BytesIO(data)
+    end = len(data.getbuffer())
+    while data.tell() < end:
+        key = varint(data)
+        assert key & 7 in (0, 2)
+        yield key >> 3, varint(data) if key & 7 == 0 else data.read(varint(data))
+
+
+def by_hand(data):
+    """(version, nodes) of a trace, read by the wire format's definition alone."""
+    source, messages = io.BytesIO(data), []
+    while source.tell() < len(data):
+        messages.append(list(fields(source.read(varint(source)))))
+    nodes = []
+    for message in messages[1:]:
+        found = {"id": 0, "start": 0, "duration": 0, "ctrl_deps": [], "data_deps": [], "attr": {}}
+        for number, value in message:
+            name = NODE[number]
+            if name == "attr":
+                attribute = dict(fields(value))
+                (kind,) = set(attribute) & set(VALUES)
+                value = attribute[kind].decode() if kind == 29 else attribute[kind]
+                found["attr"][attribute[1].decode()] = value
+            elif name.endswith("_deps"):
+                packed = io.BytesIO(value)
+                while packed.tell() < len(value):
+                    found[name].append(varint(packed))
+            else:
+                found[name] = value.decode() if name == "name" else value
+        nodes.append(Node(**found))
+    return dict(messages[0])[1].decode(), nodes
+
+
+def by_schema(data):
+    """The same by Chakra's own reader."""
+    from chakra.schema.protobuf import et_def_pb2 as schema
+    from chakra.src.third_party.utils.protolib import decodeMessage
+
+    source, head, nodes = io.BytesIO(data), schema.GlobalMetadata(), []
+    assert decodeMessage(source, head)
+    while decodeMessage(source, node := schema.Node()):
+        attributes = {one.name: getattr(one, one.WhichOneof("value")) for one in node.attr}
+        times = (node.start_time_micros, node.duration_micros)
+        nodes.append(
+            Node(node.id, node.name, node.type, list(node.ctrl_deps), list(node.data_deps), *times, attributes)
+        )
+    return head.version, nodes
+
+
+def readers():
+    yield by_hand
+    try:
+        import chakra.schema.protobuf.et_def_pb2  # noqa: F401  it is on no package index
+    except ImportError:
+        return
+    yield by_schema
+
+
+SCHEDULES = ("1f1b", "fsdp", "lpp", "zb-v", "chimera")
+
+
+@pytest.fixture(params=list(readers()), ids=lambda reader: reader.__name__)
+def exported(request, run, tmp_path):
+    """A program, and the nodes of every rank's trace of it."""
+
+    def exported(source, *options):
+        (tmp_path / "schedule.json").write_text(source)
+        command = ("export", tmp_path / "schedule.json", "--to", "chakra", "-o", tmp_path / "trace")
+        assert run(*command, *options) == (0, "", "")
+        with (tmp_path / "schedule.json").open("rb") as file:
+            program, _ = read(file, "schedule")
+        ranks = range(program.header.workers)
+        assert sorted(path.name for path in tmp_path.glob("trace*")) == sorted(
+            [*(f"trace.{rank}.et" for rank in ranks), "trace.groups.json"]
+        )
+        found = [request.param((tmp_path / f"trace.{rank}.et").read_bytes()) for rank in ranks]
+        assert {version for version, _ in found} == {"1.0.0"}
+        return program, [nodes for _, nodes in found]
+
+    return exported
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_every_instruction_is_its_node_and_every_message_has_two_ends(scheme, exported, golden):
+    program, ranks = exported(golden[scheme], "--activation", "1000", "--weight", "5000")
+    ends = defaultdict(list)
+    for rank, nodes in enumerate(ranks):
+        listed = program.instructions(rank)
+        kinds = Counter(node.type for node in nodes)
+        ops = Counter(Op(i.op) for i in listed)
+        assert kinds[COMP] == sum(ops[op] for op in (*COMPUTE, Op.ADD, Op.STEP))
+        assert kinds[SEND] == ops[Op.SEND] and kinds[RECV] == ops[Op.RECV] + ops[Op.FETCH_W]
+        assert kinds[COLLECTIVE] == ops[Op.ALLREDUCE] + ops[Op.NORM]
+        for node in nodes:
+            i = listed[node.id]
+            assert node.name.split()[0] == Op(i.op).name
+            assert not node.attr["is_cpu_op"]
+            if node.type in (SEND, RECV):
+                assert node.attr["comm_size"] == (1000 if node.name.split()[1][0] in "xg" else 5000)
+                peer = node.attr["comm_dst" if node.type == SEND else "comm_src"]
+                assert peer == i.peer and node.attr["comm_src" if node.type == SEND else "comm_dst"] == rank
+                message = tuple(node.attr[key] for key in ("comm_src", "comm_dst", "comm_tag"))
+                ends[message].append((node.type, node.name.split()[1]))
+            if node.type == COLLECTIVE:
+                assert node.attr["comm_type"] == 0 and node.attr["pg_name"] == str(i.peer)
+    assert ends
+    for (one, buffer), (other, same) in (sorted(pair) for pair in ends.values()):
+        assert (one, other) == (SEND, RECV) and buffer == same
+
+
+def test_edges_say_what_is_read_and_what_stood_before(exported, golden):
+    _, ranks = exported(golden["1f1b"], "--cost", "F=10,B=20")
+    by_name = {node.name: node for node in ranks[1]}
+
+    def behind(name):
+        ids = {node.id: node.name for node in ranks[1]}
+        return [[ids[at] for at in deps] for deps in (by_name[name].data_deps, by_name[name].ctrl_deps)]
+
+    assert behind("FWD 1 0") == [["RECV x.0.0"], []]
+    assert behind("SEND x.1.0") == [["FWD 1 0"], []]
+    assert behind("FWD 1 2") == [["RECV x.0.2"], ["SEND x.1.0", "FWD 1 1"]]  # FREE x.1.0 waits for the SEND
+    assert behind("BWD 1 1")[0] == ["RECV x.0.1", "FWD 1 1", "BWD 1 0", "RECV g.1.1"]
+    assert behind("STEP 1") == [["BWD 1 7"], ["NORM"]]
+    assert [by_name[name].duration for name in ("FWD 1 0", "BWD 1 0", "STEP 1")] == [10, 20, 0]
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_replayed_by_its_edges_a_trace_takes_the_simulated_times(scheme, exported, golden):
+    """Nodes start when all they depend on has ended, a receive ends when its message was sent: the longest path."""
+    program, ranks = exported(golden[scheme])
+    sent, entered, end = {}, defaultdict(dict), [{} for _ in ranks]
+    left = [(rank, node) for rank, nodes in enumerate(ranks) for node in nodes]
+    while left:
+        waiting = []
+        for rank, node in left:
+            starts = [end[rank].get(dep) for dep in (*node.data_deps, *node.ctrl_deps)] or [0]
+            message = tuple(node.attr.get(key) for key in ("comm_src", "comm_dst", "comm_tag"))
+            if node.type == RECV:
+                starts.append(sent.get(message))
+            if node.type == COLLECTIVE and None not in starts:
+                together = entered[node.name, node.attr["pg_name"]]
+                together[rank] = max(starts)
+                members = program.header.groups[int(node.attr["pg_name"])]
+                starts = [together.get(member) for member in members]
+            if None in starts:
+                waiting.append((rank, node))
+                continue
+            end[rank][node.id] = max(starts) + node.duration
+            if node.type == SEND:
+                sent[message] = max(starts)
+        assert len(waiting) < len(left)
+        left = waiting
+    run = simulate(program, program.header.cost)
+    for rank, nodes in enumerate(ranks):
+        for node in nodes:
+            if node.type == COMP:
+                row = int(program.bounds[rank]) + node.id
+                assert end[rank][node.id] == run.end[row] and node.start == run.start[row], (rank, node)
+
+
+def test_groups_of_collectives_are_listed_by_name_and_all_ranks_need_none(exported, golden, tmp_path):
+    exported(golden["lpp"])
+    groups = json.loads((tmp_path / "trace.groups.json").read_text())
+    assert groups == {"1": [0, 2], "2": [1, 3]}
+    exported(golden["ddp"], "--weight", "64")
+    assert json.loads((tmp_path / "trace.groups.json").read_text()) == {}
+
+
+def test_a_reduction_has_the_bytes_of_the_weights(exported, golden):
+    _, ranks = exported(golden["ddp"], "--weight", "64")
+    sizes = [(node.name, node.attr["comm_size"]) for node in ranks[0] if node.type == COLLECTIVE]
+    assert sizes == [*((f"ALLREDUCE dw.{s}", 64) for s in (3, 2, 1, 0)), ("NORM", 8 * 9)]
+
+
+def test_alone_a_rank_has_no_collective(exported, run):
+    _, ranks = exported(run("compile", "gpipe", "--stages", 2, "--microbatches", 2, "--workers", 1, "-o", "-").out)
+    assert {node.type for node in ranks[0]} == {COMP}
+
+
+def test_times_of_a_profile_are_seconds(exported, golden, tmp_path):
+    (tmp_path / "profile").write_text('{"F": [1e-3, 2e-3, 3e-3, 4e-3], "B": 0.01, "activation": [7, 8, 9, 10]}')
+    _, ranks = exported(golden["gpipe"], "--profile", str(tmp_path / "profile"))
+    by_name = {node.name: node for node in ranks[2]}
+    assert by_name["FWD 2 0"].duration == 3000 and by_name["BWD 2 0"].duration == 10000
+    assert by_name["SEND x.2.0"].attr["comm_size"] == 9 and by_name["RECV x.1.0"].attr["comm_size"] == 8
+
+
+def test_the_same_schedule_has_the_same_bytes(exported, golden, tmp_path):
+    exported(golden["zb-v"])
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("trace*")}
+    exported(golden["zb-v"])
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("trace*")} == before
+
+
+def test_a_chrome_trace_is_that_of_simulate(golden, run, tmp_path):
+    path = tmp_path / "1f1b.json"
+    path.write_text(golden["1f1b"])
+    costs = ("--cost", "F=1,B=3", "--alpha", "0.5")
+    assert run("simulate", path, *costs, "--trace", tmp_path / "a").code == 0
+    assert run("export", path, "--to", "chrome", *costs, "-o", tmp_path / "b") == (0, "", "")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert run("stats", path, "--measured", tmp_path / "b").code == 0
+
+
+def test_wrong_usage_is_one_sentence(golden, run, refused, monkeypatch, tmp_path):
+    path = tmp_path / "1f1b.json"
+    path.write_text(golden["1f1b"])
+    assert "--to" in refused(run("export", path, "-o", "-"), 2)
+    assert "several files" in refused(run("export", path, "--to", "chakra", "-o", "-"), 2)
+    assert "nowhere" in refused(run("export", path, "--to", "chakra", "-o", tmp_path / "nowhere" / "trace"), 1)
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    assert "need protobuf" in refused(run("export", path, "--to", "chakra", "-o", tmp_path / "trace"), 2)

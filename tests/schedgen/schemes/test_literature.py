@@ -1,0 +1,126 @@
+"""Schedules of the literature: bubble and memory as their papers give them, and orders as they list them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schedgen.checker import check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.program import Op
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.stats import stats
+
+TABLE = json.loads((Path(__file__).parents[2] / "data" / "literature.json").read_text())
+TWO_STAGES = ("interleaved-1f1b", "looped-bfs", "depth-first", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v")
+
+
+def compiled(scheme, workers, microbatches):
+    sizes = Sizes(workers * (2 if scheme in TWO_STAGES else 1), microbatches, workers)
+    if scheme in ("lpp", "fslpp"):
+        sizes = sizes._replace(groups=1)
+    if scheme in ("ddp", "fsdp"):
+        sizes = sizes._replace(microbatches=max(workers, microbatches))
+    return compile_scheme(load(scheme, sizes), sizes)
+
+
+@pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: row["schedule"])
+@pytest.mark.parametrize(("key", "cost"), [("bubble", (1, 1, 1)), ("bubble_at_F10_I12_W8", (10, 12, 8))])
+def test_bubble_and_memory_are_the_paper_s(row, key, cost):
+    """A stage of a worker that has two takes half the time; peaks are counted in whole workers' worth."""
+    chunks = 2 if row["schedule"] in TWO_STAGES else 1
+    program = compiled(row["schedule"], TABLE["p"], TABLE["m"])
+    numbers = stats(program, {name: time / chunks for name, time in zip("FIW", cost, strict=True)})
+    assert numbers["own_window_bubble"] == row[key]
+    assert numbers["peak_activations"] / chunks == row["peak"]
+
+
+@pytest.mark.parametrize("scheme", ["v-half", "v-min"])
+def test_v_schedules_hold_their_share_of_1f1b_s_memory(scheme):
+    """Half and a third of 1F1B's p, and a constant of a few stages [Qi et al. 2024, table 1]."""
+    for p in (4, 6, 8, 12):
+        peak = stats(compiled(scheme, p, 4 * p))["peak_activations"] / 2
+        assert peak <= {"v-half": p / 2, "v-min": p / 3}[scheme] + 2, p
+
+
+def test_chimera_has_half_of_1f1b_s_bubble_in_a_unit_of_s_microbatches():
+    """D/2 - 1 forwards and as many backwards of idling a worker [Li, Hoefler 2021, table 2], D = S = B."""
+    for S in (4, 8, 16):
+        latency = stats(compiled("chimera", S, S), {"F": 1, "B": 1})["latency"]
+        assert latency == 2 * S + 2 * (S // 2 - 1)
+
+
+def order(program, rank):
+    names = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
+    return [(names[i.op], i.stage, i.mb) for i in program.instructions(rank) if i.op in names]
+
+
+def interleaved(r, W, v, m):
+    """Narayanan et al. 2021, section 2.2, as Megatron counts: warm-up, alternation, the rest; W divides m."""
+    warm_up = min(2 * (W - 1 - r) + (v - 1) * W, v * m)
+
+    def job(kind, k):
+        chunk = k // W % v
+        return kind, r + W * (chunk if kind == "F" else v - 1 - chunk), k // (W * v) * W + k % W
+
+    jobs = [job("F", k) for k in range(warm_up)]
+    for k in range(v * m - warm_up):
+        jobs += [job("F", warm_up + k), job("B", k)]
+    return jobs + [job("B", k) for k in range(v * m - warm_up, v * m)]
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, 5, 8, 16])
+def test_the_closed_form_of_interleaved_1f1b_is_the_list_it_comes_from(W):
+    for m in range(W, 65, W):
+        program = compiled("interleaved-1f1b", W, m)
+        for r in range(W):
+            assert order(program, r) == interleaved(r, W, 2, m), f"m={m}, worker {r}"
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+def test_the_closed_form_of_1f1b_is_the_list_it_comes_from(p):
+    for m in (1, 2, 3, 7, 16, 33, 64):
+        program = compiled("1f1b", p, m)
+        for r in range(p):
+            # One stage a worker is interleaving with one chunk, but 1F1B warms up half as long.
+            warm_up = min(p - 1 - r, m)
+            jobs = [("F", r, b) for b in range(warm_up)]
+            for b in range(m - warm_up):
+                jobs += [("F", r, warm_up + b), ("B", r, b)]
+            assert order(program, r) == jobs + [("B", r, b) for b in range(m - warm_up, m)]
+
+
+@pytest.mark.parametrize("h", [1, 2])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+def test_the_closed_form_of_zero_bubble_is_the_list_it_comes_from(p, h):
+    """Forwards until h (p-1-r) + 1 are under way; then F, I; W begin h r jobs later [Qi et al. 2023, section 2.3]."""
+    for m in (1, 2, 5, 16, 64):
+        program = compiled(f"zb-h{h}", p, m)
+        for r in range(p):
+            ahead, behind = h * (p - 1 - r), h * (p - 1)
+            jobs = []
+            for k in range(m + behind):
+                jobs += [("F", r, k)] if k < m else []
+                jobs += [("I", r, k - ahead)] if 0 <= k - ahead < m else []
+                jobs += [("W", r, k - behind)] if 0 <= k - behind < m else []
+            assert order(program, r) == jobs
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_compiles_at_every_size_that_makes_sense(scheme):
+    for workers in (2, 4, 6):
+        for microbatches in (2 * workers, 3 * workers):
+            program = compiled(scheme, workers, microbatches)
+            memory = check(program)
+            assert memory.saved.max() <= np.ceil(program.header.stages / workers) * microbatches
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("n", [None, "depth-first", "breadth-first"])
+def test_every_placement_takes_every_greedy_order(scheme, n):
+    """What a scheme says of its own list, such as dualpipe-v's pairs, does not bind another order."""
+    sizes = compiled(scheme, 4, 8).header
+    asked = Sizes(sizes.stages, sizes.microbatches, sizes.workers, sizes.scheme.get("groups"))
+    check(compile_scheme(load(scheme, asked), asked, mode="greedy", n=n))

@@ -1,0 +1,46 @@
+"""Bounds: no schedule is faster, and the best known ones reach them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from schedgen.compiler.compile import compile_scheme
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.stats import stats
+
+
+@given(st.data())
+def test_no_schedule_is_below_its_bounds(cases, data):
+    case = data.draw(cases)
+    program = case._replace(recompute=[]).compile()
+    assert stats(program)["gap"] >= -1e-9
+    times = arrays(np.float64, case.sizes.stages, elements=st.integers(1, 5))
+    assert stats(program, {name: data.draw(times) for name in case.cost})["gap"] >= -1e-9
+
+
+def numbers(name, *sizes, cost=None):
+    return stats(compile_scheme(load(name, Sizes(*sizes)), Sizes(*sizes)), cost)
+
+
+def test_ddp_reaches_the_work_bound_and_one_microbatch_the_critical_path():
+    assert numbers("ddp", 4, 8, 8)["gap"] == 0
+    alone = numbers("gpipe", 6, 1)
+    assert (alone["latency"], alone["bounds"]["critical_path"], alone["gap"]) == (18, 18, 0)
+
+
+@pytest.mark.parametrize("W", [4, 8])
+def test_zero_bubble_comes_within_the_warm_up_of_the_work_bound(W):
+    """ZB-H2 idles only before its first job, W - 1 forwards, and after its last."""
+    one = numbers("zb-h2", W, 4 * W)
+    assert one["bounds"]["work"] == 3 * 4 * W
+    assert one["latency"] == one["bounds"]["work"] + W - 1
+
+
+def test_lpp_s_formula_is_below_the_work_bound_when_s_is_above_r():
+    """Rahimi 2025's S + B/G - 1 in units of F + B: at S = 8, R = 2, B/G = 4 it says 11, but a worker has 16 jobs."""
+    one = numbers("lpp", 8, 8, 4, 2)
+    assert one["bounds"]["work"] / 3 == 16 > 8 + 8 / 2 - 1
+    assert one["latency"] / 3 >= max(8 + 8 / 2 - 1, 8 / 2 * 8 / 2 + 2 - 1)

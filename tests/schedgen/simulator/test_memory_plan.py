@@ -1,0 +1,278 @@
+"""Places and peaks, held against intervals of rows that a slow plain Python reads off each rank's list."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import combinations, product
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
+
+import schedgen.util.jit
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import read, write
+from schedgen.ir.program import Kind, Op
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.memory_plan import Bytes, footprint, measured, places
+
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+def compiled(name, *sizes, **options):
+    return compile_scheme(load(name, Sizes(*sizes)), Sizes(*sizes), **options)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (3, 1), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("updates", ["stash", "vertical"])
+def test_versions_that_are_alive_together_lie_apart(replicas, updates):
+    sizes = Sizes(len(replicas), 13, replicas=replicas)
+    program = compile_scheme(load("pipedream", sizes), sizes, updates=updates)
+    bytes = random_bytes(np.random.default_rng(0), len(replicas))
+    planned, needed = places(program, bytes), footprint(program, bytes)
+    for rank in range(program.header.workers):
+        part = program.instructions(rank)
+        row = planned.row[program.bounds[rank] : program.bounds[rank + 1]].tolist()
+        frees = {(i.stage, i.peer) for i in part if i.op == Op.FREE and i.kind == Kind.W}
+        alive, most, used = {0: -1}, 0, set()
+        (stage,) = {i.stage for i in part if i.op == Op.STEP}
+        for i, place in zip(part, row, strict=True):
+            if i.op == Op.STEP:
+                if (stage, i.peer - 1) not in frees:
+                    assert alive.pop(i.peer - 1) == place  # changed where it lies
+                assert place not in alive.values()
+                alive[i.peer] = place
+                used.add(place)
+            elif i.op == Op.FREE and i.kind == Kind.W:
+                del alive[i.peer]
+            most = max(most, len(alive))
+        extra = sorted(used - {-1})
+        assert len(extra) == most - 1 and (planned.sizes[rank][extra] == bytes.weight[stage]).all()
+        assert needed.places[rank] == planned.sizes[rank].sum()
+        one_rank(program, rank, bytes, planned, needed)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(TRACES.glob("*.json")) - {TRACES / "pipedream.json"}), ids=lambda path: path.stem
+)
+def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path):
+    program, fault = read(io.BytesIO(path.read_bytes()), path.name)
+    assert fault is None
+    rng = np.random.default_rng(1)
+    for bytes in (
+        measured(Machine(), program.header.stages),
+        random_bytes(rng, program.header.stages, len(program.header.edges)),
+    ):
+        hold(program, bytes)
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_peak(cases, data):
+    program = data.draw(cases).compile()
+    hold(
+        program,
+        random_bytes(
+            np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages, len(program.header.edges)
+        ),
+    )
+
+
+# 1F1B on two workers, two microbatches. x.0 and g.0 have 10 bytes, the loss 1; weights 100 and 200 (owned: three
+# times that, with optimizer state); forwards keep 1000 and 3000; workspaces: F 5 and 7, B 20 and 30.
+TINY = Bytes(
+    activation=np.array([10, 1]),
+    weight=np.array([100, 200]),
+    partial=np.array([100, 200]),
+    saved=np.array([1000, 3000]),
+    half=np.array([0, 0]),
+    workspace={"F": np.array([5, 7]), "B": np.array([20, 30])},
+    owned=np.array([300, 600]),
+)
+
+
+def test_two_stages_and_two_microbatches_by_hand():
+    program = compiled("1f1b", 2, 2, 2)
+    planned, needed = places(program, TINY), footprint(program, TINY)
+    # Rank 0, by instruction (bytes of what it computed while the instruction runs):
+    #   FWD 0 0     saved 1000 + x.0.0 10 + 5 = 1015
+    #   SEND x.0.0, RECV g.0.0 into place 0
+    #   FWD 0 1     saved 2000 + x.0.0 10 + x.0.1 10 + 5 = 2025
+    #   FREE x.0.0, SEND x.0.1, RECV g.0.1 into place 1: g.0.0 is still there
+    #   BWD 0 0     saved 2000 + x.0.1 10 + 20 = 2030, the most
+    #   FREE g.0.0, FREE x.0.1
+    #   BWD 0 1     saved 1000 + 20 = 1020
+    # Rank 1:
+    #   RECV x.0.0 into place 0, RECV x.0.1 into place 1
+    #   FWD 1 0     saved 3000 + x.1.0 1 + 7 = 3008
+    #   BWD 1 0     saved 3000 + g.0.0 10 + 30 = 3040, the most
+    #   FREE x.0.0, SEND g.0.0
+    #   FWD 1 1     saved 3000 + g.0.0 10 + x.1.1 1 + 7 = 3018
+    #   BWD 1 1     saved 3000 + g.0.1 10 + 30 = 3040: g.0.0 has left
+    receives = np.flatnonzero(program.rows.op == Op.RECV)
+    assert planned.row[receives].tolist() == [0, 1, 0, 1]
+    assert [one.tolist() for one in planned.sizes] == [[10, 10], [10, 10]]
+    assert needed.owned.tolist() == [400, 802]  # with dw, and two losses
+    assert needed.places.tolist() == [20, 20]
+    assert needed.computed.tolist() == [2030, 3040]
+    assert needed.peak.tolist() == [2450, 3862]
+
+
+def test_an_owner_has_room_for_the_other_owners_parts_of_a_sum():
+    # One stage of 1000 bytes on three owners: each has weights, dw, and receives two parts of 384 >= 1000 / 3 bytes.
+    bytes = measured(Machine(weight=1000, activation=0, saved=0), 1)
+    assert footprint(compiled("ddp", 1, 3, 3), bytes).peak.tolist() == [1000 + 1000 + 2 * 384] * 3
+
+
+def test_a_place_given_back_last_is_taken_first():
+    # Rank 1 of three receives x.0.b, and from behind g.1.b, all of one size.
+    program = compiled("gpipe", 3, 4, 3)
+    planned = places(program, measured(Machine(), 3))
+    back, expected, place_of, count = [], [], {}, 0
+    for i in program.instructions(1):
+        name = (i.kind, i.stage, i.mb)
+        if i.op == Op.RECV:
+            place_of[name] = back.pop() if back else count
+            count += place_of[name] == count
+            expected.append(place_of[name])
+        elif i.op == Op.FREE and name in place_of:
+            back.append(place_of[name])
+    mine = planned.row[program.bounds[1] : program.bounds[2]]
+    assert mine[mine >= 0].tolist() == expected and count < len(expected)
+
+
+def copies(program, rank):
+    return [life for life in lives(program, rank) if life.kind == Kind.W]
+
+
+def weight_places(program):
+    """By rank: (places of weight copies, the most copies at once)."""
+    row = places(program, measured(Machine(), program.header.stages)).row
+    fetches = np.flatnonzero(program.rows.op == Op.FETCH_W)
+    return [
+        (len(set(row[fetches[program.rows.rank[fetches] == rank]].tolist())), at_once(copies(program, rank)))
+        for rank in range(program.header.workers)
+    ]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("sizes", [("fsdp", 4, 8, 4), ("fslpp", 4, 8, 4, 2), ("fslpp", 4, 8, 4, 4), ("fsdp", 16, 8, 8)])
+def test_weight_copies_need_no_more_places_than_there_are_copies_at_once(sizes, slots):
+    found = weight_places(compiled(*sizes, weight_slots=slots))
+    assert max(used for used, _ in found) >= min(slots, 2)
+    assert all(used == most for used, most in found)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_where_fixed_places_need_one_more_no_other_sharing_needs_less(slots):
+    # FSLPP on 8 stages, 4 workers, 2 groups: rank 2 fetches four stages, of which more are held together in pairs.
+    program = compiled("fslpp", 8, 8, 4, 2, weight_slots=slots)
+    found = weight_places(program)
+    assert [used - most for used, most in found] == [0, 0, int(slots > 1), 0]
+    held = copies(program, 2)
+    together = {
+        (one.stage, other.stage)
+        for one, other in combinations(held, 2)
+        if one.stage != other.stage and not (one.end < other.begin or other.end < one.begin)
+    }
+    stages = sorted({life.stage for life in held})
+    for shared in product(range(found[2][0] - 1), repeat=len(stages)):
+        of = dict(zip(stages, shared, strict=True))
+        assert any(of[one] == of[other] for one, other in together)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("fsdp", (5, 60, 12), {}),
+        ("fslpp", (8, 32, 4, 2), {"weight_slots": 3}),
+        ("lpp", (6, 24, 6, 3), {}),
+        ("zb-v", (8, 40, 4), {"recompute": [0, 7]}),
+    ],
+)
+def test_python_and_numba_plan_alike_and_every_time(name, sizes, options, monkeypatch):
+    program = compiled(name, *sizes, **options)
+    results = []
+    for small in (10**12, 0, 0):
+        monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
+        bytes = random_bytes(np.random.default_rng(3), program.header.stages)
+        results.append((places(program, bytes), footprint(program, bytes)))
+    (first, needed), *others = results
+    for again, needed_again in others:
+        assert (again.row == first.row).all()
+        assert all((one == other).all() for one, other in zip(again.sizes, first.sizes, strict=True))
+        assert all((one == other).all() for one, other in zip(needed_again, needed, strict=True))
+
+
+def profile(tmp_path, **costs):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(costs))
+    return path
+
+
+def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
+    path = tmp_path / "a.json"
+    with path.open("wb") as out:
+        write(compiled("1f1b", 2, 2, 2), out)
+    costs = profile(
+        tmp_path, F=[1, 2], B=[2, 4], activation=[10, 1], weight=[100, 200], saved=[1000, 3000], owned=[300, 600],
+        workspace={"F": [5, 7], "B": [20, 30]}, alpha=0.5,
+    )  # fmt: skip
+    numbers = json.loads(run("stats", path, "--profile", costs, "--json").out)
+    assert numbers["peak_bytes"] == 3862
+    assert [worker["peak_bytes"] for worker in numbers["workers"]] == [2450, 3862]
+    kinds = {"activation": 21, "gradient": 20, "weight": 0, "weight_gradient": 200, "partial": 0, "saved": 3000,
+             "half": 0, "places": 20, "owned": 802}  # fmt: skip
+    assert numbers["memory_bytes"] == kinds
+    assert numbers["workers"][0]["memory_bytes"] == kinds | {
+        "activation": 20, "weight_gradient": 100, "saved": 2000, "owned": 400,
+    }  # fmt: skip
+    # Messages take no time: worker 1 works from 1 on, two times 2 + 4, and behind it worker 0's last 2.
+    assert numbers["latency"] == 1 + 2 * 6 + 2
+    # What stage 1 saves lives for 4, what stage 0 saves for 2 + 4 + 2, two of each; the peaks are 2 and 1.
+    assert numbers["bounds"] == {"work": 12, "critical_path": 3 + 6, "memory": 2 * (4 + 8) / 3}
+    assert "peak bytes            3862" in run("stats", path, "--profile", costs).out
+    simulated = json.loads(run("simulate", path, "--profile", costs, "--json").out)
+    assert simulated["peak_bytes"] == 3862
+    assert [worker["peak_bytes"] for worker in simulated["workers"]] == [2450, 3862]
+    assert "peak_bytes" not in run("stats", path, "--json").out
+
+
+def test_what_a_profile_leaves_out(run, refused, tmp_path):
+    path = tmp_path / "a.json"
+    with path.open("wb") as out:
+        write(compiled("zb-h1", 2, 2, 2), out)
+
+    def peak_of(**costs):
+        whole = {"F": 1, "I": 1, "W": 1, "activation": 0, "weight": 100, "saved": 0}
+        return json.loads(run("stats", path, "--profile", profile(tmp_path, **(whole | costs)), "--json").out)
+
+    assert peak_of()["peak_bytes"] == 100 + 100  # owned as much as the weights, and dw
+    assert peak_of(owned=300)["peak_bytes"] == 300 + 100
+    assert peak_of(workspace=7)["peak_bytes"] == 200 + 7
+    assert peak_of(workspace={"W": [1, 2]})["peak_bytes"] == 200 + 2
+    assert peak_of(workspace={"B": 9})["peak_bytes"] == 200 + 9
+    assert peak_of(half=50)["memory_bytes"]["half"] == 2 * 50  # worker 1 does both I before its first W
+    for wrong, words in (
+        ({"workspace": {"G": 1}}, "not 'G'"),
+        ({"workspace": {"F": [1, 2, 3]}}, "workspace of F has 3 numbers"),
+        ({"workspace": {"F": "much"}}, "workspace of F should be a number"),
+        ({"half": -1}, "half should be a number"),
+        ({"owned": [1]}, "owned has 1 numbers"),
+    ):
+        costs = profile(tmp_path, F=1, I=1, W=1, **wrong)
+        assert words in refused(run("stats", path, "--profile", costs), 2)
+    assert run("stats", path, "--profile", costs, "--cost", "F=1,I=1,W=1").code == 2
+
+
+def test_a_whole_backward_takes_the_larger_workspace_of_its_halves():
+    bytes = measured(Machine(workspace={"F": 1, "I": 2, "W": [3, 1]}), 2)
+    assert {key: value.tolist() for key, value in bytes.workspace.items()} == {
+        "F": [1, 1], "I": [2, 2], "W": [3, 1], "B": [3, 2],
+    }  # fmt: skip

@@ -1,0 +1,140 @@
+"""simulate: the list is executed, links carry one message at a time, and idle time has a cause."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.program import COMPUTE, Kind, Op
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.simulate import CAUSES, simulate
+from schedgen.simulator.timeline import waited
+
+COST = {"F": 1, "B": 2}
+
+
+def compiled(name, sizes, **options):
+    return compile_scheme(load(name, sizes), sizes, **options)
+
+
+def test_a_message_takes_alpha_and_beta_and_the_receiver_waits_for_it():
+    # Two stages, one microbatch: F 1, message 0.5 + 0.25 * 2, F 1, B 2, message, B 2.
+    program = compiled("gpipe", Sizes(2, 1))
+    run = simulate(program, COST, Machine(alpha=0.5, beta=0.25, activation=2))
+    assert run.end.max() == 1 + 1 + 1 + 2 + 1 + 2
+    assert run.idle.sum(axis=0).tolist() == [2, 5, 0, 0, 0, 3]  # activation, gradient; NORM at the end
+
+
+def test_a_link_carries_one_message_at_a_time():
+    # Worker 0 sends x.0.b every time unit, each message takes three: the third arrives at 1 + 3 * 3.
+    program = compiled("gpipe", Sizes(2, 3))
+    run = simulate(program, COST, Machine(alpha=3.0))
+    sends = np.flatnonzero((program.rows.op == Op.SEND) & (program.rows.kind == Kind.X))
+    assert run.arrival[sends].tolist() == [4, 7, 10]
+
+
+@given(st.data())
+def test_time_adds_up_on_every_rank(cases, data):
+    """Busy and idle time of a rank are all the time to its end; nothing arrives before it is sent."""
+    program = data.draw(cases).compile()
+    machine = Machine(
+        alpha=data.draw(st.sampled_from([0, 0.5, 3])), beta=data.draw(st.sampled_from([0, 0.25])), weight=3
+    )
+    run = simulate(program, program.header.cost, machine)
+    busy = np.bincount(program.rows.rank, run.end - run.start, minlength=program.header.workers)
+    ends = np.zeros(program.header.workers)
+    np.maximum.at(ends, program.rows.rank, run.end)
+    assert run.idle.min() >= 0
+    assert np.allclose(busy + run.idle.sum(axis=1), ends)
+    wait = waited(program, run)
+    at = program.rows.rank[wait > 0] * len(CAUSES) + run.cause[wait > 0]  # every wait has its cause
+    assert np.allclose(np.bincount(at, wait[wait > 0], minlength=run.idle.size), run.idle.ravel())
+    sends = program.rows.op == Op.SEND
+    assert (run.arrival[sends] >= run.start[sends] + machine.alpha + machine.beta).all()
+    work = np.isin(program.rows.op, COMPUTE)
+    assert run.end[work].max() >= busy.max()
+
+
+@given(st.data())
+def test_messages_that_take_no_time_change_no_start_of_a_greedy_order(cases, data):
+    """Where all weights are at home and nothing is recomputed, the list runs as its jobs were ordered."""
+    case = data.draw(cases)
+    case = case._replace(
+        weights=case.compute, compute=np.broadcast_to(case.compute[:1], case.compute.shape), recompute=[]
+    )
+    program = case._replace(weights=case.compute).compile()
+    run = simulate(program, program.header.cost)
+    rows = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
+    for rank in range(program.header.workers):
+        mine = rows[program.rows.rank[rows] == rank]
+        assert (run.start[mine][1:] >= run.end[mine][:-1]).all()
+
+
+def test_relays_spare_the_owner_and_beat_the_star():
+    """FSDP, 64 workers: the owner sends a stage twice a use; a use is a fetch for F or for B."""
+    sizes = Sizes(64, 64, 64)
+    relay, star = (compiled("fsdp", sizes, fan_out=fan_out) for fan_out in (2, 64))
+    table = relay.rows
+    direct = (table.op == Op.SEND) & (table.kind == Kind.W) & (table.stage == table.rank)
+    assert np.bincount(table.rank[direct]).max() <= 2 * 2
+    for machine in (Machine(alpha=0.1), Machine(alpha=0.05, beta=0.2)):
+        ends = [simulate(program, COST, machine).end.max() for program in (relay, star)]
+        assert ends[0] < ends[1]
+    assert simulate(relay, COST).end.max() == 192  # messages without time: as if all weights were at home
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+def test_prefetch_posts_receives_earlier_and_never_costs_time(prefetch):
+    sizes = Sizes(4, 16)
+    machine = Machine(alpha=0.3)
+    plain, early = (simulate(compiled("1f1b", sizes, prefetch=k), COST, machine).end.max() for k in (0, prefetch))
+    assert early <= plain
+
+
+def test_the_command_writes_numbers_and_a_trace_perfetto_reads(run, tmp_path):
+    path, trace = tmp_path / "a.json", tmp_path / "trace.json"
+    assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "-o", path).code == 0
+    result = run("simulate", path, "--alpha", "0.1", "--json", "--trace", trace)
+    numbers = json.loads(result.out)
+    assert numbers["latency"] > 33 and numbers["bytes"]["activation"] == 3 * 8
+    assert sum(link["bytes"] for link in numbers["links"]) == 2 * 3 * 8
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["dur"] > 0 for event in events) == 2 * 4 * 8
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+
+
+def test_a_memory_limit_holds_or_is_refused(run, refused, tmp_path):
+    options = ("--stages", 4, "--microbatches", 8, "--mode", "greedy", "--n", "depth-first", "-o", tmp_path / "a.json")
+    assert run("compile", "gpipe", *options, "--memory-limit", 4).code == 0
+    numbers = json.loads(run("stats", tmp_path / "a.json", "--json").out)
+    assert max(worker["peak_activations"] for worker in numbers["workers"]) <= 4
+    looped = ("--stages", 8, "--microbatches", 8, "--workers", 4, "--groups", 1, "--memory-limit", 1, "-o", "-")
+    assert "memory limit stops the schedule: " in refused(run("compile", "lpp", *looped), 2)
+
+
+def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
+    # One microbatch through three stages: forwards 1 + 2 + 3, backwards 6 + 4 + 2, messages of x.0 and x.1 and back.
+    path, profile = tmp_path / "a.json", tmp_path / "profile.json"
+    assert run("compile", "gpipe", "--stages", 3, "--microbatches", 1, "-o", path).code == 0
+    costs = {"F": [1, 2, 3], "B": [2, 4, 6], "alpha": 0.5, "beta": 0.25, "activation": [2, 4, 1], "weight": [5, 6, 7]}
+    profile.write_text(json.dumps(costs))
+    numbers = json.loads(run("simulate", path, "--profile", profile, "--json").out)
+    assert numbers["latency"] == 6 + 12 + 2 * (0.5 + 0.25 * 2) + 2 * (0.5 + 0.25 * 4)
+    assert numbers["bytes"]["activation"] == 2 + 4 and numbers["peak_memory"]["weight_gradient"] == [5, 6, 7]
+    profile.write_text(json.dumps({**costs, "step": [7, 1, 2]}))
+    steps = json.loads(run("simulate", path, "--profile", profile, "--json").out)
+    assert steps == {**numbers, "makespan": numbers["makespan"] + 7, "workers": steps["workers"]}
+    for wrong, words in (
+        ({"F": 1}, "F and B"),
+        ({"F": [1, 2], "B": 1}, "2 numbers"),
+        ({"F": 1, "B": 0}, "a time"),
+        ({"F": 1, "B": 2, "alpha": [1, 1, 1]}, "alpha"),
+        ({"F": 1, "B": 2, "gamma": 3}, "gamma"),
+    ):
+        profile.write_text(json.dumps(wrong))
+        assert words in refused(run("simulate", path, "--profile", profile), 2)

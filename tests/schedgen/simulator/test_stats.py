@@ -1,0 +1,169 @@
+"""`schedgen stats` gives the numbers that the seed's simulator and the literature give."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[2] / "data"
+SEED = json.loads((DATA / "seed-notebook.json").read_text())["rows"]
+LITERATURE = json.loads((DATA / "literature.json").read_text())
+
+
+@pytest.fixture
+def measure(run, tmp_path):
+    """`schedgen compile ... && schedgen stats --json`: the numbers and the file they come from."""
+
+    def measure(*arguments: object, cost: str = "F=1,B=2") -> tuple[dict, dict]:
+        path = tmp_path / "schedule.json"
+        assert run("compile", *arguments, "--cost", cost, "-o", path) == (0, "", "")
+        result = run("stats", path, "--json")
+        assert (result.code, result.err) == (0, "")
+        return json.loads(result.out), json.loads(path.read_text())
+
+    return measure
+
+
+def arguments(row: dict) -> list[object]:
+    """The command line of one of the seed's rows: greedy, the named order or the scheme's own."""
+    options = [row["scheme"], "--mode", "greedy"]
+    options += ["--stages", row["stages"], "--microbatches", row["microbatches"], "--workers", row["workers"]]
+    if "workers_per_group" in row:
+        options += ["--groups", row["workers"] // row["workers_per_group"]]
+    if "order" in row:
+        options += ["--n", row["order"].split()[0]]
+    return options
+
+
+@pytest.mark.parametrize("row", SEED, ids=lambda row: "-".join(map(str, arguments(row)[::2])))
+def test_every_number_of_the_seed(row, measure):
+    numbers, file = measure(*arguments(row))
+    workers = {key: [worker[key] for worker in numbers["workers"]] for key in numbers["workers"][0]}
+    # The paper counts the raw input too: one receive for every microbatch on the worker of its stage 0.
+    inputs = [0] * row["workers"]
+    for worker in _per_microbatch(file["compute"]["F"][0], row["microbatches"]):
+        inputs[worker] += 1
+    paper = [count + more for count, more in zip(workers["activation_receives"], inputs, strict=True)]
+    got = {
+        **{key: numbers[key] for key in ("latency", "throughput", "peak_activations", "mean_peak_activations")},
+        **{key: workers[key] for key in ("busy", "weight_storage", "weight_uses_away_from_home")},
+        "activation_receives": workers["activation_receives"],
+        "activation_receives_paper": paper,
+        "peak_activations_per_worker": workers["peak_activations"],
+    }
+    given = set(row) - {"scheme", "order", "workers", "workers_per_group", "stages", "microbatches"}
+    assert {key: got[key] for key in given} == {key: row[key] for key in given}
+
+
+def _per_microbatch(stage: int | list[int], microbatches: int) -> list[int]:
+    return stage if isinstance(stage, list) else [stage] * microbatches
+
+
+@pytest.mark.parametrize("row", [row for row in LITERATURE["rows"] if row["schedule"] in ("gpipe", "1f1b")])
+@pytest.mark.parametrize(("cost", "bubble"), [("F=1,B=2", "bubble"), ("F=10,B=20", "bubble_at_F10_I12_W8")])
+def test_bubble_and_peak_of_the_literature(row, cost, bubble, measure):
+    numbers, _ = measure(
+        row["schedule"], "--stages", LITERATURE["p"], "--microbatches", LITERATURE["m"], "--mode", "strict", cost=cost
+    )
+    assert (numbers["own_window_bubble"], numbers["peak_activations"]) == (row[bubble], row["peak"])
+
+
+# 1F1B [PipeDream, section 3.2]: worker s holds S - s microbatches. GPipe: all of them.
+@pytest.mark.parametrize(("scheme", "peaks"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
+def test_strict_memory(scheme, peaks, measure):
+    numbers, file = measure(scheme, "--stages", 4, "--microbatches", 8)
+    assert file["order"]["mode"] == "strict"
+    assert [worker["peak_activations"] for worker in numbers["workers"]] == peaks
+
+
+def test_read_as_a_greedy_priority_1f1b_holds_every_microbatch(measure):
+    numbers, _ = measure("1f1b", "--stages", 4, "--microbatches", 8, "--mode", "greedy")
+    assert numbers["workers"][0]["peak_activations"] == 8
+
+
+@pytest.mark.parametrize("scheme", ["ddp", "fsdp", "gpipe", "1f1b"])
+def test_the_numbers_agree_with_one_another(scheme, measure):
+    S, batches = 4, 8
+    numbers, file = measure(scheme, "--stages", S, "--microbatches", batches)
+    busy = sum(worker["busy"] for worker in numbers["workers"])
+    assert busy == S * batches * (1 + 2)  # every job once, F=1 and B=2
+    W = len(numbers["workers"])
+    assert numbers["bubble"] == pytest.approx(1 - busy / (W * numbers["latency"]))
+    assert numbers["throughput"] == pytest.approx(2 * S * batches / (W * numbers["latency"]))
+    assert numbers["messages"] == sum(i["op"] == "SEND" for part in file["programs"] for i in part)
+    assert numbers["messages"] == sum(sum(worker["receives"].values()) for worker in numbers["workers"])
+
+
+def test_cost_given_to_stats_replaces_the_one_in_the_file(run, golden, tmp_path):
+    (tmp_path / "a.json").write_text(golden["gpipe"])
+    result = run("stats", tmp_path / "a.json", "--json", "--cost", "F=10,B=20")
+    # GPipe takes (B + S - 1)(F + B) [GPipe, section 2.3].
+    assert json.loads(result.out)["latency"] == (8 + 4 - 1) * (10 + 20)
+
+
+def test_a_real_process_prints_the_same(run, golden, tmp_path):
+    (tmp_path / "a.json").write_text(golden["lpp"])
+    command = [sys.executable, "-m", "schedgen", "stats", "a.json", "--json"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (process.stdout, process.stderr) == (run("stats", tmp_path / "a.json", "--json").out, "")
+
+
+def test_the_table_shows_the_same_numbers(run, golden, tmp_path):
+    (tmp_path / "a.json").write_text(golden["1f1b"])
+    lines = run("stats", tmp_path / "a.json").out.splitlines()
+    numbers = json.loads(run("stats", tmp_path / "a.json", "--json").out)
+    assert f"{'latency':22}{numbers['latency']}" in lines
+    assert [line.split()[2] for line in lines[-4:]] == ["4", "3", "2", "1"]  # column 3: peak activations
+
+
+def test_the_table_has_what_json_says_is_received_by_kind(run, golden, tmp_path):
+    (tmp_path / "a.json").write_text(golden["fslpp"])
+    lines = run("stats", tmp_path / "a.json").out.splitlines()
+    assert all(len(line) < 100 for line in lines)
+    heading, *rows = lines[-5:]
+    assert re.split(r"  +", heading)[-4:] == ["received x", "g", "w", "dw"]
+    workers = json.loads(run("stats", tmp_path / "a.json", "--json").out)["workers"]
+    for row, worker in zip(rows, workers, strict=True):
+        owned, away, *received = map(int, row.split()[3:])
+        assert received == list(worker["receives"].values()) and sum(received)
+        assert (owned, away) == (worker["weight_storage"], worker["weight_uses_away_from_home"])
+
+
+# What torchgpipe's _clock_cycles(5, 3) gives: (microbatch, partition)
+TORCHGPIPE = [
+    [(0, 0)],
+    [(1, 0), (0, 1)],
+    [(2, 0), (1, 1), (0, 2)],
+    [(3, 0), (2, 1), (1, 2)],
+    [(4, 0), (3, 1), (2, 2)],
+    [(4, 1), (3, 2)],
+    [(4, 2)],
+]
+
+
+@pytest.mark.parametrize("cost", ["F=1,B=1", "F=0.1,B=0.2"])
+def test_cycles_of_gpipe_are_those_of_torchgpipe(run, tmp_path, cost):
+    path = tmp_path / "gpipe.json"
+    assert run("compile", "gpipe", "--stages", 3, "--microbatches", 5, "-o", path) == (0, "", "")
+    result = run("stats", path, "--cycles", "--json", "--cost", cost)
+    cycles = [[tuple(job) for job in one["jobs"]] for one in json.loads(result.out)]
+    assert [[(b, s) for _, s, b in jobs] for jobs in cycles[:7]] == TORCHGPIPE
+    assert {d for jobs in cycles[:7] for d, _, _ in jobs} == {"F"}
+    assert [[(b, s) for _, s, b in jobs] for jobs in cycles[7:]] == [  # the last partition first
+        sorted(jobs, key=lambda job: job[1]) for jobs in ([(b, 2 - s) for b, s in one] for one in TORCHGPIPE)
+    ]
+    text = run("stats", path, "--cycles").out.splitlines()
+    assert text[2] == "2         F(0, 2), F(1, 1), F(2, 0)" and len(text) == 14
+
+
+def test_cycles_are_of_a_simulation(run, refused, tmp_path):
+    path = tmp_path / "zb.json"
+    assert run("compile", "zb-h1", "--stages", 2, "--microbatches", 2, "--recompute", "all", "-o", path).code == 0
+    assert run("stats", path, "--cycles").out.startswith("0         F(0, 0)\n1         F(0, 1), F(1, 0)\n")
+    words = refused(run("stats", path, "--cycles", "--measured", path), 2)
+    assert words == "schedgen: --cycles are those of a simulation: leave --measured out"

@@ -1,0 +1,93 @@
+"""Kernels as Python and kernels compiled by numba: the same results to the byte."""
+
+import io
+import json
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import schedgen.util.jit
+from schedgen.checker import check
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import parse, read, write
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.cost import Machine
+from schedgen.simulator.simulate import simulate
+from schedgen.util.errors import RefusedFile, UsageError
+
+# Numbers of three digits and more, several owners, relays, splits, limits.
+CASES = [
+    ("fsdp", Sizes(5, 260, 12), {"weight_slots": 2}),
+    ("lpp", Sizes(6, 12, 6, 3), {}),
+    ("lpp", Sizes(4, 8, 4, 2), {"tied": [stages for n in (2, 3, 4) for stages in combinations(range(4), n)]}),
+    ("zb-v", Sizes(8, 12, 4), {"prefetch": 1}),
+    ("dualpipe-v", Sizes(8, 12, 4), {"recompute": [0, 7]}),
+    ("depth-first", Sizes(8, 12, 4), {"memory": 6}),
+]
+
+
+def both(monkeypatch, function):
+    """The result as Python and as compiled."""
+    results = []
+    for small in (10**12, 0):
+        monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
+        results.append(function())
+    return results
+
+
+def outcome(function):
+    try:
+        return function()
+    except (RefusedFile, UsageError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=[case[0] for case in CASES])
+def test_both_ways_compile_check_write_read_and_simulate_alike(name, sizes, options, monkeypatch):
+    def everything():
+        program = compile_scheme(load(name, sizes), sizes, **options)
+        file = io.BytesIO()
+        write(program, file)
+        again, fault = read(io.BytesIO(file.getvalue()), "file")
+        assert fault is None
+        run = simulate(again, again.header.cost, Machine(alpha=0.1, beta=0.01, activation=7, weight=20))
+        return file.getvalue(), check(again), run
+
+    (text, memory, run), (text2, memory2, run2) = both(monkeypatch, everything)
+    assert text == text2
+    assert all((a == b).all() for a, b in zip(memory, memory2, strict=True))
+    assert all((a == b).all() for a, b in zip(run[:5], run2[:5], strict=True))
+
+
+def test_both_ways_refuse_alike(monkeypatch):
+    sizes = Sizes(4, 4, 4)
+    file = io.BytesIO()
+    write(compile_scheme(load("fsdp", sizes), sizes), file)
+    good = json.loads(file.getvalue())
+    rng = np.random.default_rng(1)
+    refusals = set()
+    for _ in range(60):
+        damaged = json.loads(json.dumps(good))
+        rank = damaged["programs"][rng.integers(4)]
+        a, b = rng.integers(len(rank), size=2)
+        rank[a], rank[b] = rank[b], rank[a]
+        first, second = both(
+            monkeypatch, lambda damaged=damaged: outcome(lambda: check(parse(json.dumps(damaged), "f")))
+        )
+        assert type(first) is type(second)
+        if isinstance(first, str):
+            assert first == second
+            refusals.add(first.rsplit("(rule ", 1)[1])
+    assert len(refusals) >= 4  # of the rules
+
+
+def test_numbers_of_every_size_are_read_alike(monkeypatch):
+    """256 and 65536 are where narrow integers would overflow."""
+    sizes = Sizes(1, 300)
+    file = io.BytesIO()
+    write(compile_scheme(load("gpipe", sizes), sizes), file)
+    first, second = both(monkeypatch, lambda: read(io.BytesIO(file.getvalue()), "file")[0])
+    assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))
+    assert first.rows.mb.max() == 299
