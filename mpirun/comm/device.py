@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
 from typing import ClassVar, Protocol
 
 import torch
@@ -114,13 +113,3 @@ def device(comm: MPI.Intracomm, name: str) -> Device:
     if name == "cuda" and not available:
         raise UsageError("--device cuda: torch finds no GPU on every host")
     return Cuda(comm) if available and name != "cpu" else Device()
-
-
-@contextlib.contextmanager
-def autocast(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """torch's mixed precision, for forwards; nothing where dtype is None."""
-    if dtype is None:
-        yield
-        return
-    with torch.autocast(kind, dtype=dtype):
-        yield

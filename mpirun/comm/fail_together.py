@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from schedgen.util.errors import RefusedFile, UsageError
 
@@ -56,6 +58,16 @@ def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
 def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
     """`function()` of rank 0, on every rank; where it refuses, all raise its Stop."""
     return comm.bcast(on_rank_0(comm, function))
+
+
+def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[np.uint8]:
+    """As `from_rank_0`, for bytes of any length, shape (length,): they are not pickled."""
+    data = on_rank_0(comm, function)
+    size = comm.bcast(None if data is None else len(data))
+    received = np.empty(size, np.uint8) if data is None else np.frombuffer(data, np.uint8).copy()
+    for start in range(0, size, 2**30):  # counts that every MPI takes
+        comm.Bcast([received[start : start + 2**30], MPI.BYTE])
+    return received
 
 
 @contextlib.contextmanager

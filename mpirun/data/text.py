@@ -6,26 +6,11 @@ import os
 import sysconfig
 from pathlib import Path
 
-import numpy as np
-import torch
-from mpi4py import MPI
-from torch import Tensor
-
-from mpirun.comm.fail_together import on_rank_0
 from schedgen.util.errors import UsageError
 
 
-def load(comm: MPI.Comm, path: str | None, length: int) -> Tensor:
-    """The text's bytes on every rank, uint8, shape (bytes,). Rank 0 reads; at least `length` bytes or an error."""
-    data = on_rank_0(comm, lambda: _read(path, length))
-    size = comm.bcast(None if data is None else len(data))
-    text = np.empty(size, np.uint8) if data is None else np.frombuffer(data, np.uint8).copy()
-    for start in range(0, size, 2**30):  # counts that every MPI takes
-        comm.Bcast([text[start : start + 2**30], MPI.BYTE])
-    return torch.from_numpy(text)
-
-
-def _read(path: str | None, length: int) -> bytes:
+def read_text(path: str | None, length: int) -> bytes:
+    """The bytes of the file, or of the standard library where `path` is None; UsageError if fewer than `length`."""
     name = path or "the standard library's sources"
     try:
         data = Path(path).read_bytes() if path else standard_library()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.comm.device import autocast
 from mpirun.data.batches import Microbatches, Minibatch
 from mpirun.data.microbatches import of_leaves
+from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Wires
 from mpirun.model.shapes import whole

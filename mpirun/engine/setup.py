@@ -11,11 +11,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-import mpirun.data.text
 import mpirun.model.contract
 from mpirun.comm.device import Device, device
-from mpirun.comm.fail_together import from_rank_0, notes, on_rank_0, together
+from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, notes, on_rank_0, together
 from mpirun.data.batches import Microbatches
+from mpirun.data.text import read_text
 from mpirun.engine.expand_shards import check_shards, sharded
 from mpirun.engine.loss import check_whole_loss, try_whole_loss
 from mpirun.engine.optimizer import Recipe
@@ -55,7 +55,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     with notes(comm):
         plain = together(comm, lambda: _model(options, header))
     model = together(comm, lambda: _sharded(plain, header))
-    text = mpirun.data.text.load(comm, options.text, model.length)
+    text = torch.from_numpy(bytes_from_rank_0(comm, lambda: read_text(options.text, model.length)))
     recipe = Recipe(
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
         options.steps, options.clip,

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from mpirun.comm.device import Device, autocast
+from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import pieces, spans
+from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Like
 from mpirun.model.rng import Draws
 from mpirun.model.shapes import Shape, flat_layout

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
-from mpirun.comm.device import autocast
 from mpirun.data.batches import Microbatch
+from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model, build
 from mpirun.model.dataflow import Input, Like, Reads, Source
 from mpirun.model.parallel_layers import Cut, cuts

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.comm.device import autocast
 from mpirun.data.batches import Microbatch, moved
 from mpirun.engine.grad_norm import norms, whole_norm
 from mpirun.engine.loss import WholeLoss
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Training
+from mpirun.model.autocast import autocast
 from mpirun.model.contract import build, shared_before
 from mpirun.model.dataflow import Value, Wires
 from mpirun.model.rng import Draws

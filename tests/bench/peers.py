@@ -24,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-import mpirun.data.text
 from mpirun.cli.options import train_options
 from mpirun.cli.run import Run
+from mpirun.comm.fail_together import bytes_from_rank_0
 from mpirun.data.batches import Microbatches
+from mpirun.data.text import read_text
 from mpirun.model.contract import Model, build, load
 from mpirun.models.gpt import Block
 
@@ -44,7 +45,7 @@ class Task:
         self.microbatches: int = options.microbatches
         self.seed: int = options.seed
         self.model: Model = load(options.model, self.stages, self.seed)
-        self.text = mpirun.data.text.load(comm, None, self.model.length)
+        self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: read_text(None, self.model.length)))
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
 
     def stage(self, index: int) -> nn.Module:
