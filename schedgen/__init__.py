@@ -5,6 +5,6 @@ F, B, I, W are the values of d that `w` and `n` receive.
 
 __version__ = "0.1.0"
 
-from schedgen.ir.program import B, F, I, W
+from schedgen.ir.instructions import B, F, I, W
 
 __all__ = ["B", "F", "I", "W", "__version__"]

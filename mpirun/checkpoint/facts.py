@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpirun.engine.setup import Training
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 from schedgen.util.errors import one_line
 
 

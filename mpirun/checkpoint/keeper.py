@@ -29,7 +29,7 @@ from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import pieces
 from mpirun.model.contract import entry_name, is_copy
 from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
 
@@ -55,7 +55,7 @@ class Keeper:
         self.first: dict[str, int] = {}  # the stage that writes what is no trained parameter
         for name, index in beside:
             self.first[name] = min(index, self.first.get(name, index))
-        first = of.shapes[:: header.tensor]  # shards of each stage
+        first = of.shapes[:: header.tensor_parallel.degree]  # shards of each stage
         names = Counter(entry_name(of.plain, s, name) for s, shape in enumerate(first) for name in shape.names)
         names.update(list(self.first) if of.model.named else [name for name, _ in beside])
         tied = {entry_name(of.plain, *place) for tie in of.plain.tied for place in tie}
@@ -113,7 +113,7 @@ class Keeper:
         """By divided stage that this rank writes, of every parameter "" and what the optimizer keeps. Collective."""
         found: dict[int, list[dict[str, Tensor]]] = {}
         for index, shape in enumerate(self.of.shapes):
-            if self.header.parts(index) == (-1,):
+            if self.header.weight_shards.parts(index) == (-1,):
                 continue
             owners = self.header.owners[index]
             mine: list[list[tuple[int, dict[str, Tensor]]]] = [[] for _ in shape.names]
@@ -134,7 +134,7 @@ class Keeper:
 
     def _has_rest(self, stage: int) -> bool:
         """What is no trained parameter is the same in all shards: the first writes it."""
-        return self._writes(stage) and stage % self.header.tensor == 0
+        return self._writes(stage) and stage % self.header.tensor_parallel.degree == 0
 
     def _parts(self, directory: Path, step: int, divided: Mapping[int, list[dict[str, Tensor]]]) -> list[files.Part]:
         """`divided`: what `_gather` gave."""

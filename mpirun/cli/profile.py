@@ -31,7 +31,9 @@ from mpirun.engine.setup import training
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.graph_file import Dag
-from schedgen.ir.program import DIRECTIONS, F, Header, Instruction, Kind, Op, Program, W
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import DIRECTIONS, F, Instruction, Kind, Op, W
+from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
@@ -127,7 +129,9 @@ class Profile:
     def _apart(self) -> dict[str, list[int]]:
         """Bytes by edge, where some stage's consumers read different parts of its output."""
         header, wires = self.programs[0].header, self.training.wires[0]
-        return {"apart": [wires.x(*edge).like.bytes for edge in header.edges]} if header.apart else {}
+        return (
+            {"apart": [wires.x(*edge).like.bytes for edge in header.graph.edges]} if header.graph.per_consumer else {}
+        )
 
     # Seconds
 
@@ -175,11 +179,15 @@ def _execute(one: Interpreter, i: Instruction, act: Act, memory: Memory) -> Byte
 def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]]:
     """The x and g that an instruction makes, and before them the g that it is the last to read."""
     if i.op == Op.FWD:
-        return [], [(Kind.X, i.stage, i.mb, via) for via in header.vias(i.stage)]
+        return [], [(Kind.X, i.stage, i.mb, via) for via in header.graph.output_consumers(i.stage)]
     if i.op not in (Op.BWD, Op.BWD_I):
         return [], []
-    read: list[Buffer] = [(Kind.G, i.stage, i.mb, header.share(i.stage, c)) for c in header.consumers[i.stage]]
-    return read, [(Kind.G, p, i.mb, header.share(p, i.stage)) for p in header.producers[i.stage]]
+    read: list[Buffer] = [
+        (Kind.G, i.stage, i.mb, header.graph.gradient_consumer(i.stage, c)) for c in header.graph.consumers[i.stage]
+    ]
+    return read, [
+        (Kind.G, p, i.mb, header.graph.gradient_consumer(p, i.stage)) for p in header.graph.producers[i.stage]
+    ]
 
 
 def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
@@ -199,12 +207,12 @@ def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
 
 def _of_model(header: Header) -> Dag:
     """The stages of the model, whole where the schedule has shards of them."""
-    T = header.tensor
+    T = header.tensor_parallel.degree
     ties = {tuple(sorted({stage // T for stage in tie})) for tie in header.tied}
     return Dag(
         header.stages // T,
-        tuple(sorted({(p // T, c // T) for p, c in header.edges})),
-        tuple(sorted({stage // T for stage in header.apart})),
+        tuple(sorted({(p // T, c // T) for p, c in header.graph.edges})),
+        tuple(sorted({stage // T for stage in header.graph.per_consumer})),
         tuple(sorted(tie for tie in ties if len(tie) > 1)),
     )
 

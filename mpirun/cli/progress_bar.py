@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mpirun.engine.interpreter import Result
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
 

@@ -173,7 +173,7 @@ class Run:
         """The gradients of what this rank is first owner of."""
         mine: Pieces = {}
         for (stage, via), total in totals.items():
-            if self.header.holders(stage, via)[0] == self.comm.rank:
+            if self.header.weight_shards.holders(stage, via)[0] == self.comm.rank:
                 mine |= named(self.interpreter.stages[stage], via, total)
         return mine
 
@@ -188,11 +188,11 @@ class Run:
                 record.parameters.update(named(stage, via, part))
         ours = gather(self.comm, self.header, self.training.shapes, record)
         of, header = self.training, self.header
-        if header.tensor > 1 and isinstance(ours, Record):
+        if header.tensor_parallel.degree > 1 and isinstance(ours, Record):
             together = put_together(of, header, ours)
             if isinstance(together, str) or not options.canonical:  # else the reference adds up shards as the ranks do
                 ours, (of, header) = together, one_process.without_shards(of, header)
-        used = delayed_updates.versions(self.comm, self.program) if self.header.versions else None
+        used = delayed_updates.versions(self.comm, self.program) if self.header.weight_versions.count else None
         code = 0
         if isinstance(ours, str):
             print(f"verify: failed: {ours}")

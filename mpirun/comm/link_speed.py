@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpirun.comm.transport import Transport
-from schedgen.ir.program import Kind
+from schedgen.ir.instructions import Kind
 
 SIZES = [8 << k for k in range(22)]  # bytes, to 16 MiB
 SMALL = 2**16  # bytes: up to here the time of a message says little after a few

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.transport import Done, Receive, Transport
-from schedgen.ir.program import LINE
+from schedgen.ir.weight_shards import LINE
 
 SCATTER, GATHER, DONE = range(3)
 GRADIENTS, EXCHANGE = (0, 1), (2, 3)  # tags of the two halves; on one group only sums with the same go on at once

@@ -15,7 +15,9 @@ from mpirun.engine.memory_slots import Memory
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
-from schedgen.ir.program import COMPUTE, Header, Instruction, Kind, Program
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import COMPUTE, Instruction, Kind
+from schedgen.ir.program import Program
 
 
 def interpreter(
@@ -41,10 +43,10 @@ def _stages(
 ) -> dict[int, Stage]:
     """The stages this rank owns, computes or adds gradients of."""
     mine = {
-        stage: [via for via in header.parts(stage) if rank in header.holders(stage, via)]
+        stage: [via for via in header.weight_shards.parts(stage) if rank in header.weight_shards.holders(stage, via)]
         for stage in range(header.stages)
     }
-    owned = {stage for stage, parts in mine.items() if len(parts) == len(header.parts(stage))}
+    owned = {stage for stage, parts in mine.items() if len(parts) == len(header.weight_shards.parts(stage))}
     needed = {stage for stage, parts in mine.items() if parts} | {
         i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)
     }
@@ -60,7 +62,7 @@ def _stages(
             stage in owned,
             place,
             of.mixed,
-            header.parts(stage),
+            header.weight_shards.parts(stage),
             mine[stage],
         )
         stages[stage].shared = mpirun.model.contract.shared_before(of.model, stage, stages[stage].names)

@@ -14,18 +14,18 @@ from mpirun.model.contract import Layers, Model, build
 from mpirun.model.dataflow import Source, Value
 from mpirun.model.parallel_layers import Shard, cuts
 from mpirun.model.shapes import fake_mode
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
 
 def check_shards(model: Model, header: Header) -> None:
     """UsageError where the schedule splits other stages than the model."""
-    if header.tensor > 1:
+    if header.tensor_parallel.degree > 1:
         whole = [stage for stage in range(len(model.stages)) if stage not in model.split]
-        if list(header.whole) != whole:
+        if list(header.tensor_parallel.replicated) != whole:
             if not model.split:
                 raise UsageError("the schedule has shards, but no stage of the model can be split")
-            ours, theirs = (",".join(map(str, stages)) for stages in (whole, header.whole))
+            ours, theirs = (",".join(map(str, stages)) for stages in (whole, header.tensor_parallel.replicated))
             wanted = ",".join(map(str, whole[:-1]))
             how = f"with --whole {wanted}" if wanted else "without --whole"
             raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: compile it {how}")

@@ -20,7 +20,8 @@ from mpirun.engine.stage import Finish, Saved, Stage
 from mpirun.engine.weight_versions import Versions
 from mpirun.model.dataflow import Bundle, Like
 from mpirun.model.shapes import whole
-from schedgen.ir.program import Header, Instruction, Kind, Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 Act = Callable[[], None]
 
@@ -61,9 +62,9 @@ class Compute:
         forward = self._forward(i, (i.stage, i.mb) in self.saves)
         if self._ends_in_whole_loss(i):
             return self._whole_loss(i, forward)
-        vias = self.header.vias(i.stage)
+        vias = self.header.graph.output_consumers(i.stage)
         given = [self.buffers(Kind.X, i.stage, i.mb, via) for via in vias]
-        if not self.header.consumers[i.stage]:  # the loss
+        if not self.header.graph.consumers[i.stage]:  # the loss
             bundles = [Bundle([0], [Like((), torch.float32)])]
         else:
             bundles = [self.wires[i.mb].bundle(Kind.X, i.stage, via) for via in vias]
@@ -94,14 +95,14 @@ class Compute:
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         stage, weights, job, mb = self._stage(i), self._weights(i), self._job(i), i.mb
-        producers = self.header.producers[i.stage]
-        inputs = [self.buffers(Kind.X, p, mb, self.header.part(p, i.stage)) for p in producers]
+        producers = self.header.graph.producers[i.stage]
+        inputs = [self.buffers(Kind.X, p, mb, self.header.graph.output_consumer(p, i.stage)) for p in producers]
         wires = self.wires[mb]
         bundles = [wires.x(p, i.stage) for p in producers]
         plain = all(len(bundle.indices) == 1 for bundle in bundles)
         arguments, like = wires.arguments(i.stage), wires.outputs[i.stage]
         read = self._reader(mb, save) if arguments.reads_input else None
-        inner = self.header.consumers[i.stage] or self._ends_in_whole_loss(i)
+        inner = self.header.graph.consumers[i.stage] or self._ends_in_whole_loss(i)
         finish = None if inner else self._scaled_loss(i, save)
         ready = self.buffers.ready
 
@@ -120,7 +121,7 @@ class Compute:
         return forward
 
     def _ends_in_whole_loss(self, i: Instruction) -> bool:
-        return self.of.model.loss_of == "minibatch" and not self.header.consumers[i.stage]
+        return self.of.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
 
     def _whole_loss(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
         """The last stage's forward, whose outputs wait for those of all microbatches."""
@@ -136,9 +137,9 @@ class Compute:
 
     def _scaled_loss(self, i: Instruction, save: bool) -> Finish:
         """The microbatch's share of the loss: its gradients then add up to the mean's, but to updates of their own."""
-        read, mb, versions = self._reader(i.mb, save), i.mb, self.header.versions
+        read, mb, versions = self._reader(i.mb, save), i.mb, self.header.weight_versions.count
 
-        first = self.header.siblings(i.stage)[0]
+        first = self.header.tensor_parallel.siblings(i.stage)[0]
 
         def finish(outputs: list[Tensor]) -> Tensor:
             batch = read()
@@ -174,7 +175,7 @@ class Compute:
 
     def _weights(self, i: Instruction) -> Callable[[], object]:
         """What waits for the stage's weights, all parts of them."""
-        parts = [self.buffers(Kind.W, i.stage, via=via) for via in self.header.parts(i.stage)]
+        parts = [self.buffers(Kind.W, i.stage, via=via) for via in self.header.weight_shards.parts(i.stage)]
         return partial(self.buffers.ready, parts[0]) if len(parts) == 1 else partial(self.buffers.all_ready, parts)
 
     def _job(self, i: Instruction) -> Job:
@@ -221,13 +222,15 @@ class Compute:
 
     def _incoming(self, i: Instruction) -> Callable[[], list[Tensor | None]]:
         """The gradients of the stage's outputs: its consumers' shares added in their order."""
-        consumers = self.header.consumers[i.stage]
+        consumers = self.header.graph.consumers[i.stage]
         if self._ends_in_whole_loss(i):
             return lambda: self.whole_loss.gradients(i.mb)
         if not consumers:  # of the loss with respect to itself
             one = self.one = torch.ones((), device=self.of.device.torch) if self.one is None else self.one
             return lambda: [one]
-        shares = [self.buffers(Kind.G, i.stage, i.mb, self.header.share(i.stage, c)) for c in consumers]
+        shares = [
+            self.buffers(Kind.G, i.stage, i.mb, self.header.graph.gradient_consumer(i.stage, c)) for c in consumers
+        ]
         bundles = [self.wires[i.mb].g(i.stage, c) for c in consumers]
         ready, count = self.buffers.ready, len(self.of.shapes[i.stage].outputs)
         if len(shares) == count == len(bundles[0].indices) == 1:
@@ -245,8 +248,8 @@ class Compute:
 
     def _outgoing(self, i: Instruction) -> Callable[[Saved], None]:
         """What hands on the gradients of a job's inputs."""
-        producers = self.header.producers[i.stage]
-        shares = [self.buffers(Kind.G, p, i.mb, self.header.share(p, i.stage)) for p in producers]
+        producers = self.header.graph.producers[i.stage]
+        shares = [self.buffers(Kind.G, p, i.mb, self.header.graph.gradient_consumer(p, i.stage)) for p in producers]
         wires = self.wires[i.mb]
         bundles = [wires.g(p, i.stage) for p in producers]
         # Of the values that the stage was given, those that are numbers.

@@ -9,7 +9,8 @@ from mpirun.engine.grad_buffer import Gradient, Part
 from mpirun.engine.memory_slots import Memory
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import Unit
-from schedgen.ir.program import EXCHANGED, Header, Instruction, Kind, Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 
 Act = Callable[[], None]
 
@@ -49,7 +50,7 @@ class Gradients:
 
     def single(self, owned: Mapping[Unit, Gradient | Part]) -> list[Gradient | Part]:
         """Of what has one owner, those whose rows nobody has added up yet."""
-        mine = [unit for unit in owned if len(self.header.holders(*unit)) == 1 and unit not in self.added]
+        mine = [unit for unit in owned if len(self.header.weight_shards.holders(*unit)) == 1 and unit not in self.added]
         self.added.update(mine)
         return [owned[unit] for unit in mine]
 
@@ -90,7 +91,7 @@ def _defined(instructions: Sequence[Instruction], header: Header) -> list[tuple[
     found = []
     for row, i in enumerate(instructions):
         if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            parts = (i.via,) if i.kind == Kind.DW else header.parts(i.stage)
+            parts = (i.via,) if i.kind == Kind.DW else header.weight_shards.parts(i.stage)
             new = [(i.stage, via) for via in parts if (i.stage, via) not in defined]
             defined.update(new)
             found += [(row, unit) for unit in new]

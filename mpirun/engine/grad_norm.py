@@ -18,7 +18,8 @@ from torch import Tensor
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import Piece, Unit, pieces, spans
 from mpirun.model.shapes import Shape
-from schedgen.ir.program import LINE, Header
+from schedgen.ir.header import Header
+from schedgen.ir.weight_shards import LINE
 
 Node = tuple[int, int]  # of the tree: its height above the lines, and its place among those as high
 
@@ -98,7 +99,7 @@ class Norms:
         for stage, shape in enumerate(shapes):
             found: list[list[tuple[int, Piece]]] = [[] for _ in shape.names]
             size = shape.weights // shape.type.itemsize
-            for via, span in spans(size, shape.type, header.parts(stage)).items():
+            for via, span in spans(size, shape.type, header.weight_shards.parts(stage)).items():
                 for piece in pieces(shape.layout, span):
                     found[piece.parameter].append((via, piece))
             for parameter, of in enumerate(found):
@@ -106,7 +107,7 @@ class Norms:
                 for via, piece in of:
                     nodes = _nodes(piece, shape.type) if sums else []
                     places = slice(self.length, self.length + (len(nodes) if sums else 1))
-                    if header.holders(stage, via)[0] == rank:
+                    if header.weight_shards.holders(stage, via)[0] == rank:
                         self.mine.setdefault((stage, via), []).append(Told(parameter, piece, places, sums))
                     self.length, which = places.stop, which + nodes
                 self.parameters.append((slice(begin, self.length), which))

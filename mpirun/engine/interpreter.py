@@ -33,7 +33,8 @@ from mpirun.engine.weight_shards import Unit, first_fetches
 from mpirun.engine.weight_versions import Versions
 from mpirun.model.dataflow import Like
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
-from schedgen.ir.program import COMPUTE, EXCHANGED, Header, Instruction, Kind, Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import COMPUTE, EXCHANGED, Instruction, Kind, Op
 
 
 class Result(NamedTuple):
@@ -286,7 +287,7 @@ class Interpreter:
     def step_to_version(self, i: Instruction) -> Act:
         """The mean gradient of the microbatches since the last STEP makes a new version."""
         gradient, make, stage = self.gradients(i.stage), self.versions.make(i.stage, i.peer), i.stage
-        size = self.header.round(stage)
+        size = self.header.weight_versions.round(stage)
         count = min(size, self.header.microbatches - size * (i.peer - 1))
 
         def act() -> None:

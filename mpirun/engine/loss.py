@@ -19,15 +19,16 @@ from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Wires
 from mpirun.model.shapes import whole
-from schedgen.ir.program import Header, Instruction, Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, raised
 
 
 def check_whole_loss(header: Header, walks: int) -> None:
     """UsageError where a step's outputs do not come together on one rank."""
-    if header.versions:
+    if header.weight_versions.count:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
-    if header.tensor > 1:
+    if header.tensor_parallel.degree > 1:
         raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")
     if walks > 1:
         raise UsageError("--accumulate: the model's loss is of the whole minibatch, which is a walk through the list")

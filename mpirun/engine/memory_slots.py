@@ -12,7 +12,9 @@ from torch import Tensor
 
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
-from schedgen.ir.program import Header, Instruction, Op, Program
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.program import Program
 from schedgen.simulator.memory_plan import Bytes, places
 
 
@@ -26,16 +28,18 @@ class Memory:
         # The last stage's x is the loss.
         activation = np.array([of.wires[0].activation(s) for s in range(len(of.shapes))], np.int64)
         activation[-1] = of.shapes[-1].loss or sum(one.bytes for one in of.shapes[-1].outputs)
-        parts = np.array([of.wires[0].x(*edge).like.bytes for edge in program.header.edges], np.int64)
+        parts = np.array([of.wires[0].x(*edge).like.bytes for edge in program.header.graph.edges], np.int64)
         rows = np.ones(len(of.shapes), np.int64)
         # By rank, stage and part; None: one, its key the rank.
         self.rows: dict[tuple[int, int, int], list[int]] | None = None
-        if of.canonical and not program.header.versions:  # there a rank has one microbatch in an update
+        if of.canonical and not program.header.weight_versions.count:  # there a rank has one microbatch in an update
             self.rows = _rows(comm, instructions, program.header)
             for (_, stage, _), keys in self.rows.items():  # room for the most that anybody sends or gathers
                 rows[stage] = max(rows[stage], len(keys))
             for stage in range(len(of.shapes)):  # here the rows of several parts may lie together
-                together = {key for via in program.header.parts(stage) for key in self.rows[self.rank, stage, via]}
+                together = {
+                    key for via in program.header.weight_shards.parts(stage) for key in self.rows[self.rank, stage, via]
+                }
                 rows[stage] = max(rows[stage], len(together))
         zero = np.zeros(len(of.shapes), np.int64)
         planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero, parts))
@@ -104,4 +108,4 @@ def _rows(
         own, adds = parts[rank]
         return sorted(own.get(unit[0], []) + [row for *of, peer in adds if (*of,) == unit for row in rows(peer, unit)])
 
-    return {(rank, *unit): rows(rank, unit) for rank in range(len(parts)) for unit in header.units}
+    return {(rank, *unit): rows(rank, unit) for rank in range(len(parts)) for unit in header.weight_shards.units}

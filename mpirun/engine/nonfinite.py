@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from mpirun.engine.interpreter import Result
 from mpirun.model.shapes import Shape
-from schedgen.ir.program import Header, Instruction, Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Op
 
 
 def origin(
@@ -25,7 +26,7 @@ def origin(
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):
             for row, i in enumerate(instructions):
-                last = not header.consumers[i.stage] and i.stage == header.siblings(i.stage)[0]
+                last = not header.graph.consumers[i.stage] and i.stage == header.tensor_parallel.siblings(i.stage)[0]
                 if i.op == Op.FWD and last and i.mb == number % header.microbatches:
                     return row, f"the loss is {loss}"
             return None

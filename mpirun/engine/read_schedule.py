@@ -11,7 +11,8 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import on_rank_0
 from schedgen.checker import check
 from schedgen.ir.file import line_of, read, stored_hash
-from schedgen.ir.program import Header, Program
+from schedgen.ir.header import Header
+from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile, UsageError
 
 

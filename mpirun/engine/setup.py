@@ -24,7 +24,7 @@ from mpirun.model import dataflow
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Like, Reads, Wires
 from mpirun.model.shapes import Shape, shapes
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
 
 
@@ -74,13 +74,13 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
 
 
 def _model(options: argparse.Namespace, header: Header) -> Model:
-    if header.versions:
+    if header.weight_versions.count:
         wrong = {"--clip": options.clip is not None, "--accumulate": options.accumulate > 1}
         for option in [option for option, given in wrong.items() if given]:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
-    stages, layers = header.stages // header.tensor, header.scheme.get("layers")
+    stages, layers = header.stages // header.tensor_parallel.degree, header.scheme.get("layers")
     model = mpirun.model.contract.load(options.model, stages, options.seed, layers)
     check_shards(model, header)
     if model.loss_of == "minibatch":
@@ -89,7 +89,7 @@ def _model(options: argparse.Namespace, header: Header) -> Model:
 
 
 def _sharded(plain: Model, header: Header) -> Model:
-    model = sharded(plain, header.tensor)
+    model = sharded(plain, header.tensor_parallel.degree)
     check_ties(model, header)
     return model
 
@@ -101,7 +101,7 @@ def _reads(model: Model, header: Header, batches: Microbatches) -> Reads:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {raised(error)}") from None
-    reads = model.wiring(header.producers, leaves)
+    reads = model.wiring(header.graph.producers, leaves)
     dataflow.check(reads, header)
     return reads
 

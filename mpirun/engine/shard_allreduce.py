@@ -17,7 +17,8 @@ from mpirun.comm.ordered_allreduce import EXCHANGE, Sum
 from mpirun.comm.transport import Transport
 from mpirun.engine.buffers import Buffer
 from mpirun.model.dataflow import Like
-from schedgen.ir.program import B, F, Header, Instruction, Kind
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F, Instruction, Kind
 
 
 class Exchanges:
@@ -29,9 +30,11 @@ class Exchanges:
 
     def act(self, i: Instruction, buffer: Buffer, like: Like, device: torch.device) -> Callable[[], None]:
         """What replaces the rank's part in `buffer`, of an x or g like that, by the sum."""
-        shards = self.header.siblings(i.stage)
+        shards = self.header.tensor_parallel.siblings(i.stage)
         if i.kind == Kind.G:
-            shards = self.header.siblings(self.header.consumers[i.stage][0] if i.via < 0 else i.via)
+            shards = self.header.tensor_parallel.siblings(
+                self.header.graph.consumers[i.stage][0] if i.via < 0 else i.via
+            )
         ranks = tuple(self.header.compute[B if i.kind == Kind.G else F, list(shards), i.mb].tolist())
         key = ranks, math.prod(like.size), like.dtype
         if key not in self.sums:

@@ -15,7 +15,7 @@ from mpirun.comm.ordered_allreduce import Sum, Sums
 from mpirun.comm.transport import Transport
 from mpirun.engine.grad_buffer import Gradient
 from mpirun.model.contract import Model, among_shards
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
 
@@ -26,7 +26,7 @@ def check_ties(model: Model, header: Header) -> None:
         if len(stages) > 1 and stages not in header.tied:
             if among_shards(model, tie):
                 raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
-            wanted = ",".join(str(stage // header.tensor) for stage in stages)
+            wanted = ",".join(str(stage // header.tensor_parallel.degree) for stage in stages)
             raise UsageError(f"the model ties parameters of stages {wanted}: compile the schedule with --tied {wanted}")
 
 
@@ -65,7 +65,7 @@ class Tie:
         length = sum(view.numel() for view in next(iter(self.views.values())))
         # Each stage counts once: the first of its owners gives it.
         first = [header.owners[stage][0] for stage in stages]
-        ranks = header.sharers(header.tied.index(stages))
+        ranks = header.ties.sharers(header.tied.index(stages))
         keys = [[s for s, owner in zip(stages, first, strict=True) if owner == rank] for rank in ranks]
         self.gives = keys[group.rank]
         self.rows, self.total = some.new_zeros((len(self.gives), length)), some.new_zeros(length)

@@ -26,7 +26,8 @@ from mpirun.comm.transport import Done, Transport
 from mpirun.engine.forward_backward import Act
 from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
-from schedgen.ir.program import COMPUTE, Instruction, Kind, Op, Program, Small
+from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op, Small
+from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import events
 from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
 from schedgen.simulator.timeline import MEASURED, measured

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from schedgen.ir.program import Instruction, Kind, Op, cut
+from schedgen.ir.instructions import Instruction, Kind, Op
+from schedgen.ir.weight_shards import part_offsets
 
 Unit = tuple[int, int]  # a stage and a part of its weights; -1: they are not divided
 Layout = Sequence[tuple[int, torch.Size]]  # where each parameter begins in its stage's flat weights, and its shape
@@ -31,7 +32,7 @@ class Piece(NamedTuple):
 
 def spans(size: int, dtype: torch.dtype, parts: Sequence[int]) -> dict[int, slice]:
     """Where each part lies in flat weights of `size` elements; `parts`: (-1,) where they are one."""
-    ends = [end // dtype.itemsize for end in cut(size * dtype.itemsize, len(parts))]
+    ends = [end // dtype.itemsize for end in part_offsets(size * dtype.itemsize, len(parts))]
     return {k: slice(*ends[place : place + 2]) for place, k in enumerate(parts)}
 
 

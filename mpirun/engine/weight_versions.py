@@ -14,7 +14,7 @@ import mpirun.model.contract
 from mpirun.engine.memory_slots import Memory
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
-from schedgen.ir.program import Instruction, Op
+from schedgen.ir.instructions import Instruction, Op
 
 
 class Versions:

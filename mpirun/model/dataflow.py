@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from schedgen.ir.graph_file import Dag
-from schedgen.ir.program import Header, Kind
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Kind
 from schedgen.util.errors import UsageError
 
 ALIGN = 64  # bytes: where each tensor begins in a message of several
@@ -96,12 +97,12 @@ class Wires:
     def _bundles(self) -> dict[tuple[int, int, int], Bundle]:
         """By kind, stage and consumer (-1: all); the gradient's has the floating-point outputs."""
         found: dict[tuple[int, int, int], Bundle] = {}
-        for p, consumers in enumerate(self.header.consumers):
+        for p, consumers in enumerate(self.header.graph.consumers):
             for c in consumers:
                 indices = self.taken[p, c]
                 numbers = [index for index in indices if self.outputs[p][index].dtype.is_floating_point]
-                found[Kind.X, p, self.header.part(p, c)] = Bundle(indices, self.outputs[p])
-                found[Kind.G, p, self.header.share(p, c)] = Bundle(numbers, self.outputs[p])
+                found[Kind.X, p, self.header.graph.output_consumer(p, c)] = Bundle(indices, self.outputs[p])
+                found[Kind.G, p, self.header.graph.gradient_consumer(p, c)] = Bundle(numbers, self.outputs[p])
         return found
 
     def bundle(self, kind: int, stage: int, via: int) -> Bundle:
@@ -109,23 +110,23 @@ class Wires:
         return self._bundles[kind, stage, via]
 
     def x(self, producer: int, consumer: int) -> Bundle:
-        return self.bundle(Kind.X, producer, self.header.part(producer, consumer))
+        return self.bundle(Kind.X, producer, self.header.graph.output_consumer(producer, consumer))
 
     def g(self, producer: int, consumer: int) -> Bundle:
-        return self.bundle(Kind.G, producer, self.header.share(producer, consumer))
+        return self.bundle(Kind.G, producer, self.header.graph.gradient_consumer(producer, consumer))
 
     def arguments(self, stage: int) -> Arguments:
         """How a stage's arguments are made."""
-        values = [Value(p, index) for p in self.header.producers[stage] for index in self.taken[p, stage]]
+        values = [Value(p, index) for p in self.header.graph.producers[stage] for index in self.taken[p, stage]]
         return Arguments(
             [(values.index(one) if isinstance(one, Value) else -1 - one.leaf) for one in self.reads[stage]]
         )
 
     def activation(self, stage: int) -> int:
         """Bytes of all x.stage.b; 0 of the last stage."""
-        if not self.header.consumers[stage]:
+        if not self.header.graph.consumers[stage]:
             return 0
-        return sum(self.bundle(Kind.X, stage, via).like.bytes for via in self.header.vias(stage))
+        return sum(self.bundle(Kind.X, stage, via).like.bytes for via in self.header.graph.output_consumers(stage))
 
 
 class Arguments:
@@ -180,20 +181,20 @@ def check(reads: Reads, header: Header) -> None:
                     f"stage {stage} of the model reads an output of stage {one.stage}, which is not before it"
                 )
     found = dag(reads)
-    if (found.edges, found.apart) != (tuple(header.edges), tuple(header.apart)):
+    if (found.edges, found.apart) != (tuple(header.graph.edges), tuple(header.graph.per_consumer)):
         raise UsageError(
             f"{_difference(found, header)}: compile it with --graph FILE, which python -m mpirun graph --model ... "
-            f"--stages {header.stages // header.tensor} -o FILE writes"
+            f"--stages {header.stages // header.tensor_parallel.degree} -o FILE writes"
         )
 
 
 def _difference(model: Dag, header: Header) -> str:
     for p, c in model.edges:
-        if (p, c) not in header.edges:
+        if (p, c) not in header.graph.edges:
             return f"stage {c} of the model reads stage {p}, but in the schedule it does not"
-    for p, c in header.edges:
+    for p, c in header.graph.edges:
         if (p, c) not in model.edges:
             return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
-    (stage, *_) = sorted(set(model.apart) ^ set(header.apart))
+    (stage, *_) = sorted(set(model.apart) ^ set(header.graph.per_consumer))
     where = "model" if stage in model.apart else "schedule"
     return f"only in the {where} what stage {stage} gives is different for those that read it"

@@ -19,7 +19,9 @@ from mpirun.model.contract import build
 from mpirun.model.rng import Draws
 from mpirun.verify.one_process import forward_backward
 from mpirun.verify.record import Parameters, Record
-from schedgen.ir.program import F, Header, Op, Program
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import F, Op
+from schedgen.ir.program import Program
 
 Versions = Mapping[tuple[int, int], int]  # by stage and microbatch
 Weights = dict[str, Tensor]
@@ -57,7 +59,7 @@ def _microbatch(
     loss = forward_backward(of, header, [lambda *x, call=call: call(x) for call in calls], step, mb, parts=1)
     for one, given in zip(stages, weights, strict=True):
         one.shares.append((int(header.compute[F, one.index, mb]), _taken(given)))
-        if len(one.shares) == header.round(one.index) or mb + 1 == header.microbatches:
+        if len(one.shares) == header.weight_versions.round(one.index) or mb + 1 == header.microbatches:
             one.update(step)
     beat()
     return loss

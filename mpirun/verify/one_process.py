@@ -25,7 +25,9 @@ from mpirun.model.dataflow import Value, Wires
 from mpirun.model.rng import Draws
 from mpirun.model.shapes import whole
 from mpirun.verify.record import Parameters, Record
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
+from schedgen.ir.stage_graph import StageGraph
+from schedgen.ir.tensor_parallel import TensorParallel
 
 
 def reference(of: Training, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
@@ -113,7 +115,7 @@ def forward_backward(
 ) -> float:
     """One microbatch through all stages and back; its loss. Of that the gradients are a share, one of `parts`."""
     passed = forward(of, header, modules, step, number)
-    end = len(modules) - header.tensor  # shards of the last stage have the same loss
+    end = len(modules) - header.tensor_parallel.degree  # shards of the last stage have the same loss
     with autocast(of.device.kind, of.mixed):
         losses = [of.model.loss(whole(passed.of(s)), passed.batch.target) for s in range(end, len(modules))]
     parts = passed.batch.parts if parts is None else parts
@@ -143,7 +145,7 @@ def forward(of: Training, header: Header, modules: Sequence[Callable[..., Any]],
     bits though the same sum. What shards of a stage give is added in their
     order.
     """
-    T = header.tensor
+    T = header.tensor_parallel.degree
     batch = moved(of.batches(step, number), of.device.torch)
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # by consumers
@@ -157,12 +159,12 @@ def forward(of: Training, header: Header, modules: Sequence[Callable[..., Any]],
         every = [found] if isinstance(found, Tensor) else list(found)
         for index in of.shapes[stage].aliases:
             every[index] = every[index].clone()
-        inner = header.consumers[stage]  # what is sent is contiguous; the loss takes what it is given
+        inner = header.graph.consumers[stage]  # what is sent is contiguous; the loss takes what it is given
         mine = {Value(stage, index): x.contiguous() if inner else x for index, x in enumerate(every)}
         outputs |= mine
         read |= mine
-        if header.split[stage] and stage % T == T - 1:
-            shards = [Value(shard, 0) for shard in header.siblings(stage)]
+        if header.tensor_parallel.split[stage] and stage % T == T - 1:
+            shards = [Value(shard, 0) for shard in header.tensor_parallel.siblings(stage)]
             read |= dict.fromkeys(shards, _sum([outputs[one] for one in shards]))
     return Passed(batch, outputs, leaves)
 
@@ -170,7 +172,7 @@ def forward(of: Training, header: Header, modules: Sequence[Callable[..., Any]],
 def backward(header: Header, passed: Passed, given: Mapping[Value, Tensor | None]) -> None:
     """Back through all stages; `given`: the gradients of the last ones' outputs."""
     _, outputs, leaves = passed
-    T = header.tensor
+    T = header.tensor_parallel.degree
     shares: dict[Value, list[Tensor]] = {one: [] for one in outputs}  # of each gradient, last consumer first
     for one, gradient in given.items():
         if gradient is not None:
@@ -180,7 +182,7 @@ def backward(header: Header, passed: Passed, given: Mapping[Value, Tensor | None
         for stage in shards:
             _through(stage, outputs, shares)
         found = [{one: _gradient(leaf) for one, leaf in leaves[s].items() if leaf.is_floating_point()} for s in shards]
-        if header.split[first]:
+        if header.tensor_parallel.split[first]:
             totals = [_sum(parts) for parts in zip(*(of_shard.values() for of_shard in found), strict=True)]
             found = [dict(zip(of_shard, totals, strict=True)) for of_shard in found]
         for of_shard in found:
@@ -216,15 +218,14 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 def without_shards(of: Training, header: Header) -> tuple[Training, Header]:
     """What is trained, and the stages, of the model that a schedule has shards of."""
-    T = header.tensor
+    T = header.tensor_parallel.degree
     plain = replace(
         header,
         scheme={**header.scheme, "stages": header.stages // T},
-        edges=tuple(sorted({(p // T, c // T) for p, c in header.edges})),
-        tensor=1,
-        whole=(),
+        graph=StageGraph(header.stages // T, tuple(sorted({(p // T, c // T) for p, c in header.graph.edges}))),
+        tensor_parallel=TensorParallel(1, (), header.stages // T),
     )
     shapes = [one._replace(stage=-1) for one in of.shapes[::T]]
-    reads = of.plain.wiring(plain.producers, len(of.batches(0, 0).leaves))
+    reads = of.plain.wiring(plain.graph.producers, len(of.batches(0, 0).leaves))
     wires = [Wires(reads, plain, [shape.outputs for shape in shapes])] * len(of.wires)
     return of._replace(model=of.plain, shapes=shapes, wires=wires), plain

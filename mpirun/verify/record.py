@@ -15,7 +15,7 @@ from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import pieces
 from mpirun.model.shapes import Shape
-from schedgen.ir.program import Header
+from schedgen.ir.header import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
 Pieces = dict[tuple[int, str, int], Tensor]  # by stage, name and where in the parameter it begins
@@ -57,7 +57,7 @@ def gather(comm: MPI.Intracomm, header: Header, shapes: Sequence[Shape], record:
     firsts = {
         key: value
         for key, value in record.parameters.items()
-        if header.parts(key[0]) != (-1,) or header.owners[key[0]][0] == comm.rank
+        if header.weight_shards.parts(key[0]) != (-1,) or header.owners[key[0]][0] == comm.rank
     }
     everything = comm.gather((hashes, [_numpy(gradients) for gradients in record.gradients], _numpy(firsts)))
     if everything is None:
@@ -91,15 +91,20 @@ def _joined(shapes: Sequence[Shape], pieces: Pieces) -> Parameters:
 
 def put_together(of: Training, header: Header, record: Record) -> Record | str:
     """The record of the model that a schedule has shards of; a sentence where what should be copies differs."""
-    T = header.tensor
+    T = header.tensor_parallel.degree
     wrong: list[str] = []
 
     def whole(values: Parameters) -> Parameters:
         found: Parameters = {}
         for (stage, name), value in values.items():
-            key, cut = (stage // T, name), of.shapes[stage].cuts.get(name) if header.split[stage] else None
+            key, cut = (
+                (stage // T, name),
+                of.shapes[stage].cuts.get(name) if header.tensor_parallel.split[stage] else None,
+            )
             if cut is not None:
-                found.setdefault(key, cut.join([values[shard, name] for shard in header.siblings(stage)]))
+                found.setdefault(
+                    key, cut.join([values[shard, name] for shard in header.tensor_parallel.siblings(stage)])
+                )
             elif _bytes(found.setdefault(key, value)) != _bytes(value):
                 wrong.append(f"{name} of stage {key[0]} is another in shard {stage % T} than in the first that has it")
         return found

@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
 from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, ROW, WAIT, WORDS
-from schedgen.ir.program import Instruction
+from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import RefusedFile
 
 _SIOCGIFADDR = 0x8915

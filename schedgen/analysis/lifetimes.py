@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from schedgen.analysis.subject import Numbers, Subject
 from schedgen.analysis.ties import spelled_out
-from schedgen.ir.program import B, F, Ints, Kind, Op, Small, buffer_name
+from schedgen.ir.instructions import B, F, Ints, Kind, Op, Small, buffer_name
 from schedgen.util.jit import kernel
 
 # What takes memory on a rank, in the order of `Memory`.
@@ -103,7 +103,7 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
         plain, origin = spelled_out(subject)
         return _as_written(lives(plain, sizes, workspace), origin, len(subject.program))
     header, (rank, op, kind, stage, mb, via, peer) = subject.header, subject.program.rows
-    table = EVENTS | {Op.STEP: STEP_OF_VERSIONS} if header.versions else EVENTS
+    table = EVENTS | {Op.STEP: STEP_OF_VERSIONS} if header.weight_versions.count else EVENTS
     events = [(o, what, thing, which) for o in Op for what, thing, which in table[o]]
     first_event = np.searchsorted([event[0] for event in events], np.arange(len(Op) + 1))
     # Rows that name a partial: a number for each (rank, unit, sender).
@@ -115,8 +115,8 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
     redone = header.compute[F] != header.compute[B]  # there the rank of the backward has the RECOMPUTE
     again = subject.having(Op.RECOMPUTE)
     redone[stage[again], mb[again]] = True
-    # Edges by consumer and by producer; header.edges is sorted by producer.
-    ends = np.array(header.edges, np.int64).reshape(-1, 2)
+    # Edges by consumer and by producer; header.graph.edges is sorted by producer.
+    ends = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((ends[:, 0], ends[:, 1]))
     first_in = np.searchsorted(ends[by_consumer, 1], np.arange(header.stages + 1))
     first_out = np.searchsorted(ends[:, 0], np.arange(header.stages + 1))
@@ -126,9 +126,9 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
         workspace = np.zeros((len(Op), header.stages), np.int64)
     code, row, slot_of_fault, count, (peaks, used, received, chain, ended, computed) = _follow.sized(4 * len(op))(
         rank, op, kind, stage, mb, via, peer, partial, kept(subject), np.array(events, np.int64), first_event, ends,
-        by_consumer, first_in, first_out, header.is_apart, redone, subject.owner, subject.first_unit, sizes, workspace,
-        header.stages, header.microbatches,
-        max(header.versions, 1), len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
+        by_consumer, first_in, first_out, header.graph.is_per_consumer, redone, subject.owner, subject.first_unit,
+        sizes, workspace, header.stages, header.microbatches,
+        max(header.weight_versions.count, 1), len(partials), int(((op == Op.RECV) | (op == Op.FETCH_W)).sum()),
         bool((op == Op.BWD_I).any()),
     )  # fmt: skip
     fault = None
@@ -141,13 +141,13 @@ def lives(subject: Subject, sizes: Numbers | None = None, workspace: Numbers | N
 def kept(subject: Subject) -> NDArray[np.bool_]:
     """By row, for STEP of versioned weights: whether the version before lives on, to its FREE."""
     found = np.zeros(len(subject.program), bool)
-    if subject.header.versions:
+    if subject.header.weight_versions.count:
         steps, frees = subject.having(Op.STEP), subject.having(Op.FREE)
         frees = frees[subject.kind[frees] == Kind.W]
 
         def key(rows: Numbers, back: int) -> Numbers:
             pair = subject.rank[rows].astype(np.int64) * subject.header.stages + subject.stage[rows]
-            return pair * (subject.header.versions + 1) + subject.peer[rows] - back + 1
+            return pair * (subject.header.weight_versions.count + 1) + subject.peer[rows] - back + 1
 
         found[steps] = np.isin(key(steps, back=1), key(frees, back=0))
     return found
@@ -184,11 +184,11 @@ def _name(subject: Subject, slot: tuple[int, int], row: int, ends: Numbers) -> s
         name = buffer_name(Kind.DW, int(subject.stage[row]), via=int(subject.via[row]))
         return f"{name} from rank {subject.peer[row]}"
     if thing == WEIGHT:
-        unit, version = divmod(number, max(subject.header.versions, 1))
-        stage, via = subject.header.units[unit]
-        return buffer_name(Kind.W, stage, via=via, version=version if subject.header.versions else -1)
+        unit, version = divmod(number, max(subject.header.weight_versions.count, 1))
+        stage, via = subject.header.weight_shards.units[unit]
+        return buffer_name(Kind.W, stage, via=via, version=version if subject.header.weight_versions.count else -1)
     if thing == DW:
-        stage, via = subject.header.units[number]
+        stage, via = subject.header.weight_shards.units[number]
         return buffer_name(Kind.DW, stage, via=via)
     stages, kind = subject.header.stages, Kind.X if thing == X else Kind.G
     if number < 0:

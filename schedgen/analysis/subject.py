@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.file import line_of
-from schedgen.ir.program import Op, Program
+from schedgen.ir.instructions import Op
+from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile
 
 RULES = {
@@ -43,7 +44,7 @@ class Subject:
         """Whether a rank owns a unit, shape (workers, units): a stage, or one part of its weights."""
         header = self.header
         owner = np.zeros((header.workers, len(self.stage_of)), bool)
-        of_parts = [(rank,) for ranks in header.shards for rank in ranks]
+        of_parts = [(rank,) for ranks in header.part_owners for rank in ranks]
         for unit, ranks in enumerate(of_parts or header.owners):
             owner[list(ranks), unit] = True
         return owner
@@ -51,7 +52,7 @@ class Subject:
     @cached_property
     def stage_of(self) -> Numbers:
         """The stage of each unit."""
-        counts = [len(ranks) for ranks in self.header.shards] or [1] * self.header.stages
+        counts = [len(ranks) for ranks in self.header.part_owners] or [1] * self.header.stages
         return np.repeat(np.arange(self.header.stages), counts)
 
     @cached_property

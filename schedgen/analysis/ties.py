@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.analysis.subject import Numbers, Subject
-from schedgen.ir.program import Kind, Op, Program
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program
 
 
 def spelled_out(subject: Subject) -> tuple[Subject, Numbers]:

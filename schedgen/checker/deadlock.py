@@ -14,7 +14,7 @@ import numpy as np
 
 from schedgen.analysis.lifetimes import Lives
 from schedgen.analysis.subject import Numbers, Subject
-from schedgen.ir.program import Ints, Op
+from schedgen.ir.instructions import Ints, Op
 from schedgen.util.jit import kernel
 
 SHOWN = 4  # rows of a circle that are named

@@ -13,15 +13,15 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.analysis.subject import BACKWARD, Numbers, Subject
-from schedgen.ir.program import Ints, Kind, Op
+from schedgen.ir.instructions import Ints, Kind, Op
 
 
 def rule_5(subject: Subject) -> None:
     """Where weights have no versions; else rule 9 comes with it."""
-    if subject.header.versions:
+    if subject.header.weight_versions.count:
         return
     header, owner = subject.header, subject.owner
-    several = np.array([not header.shards and len(ranks) > 1 for ranks in header.owners])[subject.stage_of]
+    several = np.array([not header.part_owners and len(ranks) > 1 for ranks in header.owners])[subject.stage_of]
     groups = {ranks: group for group, ranks in enumerate(header.groups)}
     group_of = np.array([groups.get(ranks, -1) for ranks in header.owners])[subject.stage_of]
 
@@ -51,7 +51,7 @@ def rule_5(subject: Subject) -> None:
         for row in rows[wrong][:1]:
             subject.refuse(5, int(row), words)
     for missing, words in (
-        (owner & (last_step < 0), "STEP of w.{} is missing" if header.shards else "STEP of stage {} is missing"),
+        (owner & (last_step < 0), "STEP of w.{} is missing" if header.part_owners else "STEP of stage {} is missing"),
         (owner & several & (last_sum < 0), "ALLREDUCE of dw.{} is missing"),
         (~owner & (last_part >= 0) & (last_send < 0), "dw.{} never leaves for an owner"),
     ):
@@ -62,7 +62,7 @@ def rule_5(subject: Subject) -> None:
     _ties(subject, ties, last_of_sum, norm)
     uses = np.flatnonzero(np.isin(subject.op, (Op.FWD, Op.RECOMPUTE, *BACKWARD)) | (subject.kind == Kind.W))
     stepped = last_step[at(uses)]
-    if header.shards:  # a job uses all parts
+    if header.part_owners:  # a job uses all parts
         compute = subject.kind[uses] != Kind.W
         owned = np.where(last_step < 0, len(subject.program), last_step)
         first = np.minimum.reduceat(owned, subject.first_unit[:-1], axis=1)[subject.rank[uses], subject.stage[uses]]
@@ -80,12 +80,12 @@ def _last(subject: Subject, rows: Numbers) -> Ints:
 
 def _of_stage(subject: Subject, last: Ints) -> Ints:
     """What counts for the first unit of each stage, for all of them."""
-    return last[:, subject.first_unit[subject.stage_of]] if subject.header.shards else last
+    return last[:, subject.first_unit[subject.stage_of]] if subject.header.part_owners else last
 
 
 def _said(subject: Subject, unit: int) -> str:
     """What follows w. and dw. in the name of a unit."""
-    stage, via = subject.header.units[unit]
+    stage, via = subject.header.weight_shards.units[unit]
     return f"{stage}/{via}" if via >= 0 else f"{stage}"
 
 
@@ -116,7 +116,7 @@ def _ties(subject: Subject, rows: Numbers, last_sum: Ints, norm: Numbers) -> Non
     rows = rows[np.argsort(subject.stage[rows], kind="stable")]
     bounds = np.searchsorted(subject.stage[rows], np.arange(len(header.tied) + 1))
     for k, stages in enumerate(header.tied):
-        at, sharers, entered = list(stages), header.sharers(k), set[int]()
+        at, sharers, entered = list(stages), header.ties.sharers(k), set[int]()
         mine = rows[bounds[k] : bounds[k + 1]]
         right = {group: header.groups[group] == sharers for group in np.unique(subject.peer[mine]).tolist()}
         for row in mine.tolist():

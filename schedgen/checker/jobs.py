@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.analysis.subject import Subject
-from schedgen.ir.program import B, Ints, Op, W
+from schedgen.ir.instructions import B, Ints, Op, W
 
 
 def rule_1(subject: Subject) -> None:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import numpy as np
 
 from schedgen.analysis.subject import Numbers, Subject
-from schedgen.ir.program import EXCHANGED, Ints, Kind, Op, Small
+from schedgen.ir.instructions import EXCHANGED, Ints, Kind, Op, Small
 from schedgen.util.errors import clip
 
 
@@ -60,7 +60,7 @@ def rule_6(subject: Subject) -> None:
     rows = rows[np.argsort(subject.peer[rows], kind="stable")]
     groups, bounds = np.unique(subject.peer[rows], return_index=True)
     # Shards of a stage enter an exchange under names of their own.
-    shards = np.where(np.isin(subject.kind, EXCHANGED), subject.header.tensor, 1)
+    shards = np.where(np.isin(subject.kind, EXCHANGED), subject.header.tensor_parallel.degree, 1)
     columns = subject.op, subject.kind, subject.stage // shards, subject.mb, subject.via // shards
     for group, mine in zip(groups.tolist(), np.split(rows, bounds[1:]), strict=False):
         members = subject.header.groups[group]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.analysis.subject import BACKWARD, Numbers, Subject
-from schedgen.ir.program import AnyInts, B, F, Kind, Op, buffer_name
+from schedgen.ir.instructions import AnyInts, B, F, Kind, Op, buffer_name
 
 
 class _Parts(NamedTuple):
@@ -30,14 +30,21 @@ class _Parts(NamedTuple):
 def rule_10(subject: Subject) -> None:
     header = subject.header
     sums = subject.having(Op.ALLREDUCE)
-    if header.tensor == 1:
+    if header.tensor_parallel.degree == 1:
         for row in sums[np.isin(subject.kind[sums], (Kind.X, Kind.G))][:1]:
             subject.refuse(10, int(row), "stages have no shards here")
         return
-    split = np.flatnonzero(header.split)
+    split = np.flatnonzero(header.tensor_parallel.split)
     none = np.full_like(split, -1)
     _summed(subject, Kind.X, F, _parts(subject, split, none, split))
-    edges = np.array([(p, header.share(p, c), c) for p, c in header.edges if header.split[c]], np.int64)
+    edges = np.array(
+        [
+            (p, header.graph.gradient_consumer(p, c), c)
+            for p, c in header.graph.edges
+            if header.tensor_parallel.split[c]
+        ],
+        np.int64,
+    )
     _summed(subject, Kind.G, B, _parts(subject, *edges.reshape(-1, 3).T))
 
 
@@ -70,7 +77,7 @@ def _summed(subject: Subject, kind: Kind, d: int, parts: _Parts) -> None:
         subject.refuse(10, int(row), "the job that gives this is not split: it is no part of a sum")
     for row in rows[rank[part, mb] != subject.rank[rows]][:1]:
         subject.refuse(10, int(row), "this rank does not give it")
-    T = header.tensor
+    T = header.tensor_parallel.degree
     shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # their ranks
     groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
     right = (groups[subject.peer[rows]] == shards[parts.giver[part] // T, :, mb]).all(axis=1)
@@ -109,7 +116,7 @@ def _first_uses(subject: Subject, kind: Kind, rank: NDArray[np.int32], parts: _P
     jobs = jobs[np.argsort(subject.stage[jobs], kind="stable")]
     begin = np.searchsorted(subject.stage[jobs], np.arange(header.stages + 1))
     for k, (stage, giver) in enumerate(zip(parts.stage.tolist(), parts.giver.tolist(), strict=True)):
-        readers = (stage,) if kind == Kind.G else header.consumers[giver]
+        readers = (stage,) if kind == Kind.G else header.graph.consumers[giver]
         for reader in readers:
             found = jobs[begin[reader] : begin[reader + 1]]
             note(found, np.full(len(found), k))

@@ -12,7 +12,7 @@ import numpy as np
 
 from schedgen.analysis.subject import Numbers, Subject
 from schedgen.checker.gradients import norms
-from schedgen.ir.program import F, Kind, Op
+from schedgen.ir.instructions import F, Kind, Op
 
 
 class Steps:
@@ -24,7 +24,9 @@ class Steps:
         owned = np.argwhere(subject.owner)
         self.pair[tuple(owned.T)] = np.arange(len(owned))
         self.stages = owned[:, 1]
-        self.sizes = np.array([header.round(stage) for stage in range(header.stages)])  # microbatches of an update
+        self.sizes = np.array(
+            [header.weight_versions.round(stage) for stage in range(header.stages)]
+        )  # microbatches of an update
         self.counts = -(-header.microbatches // self.sizes)[self.stages]  # updates, by pair
         self.begin = np.concatenate([[0], np.cumsum(self.counts)])
         self.length = len(subject.program)
@@ -58,11 +60,11 @@ class Steps:
 def rule_9(subject: Subject) -> None:
     """To be proved before buffers are followed."""
     header = subject.header
-    if not header.versions:
+    if not header.weight_versions.count:
         return
     if header.tied:
         subject.refuse_rank(9, 0, "stages are tied: their weights have no versions of their own")
-    if header.tensor > 1:
+    if header.tensor_parallel.degree > 1:
         subject.refuse_rank(9, 0, "stages have shards: their weights have no versions")
     for d in range(len(header.compute)):
         wrong = (header.weights[d] != header.compute[d]) | (header.compute[d] != header.compute[F])
@@ -153,8 +155,8 @@ def _versions(subject: Subject, steps: Steps) -> None:
     newest = np.empty((header.stages, header.microbatches), np.int64)
     newest[stage, mb] = steps.before(steps.pair[subject.rank[forwards], stage], forwards)
     right, which = newest, "the newest here"
-    if header.updates == "vertical":
-        first = [stage for stage, producers in enumerate(header.producers) if not producers]
+    if header.weight_versions.updates == "vertical":
+        first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
         known = (newest[first] * steps.sizes[first, None]).min(axis=0)
         right, which = known // steps.sizes[:, None], "that of the microbatch's entry"
     for row in forwards[subject.peer[forwards] != right[stage, mb]][:1]:
@@ -171,7 +173,7 @@ def staleness(subject: Subject) -> tuple[list[int], list[int]]:
     weights that a gradient was computed with and those that it changes."""
     header = subject.header
     forwards = subject.having(Op.FWD)
-    sizes = np.array([header.round(stage) for stage in range(header.stages)])
+    sizes = np.array([header.weight_versions.round(stage) for stage in range(header.stages)])
     late = subject.mb[forwards] // sizes[subject.stage[forwards]] - subject.peer[forwards]
     most = np.zeros(header.stages, np.int64)
     np.maximum.at(most, subject.stage[forwards], late)

@@ -229,7 +229,7 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
     for name, file in zip(names, files, strict=True):
         label = Path(file).stem if len(set(files)) == len(files) else one_line(called(name))
         plan = _plan(options, name)
-        sizes = bytes_of(plan.machine, plan.program.header.stages, len(plan.program.header.edges))
+        sizes = bytes_of(plan.machine, plan.program.header.stages, len(plan.program.header.graph.edges))
         if plan.walks:
             scenes.append(scene("measured", file, plan.program, plan.walks[-1], sizes, seconds=True))
             label = "simulated"
@@ -239,7 +239,9 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
     text = read_bytes(options.profile).decode(errors="replace")
-    return read_profile(text, called(options.profile), program.header.stages, len(program.header.edges), program.header)
+    return read_profile(
+        text, called(options.profile), program.header.stages, len(program.header.graph.edges), program.header
+    )
 
 
 def run_export(options: argparse.Namespace) -> int:

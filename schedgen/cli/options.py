@@ -8,7 +8,8 @@ from typing import NoReturn
 
 import schedgen
 from schedgen.cli import commands
-from schedgen.ir.program import DIRECTIONS, UPDATES
+from schedgen.ir.instructions import DIRECTIONS
+from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.search import SEARCHED
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS

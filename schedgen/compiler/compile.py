@@ -17,7 +17,6 @@ from schedgen.compiler.order import greedy, strict
 from schedgen.compiler.passes import lower
 from schedgen.compiler.place import MOST_JOBS, caps, marks, place, priorities
 from schedgen.compiler.refine import (
-    check_workers,
     exchanges,
     named,
     refine,
@@ -27,8 +26,13 @@ from schedgen.compiler.refine import (
     tie_shards,
 )
 from schedgen.ir.cost import durations
-from schedgen.ir.program import MOST_PAIRS, MOST_TIES, MOST_USES, UPDATES, B, F, Header, Program
-from schedgen.ir.stage_graph import chain
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F
+from schedgen.ir.limits import MOST_PAIRS, MOST_TIES, MOST_USES
+from schedgen.ir.program import Program
+from schedgen.ir.stage_graph import StageGraph, chain
+from schedgen.ir.tensor_parallel import TensorParallel, check_workers
+from schedgen.ir.weight_versions import UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
@@ -154,26 +158,26 @@ def compile_scheme(
             "recompute": np.flatnonzero(redo[:, 0]).tolist(),
             **({} if updates == "flush" else {"updates": updates}),
         },
-        edges=edges,
+        graph=StageGraph(S, edges, refine_apart(scheme.apart, split, parts, tensor)),
         tied=_ties(tied, split, tensor),
         groups=(),
         compute=compute,
         weights=weights,
         generator=f"schedgen {schedgen.__version__}",
-        apart=refine_apart(scheme.apart, split, parts, tensor),
-        shards=owners,
-        tensor=tensor,
-        whole=whole if tensor > 1 else (),
+        part_owners=owners,
+        tensor_parallel=TensorParallel(tensor, whole if tensor > 1 else (), S),
     )  # fmt: skip
-    several = {ranks for ranks, more in zip(header.owners, header.several, strict=True) if more}
-    several |= {header.sharers(tie) for tie in range(len(header.tied))}
+    several = {ranks for ranks, more in zip(header.owners, header.several_owners, strict=True) if more}
+    several |= {header.ties.sharers(tie) for tie in range(len(header.tied))}
     several |= exchanges(compute, split, tensor)
     groups = tuple(sorted(several | {tuple(range(workers))}, key=lambda group: (-len(group), group)))
     options = Options(undivided, paired, redo, weight_slots, fan_out, prefetch)
     program = lower(replace(header, groups=groups), start, options)
     if header.part_uses() > MOST_USES * len(program):
-        raise UsageError(f"--shards: {len(header.units)} parts are too many for so few workers and microbatches")
-    if header.versions and several:
+        raise UsageError(
+            f"--shards: {len(header.weight_shards.units)} parts are too many for so few workers and microbatches"
+        )
+    if header.weight_versions.count and several:
         _goes(program)
     return program
 
@@ -194,8 +198,8 @@ def _goes(program: Program) -> None:
         if "(rule 4: " not in str(error) and "(rule 6: " not in str(error):
             raise
         raise UsageError(
-            f"--updates {program.header.updates}: in this order sums of different stages wait for one another: "
-            "a worker that shares a stage with others should have no other stage, or the same order as they"
+            f"--updates {program.header.weight_versions.updates}: in this order sums of different stages wait for one "
+            "another: a worker that shares a stage with others should have no other stage, or the same order as they"
         ) from None
 
 

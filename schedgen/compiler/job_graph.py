@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from schedgen.ir.program import DIRECTIONS, B, F, W
+from schedgen.ir.instructions import DIRECTIONS, B, F, W
 
 
 class Graph(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.job_graph import Graph
-from schedgen.ir.program import Ints
+from schedgen.ir.instructions import Ints
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import pop, push, settle, when
 from schedgen.util.jit import kernel

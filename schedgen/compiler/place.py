@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.program import DIRECTIONS, MOST_PAIRS, B, Ints, W
+from schedgen.ir.instructions import DIRECTIONS, B, Ints, W
+from schedgen.ir.limits import MOST_PAIRS
 from schedgen.schemes.scheme import Function, Scheme, fourth
 from schedgen.util.errors import SlowScheme, UsageError, raised
 from schedgen.util.progress import over

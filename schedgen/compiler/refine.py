@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.program import F, Ints
-from schedgen.ir.stage_graph import shards
+from schedgen.ir.instructions import F, Ints
+from schedgen.ir.stage_graph import expand_shards
 from schedgen.util.errors import UsageError
 
 Edges = tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ def refine_edges(edges: Edges, stages: int, parts: int, tensor: int) -> Edges:
     """The file's edges from those of a scheme: a stage's last part gives what the first of its consumer reads."""
     within = [(s * parts + p, s * parts + p + 1) for s in range(stages) for p in range(parts - 1)]
     between = [(producer * parts + parts - 1, consumer * parts) for producer, consumer in edges]
-    return shards(tuple(within + between), tensor)
+    return expand_shards(tuple(within + between), tensor)
 
 
 def refine_apart(apart: Sequence[int], split: NDArray[np.bool_], parts: int, tensor: int) -> tuple[int, ...]:
@@ -69,16 +69,6 @@ def tie_shards(ties: Collection[Sequence[int]], split: Collection[int], tensor: 
     """Ties of the file: of the model's ties one a shard, and of each split stage one among its shards."""
     found = [[stage * tensor + t for stage in tie] for tie in ties for t in range(tensor)]
     return found + [[stage * tensor + t for t in range(tensor)] for stage in split]
-
-
-def check_workers(compute: Ints, tensor: int, directions: Sequence[str]) -> None:
-    """UsageError where two shards of a stage are on one worker."""
-    placed = np.sort(compute.reshape(len(compute), -1, tensor, compute.shape[2]), axis=2)
-    for d, s, t, b in np.argwhere(placed[:, :, 1:] == placed[:, :, :-1])[:1].tolist():
-        raise UsageError(
-            f"w puts two shards of {directions[d]}({s}, {b}) on worker {placed[d, s, t, b]}: "
-            f"the {tensor} shards of a stage are on as many workers"
-        )
 
 
 def exchanges(compute: Ints, split: NDArray[np.bool_], tensor: int) -> set[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.program import Op
+from schedgen.ir.instructions import Op
 from schedgen.util.errors import UsageError
 
 Amount = float | Sequence[float] | NDArray[np.float64]

@@ -20,7 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from schedgen.ir import line_codec as text
-from schedgen.ir.program import DIRECTIONS, Header, Instruction, Ints, Program, Rows, concatenate, rows
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import DIRECTIONS, Instruction, Ints
+from schedgen.ir.program import Program, Rows, concatenate, rows
 from schedgen.ir.validate import KEYS, TENSOR, Bounds, Wrong, read_bounds
 from schedgen.ir.validate import header as decode_header
 from schedgen.ir.validate import instruction as decode_instruction
@@ -71,7 +73,7 @@ def header_lines(header: Header) -> list[str]:
         dict(header.scheme),
         {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
         dict(header.lowering),
-        header.edges,
+        header.graph.edges,
         header.tied,
         header.owners,
         header.groups,
@@ -79,12 +81,13 @@ def header_lines(header: Header) -> list[str]:
     lines = [f'{{"schedgen": {VERSION},']
     for key, value in zip(KEYS, values, strict=False):
         lines.append(f' "{key}": {json.dumps(value)},')
-        if key == "edges" and header.apart:
-            lines.append(f' "apart": {json.dumps(header.apart)},')
-    if header.shards:
-        lines.append(f' "shards": {json.dumps(header.shards)},')
-    if header.tensor > 1:
-        lines.append(f' "{TENSOR}": {json.dumps({"degree": header.tensor, "whole": header.whole})},')
+        if key == "edges" and header.graph.per_consumer:
+            lines.append(f' "apart": {json.dumps(header.graph.per_consumer)},')
+    if header.part_owners:
+        lines.append(f' "shards": {json.dumps(header.part_owners)},')
+    if header.tensor_parallel:
+        value = {"degree": header.tensor_parallel.degree, "whole": header.tensor_parallel.replicated}
+        lines.append(f' "{TENSOR}": {json.dumps(value)},')
     for key, placement in (("weights", header.weights), ("compute", header.compute)):
         lines += _placement_lines(key, placement)
     return [*lines, _PROGRAMS]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.program import KIND_NAME, KINDS, OPERANDS, VERSIONED, Ints, Kind, Op, Rows, rows
+from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, VERSIONED, Ints, Kind, Op
+from schedgen.ir.program import Rows, rows
 from schedgen.util.jit import kernel
 
 Bytes = NDArray[np.uint8]

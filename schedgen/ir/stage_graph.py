@@ -1,26 +1,75 @@
-"""Jobs, and what each waits for (the seed's pred and succ).
+"""The stage graph: which stages read the output of which. The chain is the default.
 
-A job is (s, b, d). Microbatches never wait for one another, so the graph is
-kept once, over nodes (d, s); job j of node k and microbatch b is k * B + b.
-For the chain it says
-    pred(s, b, F) = {(s-1, b, F)}
-    pred(S-1, b, B) = {(S-1, b, F)}
-    pred(s, b, B) = {(s+1, b, B), (s, b, F)}
-and where the backward is split, pred(s, b, W) = {(s, b, I)}.
+Stages that read one output may all read the same, or each an output of its own (*per consumer*). Each gives the
+producer a gradient of its own either way.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.instructions import AnyInts
 from schedgen.util.errors import UsageError, clip
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Who reads what of whom."""
+
+    stages: int
+    edges: tuple[tuple[int, int], ...]  # (producer, consumer), ascending
+    per_consumer: tuple[int, ...] = ()  # stages of whose output each of several consumers reads one of its own
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """The stages whose output each stage reads; empty: it reads the input batch."""
+        return self._ends(at=1, give=0)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that read each stage's output; empty: its output is the loss."""
+        return self._ends(at=0, give=1)
+
+    def _ends(self, at: int, give: int) -> tuple[tuple[int, ...], ...]:
+        ends: list[list[int]] = [[] for _ in range(self.stages)]
+        for edge in self.edges:
+            ends[edge[at]].append(edge[give])
+        return tuple(tuple(sorted(stages)) for stages in ends)
+
+    @cached_property
+    def is_per_consumer(self) -> NDArray[np.bool_]:
+        """By stage: whether it gives each consumer an output of its own."""
+        return np.isin(np.arange(self.stages), self.per_consumer)
+
+    def gradient_consumer(self, producer: int, consumer: int) -> int:
+        """The `consumer` operand of the g that `consumer` sends to `producer`: -1 where it is the only one."""
+        return consumer if len(self.consumers[producer]) > 1 else -1
+
+    def output_consumer(self, producer: int, consumer: int) -> int:
+        """The `consumer` operand of the x that `consumer` reads of `producer`: -1 where all read the same."""
+        return consumer if self.is_per_consumer[producer] else -1
+
+    def output_consumers(self, stage: int) -> tuple[int, ...]:
+        """The `consumer` operand of every x that a stage gives."""
+        return self.consumers[stage] if self.is_per_consumer[stage] else (-1,)
+
+    def size_columns(self, stage: AnyInts, consumer: AnyInts) -> NDArray[np.int64]:
+        """Where the size of an x or g stands in an array by stage and then by edge."""
+        edges = np.array(self.edges, np.int64).reshape(-1, 2) @ [self.stages, 1]  # ascending
+        columns = self.stages + np.searchsorted(edges, stage.astype(np.int64) * self.stages + consumer)
+        return np.where(consumer < 0, stage, columns)
 
 
 def chain(stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((s, s + 1) for s in range(stages - 1))
 
 
-def shards(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tuple[int, int], ...]:
+def expand_shards(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tuple[int, int], ...]:
     """The edges of so many shards of every stage, each from a shard to the same shard of the consumer."""
     return tuple(sorted((p * tensor + t, c * tensor + t) for p, c in edges for t in range(tensor)))
 
@@ -41,7 +90,7 @@ def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int,
             )
     if tensor > 1:
         found = check_edges([(p // tensor, c // tensor) for p, c in pairs], stages // tensor)
-        if list(shards(found, tensor)) != pairs:
+        if list(expand_shards(found, tensor)) != pairs:
             raise UsageError("each shard of a stage must read the same shard of each producer, and no other")
         return tuple(pairs)
     ends = sorted(set(range(stages - 1)) - {producer for producer, _ in pairs})

@@ -14,24 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.refine import check_workers
 from schedgen.ir.cost import MOST_RATIO
-from schedgen.ir.program import (
-    DIRECTIONS,
-    KIND_NAME,
-    KINDS,
-    MOST_PAIRS,
-    MOST_TIES,
-    MOST_USES,
-    OPERANDS,
-    VERSIONED,
-    Header,
-    Instruction,
-    Ints,
-    Kind,
-    Op,
-)
-from schedgen.ir.stage_graph import check_edges
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import DIRECTIONS, KIND_NAME, KINDS, OPERANDS, VERSIONED, Instruction, Ints, Kind, Op
+from schedgen.ir.limits import MOST_PAIRS, MOST_TIES, MOST_USES
+from schedgen.ir.stage_graph import StageGraph, check_edges
+from schedgen.ir.tensor_parallel import TensorParallel, check_workers
 from schedgen.util.errors import UsageError, clip
 
 LIMIT = 2**31 - 1  # any number in a file fits an int32
@@ -239,30 +227,28 @@ def header(raw: Mapping[str, Any], bounds: Bounds, jobs: int) -> Header:
         n=order["n"],
         cost=cost,
         lowering=_lowering(raw.get("lowering"), bounds),
-        edges=edges,
+        graph=StageGraph(bounds.stages, edges, _apart(raw, edges, bounds)),
         tied=_tied(raw.get("tied"), bounds),
-        apart=_apart(raw, edges, bounds),
         groups=_rank_lists("groups", raw.get("groups"), bounds),
         compute=_placement(raw, "compute", shape, bounds),
         weights=_placement(raw, "weights", shape, bounds),
         generator=generator,
-        shards=tuple(map(tuple, raw.get("shards", ()))),
-        tensor=degree,
-        whole=whole,
+        part_owners=tuple(map(tuple, raw.get("shards", ()))),
+        tensor_parallel=TensorParallel(degree, whole, bounds.stages),
     )
-    for stage, ranks in enumerate(found.shards):
+    for stage, ranks in enumerate(found.part_owners):
         if (found.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
     if found.part_uses() > MOST_USES * jobs:
         raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
-    if found.shards and (found.tied or found.versions or degree > 1):
+    if found.part_owners and (found.tied or found.weight_versions or degree > 1):
         raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
     if degree > 1:
         try:
             check_workers(found.compute, degree, found.directions)
         except UsageError as error:
             raise Wrong("compute", str(error)) from None
-        if found.split[list(found.apart)].any():
+        if found.tensor_parallel.split[list(found.graph.per_consumer)].any():
             raise Wrong("apart", "apart: what a split stage gives is one sum")
     if _rank_lists("owners", raw.get("owners"), bounds) != found.owners:
         raise Wrong("owners", "owners do not agree with weights")

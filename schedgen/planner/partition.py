@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.program import Ints
+from schedgen.ir.instructions import Ints
 from schedgen.planner.layer_downsets import Cuts, Flags
 from schedgen.planner.layer_profile import Numbers
 from schedgen.util.errors import UsageError

@@ -17,7 +17,8 @@ import numpy as np
 from schedgen.compiler.compile import compile_scheme
 from schedgen.compiler.place import place, priorities
 from schedgen.ir.cost import by_stage
-from schedgen.ir.program import B, F, Ints, Program, W
+from schedgen.ir.instructions import B, F, Ints, W
+from schedgen.ir.program import Program
 from schedgen.planner.layer_downsets import in_order
 from schedgen.planner.layer_profile import Layers, Numbers
 from schedgen.planner.partition import Level, partition

@@ -22,7 +22,9 @@ import numpy as np
 from schedgen.analysis.subject import Subject
 from schedgen.checker.messages import rule_3
 from schedgen.ir.cost import Amount
-from schedgen.ir.program import COMPUTE, EXCHANGED, VERSIONED, Header, Instruction, Kind, Op, Program
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import COMPUTE, EXCHANGED, VERSIONED, Instruction, Kind, Op
+from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import name
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.simulate import simulate
@@ -129,17 +131,21 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
     s, b = i.stage, i.mb
     version = i.peer if i.op in (*VERSIONED, Op.FREE) else -1
     weights, gradient, saved, half = (Kind.W, s, version, i.via), (Kind.DW, s, i.via), ("saved", s, b), ("half", s, b)
-    sums = [(Kind.DW, s, part) for part in header.parts(s)] if s >= 0 and i.kind != Kind.T else []
+    sums = [(Kind.DW, s, part) for part in header.weight_shards.parts(s)] if s >= 0 and i.kind != Kind.T else []
     inputs: list[Name] = []
     back: list[Name] = []
     given: list[Name] = []
     if i.op in COMPUTE:
         inputs = [
-            *((Kind.W, s, version, part) for part in header.parts(s)),
-            *((Kind.X, p, b, header.part(p, s)) for p in header.producers[s]),
+            *((Kind.W, s, version, part) for part in header.weight_shards.parts(s)),
+            *((Kind.X, p, b, header.graph.output_consumer(p, s)) for p in header.graph.producers[s]),
         ]
-        back = [*inputs, saved, *((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])]
-        given = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
+        back = [
+            *inputs,
+            saved,
+            *((Kind.G, s, b, header.graph.gradient_consumer(s, c)) for c in header.graph.consumers[s]),
+        ]
+        given = [(Kind.G, p, b, header.graph.gradient_consumer(p, s)) for p in header.graph.producers[s]]
     named: Name = (i.kind, s, i.via)
     if i.kind in (Kind.X, Kind.G):
         named = (i.kind, s, b, i.via)
@@ -148,7 +154,7 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
     partial: Name = ("partial", s, i.via, i.peer)
     match i.op:
         case Op.FWD:
-            return inputs, [*((Kind.X, s, b, via) for via in header.vias(s)), saved]
+            return inputs, [*((Kind.X, s, b, via) for via in header.graph.output_consumers(s)), saved]
         case Op.RECOMPUTE:
             return inputs, [saved]
         case Op.BWD:

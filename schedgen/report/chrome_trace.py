@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from schedgen.ir.file import line_of
-from schedgen.ir.program import Instruction, Op, Program
+from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.program import Program
 from schedgen.simulator.simulate import CAUSES
 from schedgen.simulator.timeline import Timeline
 

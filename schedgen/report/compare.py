@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.compile import compile_scheme
-from schedgen.ir.program import Header, Kind, Op, Program
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from schedgen.ir import line_codec as text
 from schedgen.ir.file import CHUNK, line_of
-from schedgen.ir.program import Header, Ints, Program, Rows, concatenate
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Ints
+from schedgen.ir.program import Program, Rows, concatenate
 from schedgen.report.patience_match import Numbers, match
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import clip
@@ -45,28 +47,31 @@ def coloured(lines: Iterable[str]) -> Iterator[str]:
             yield f"\033[{_COLOUR[line[0]]}m{line}\033[m" if line[0] in _COLOUR else line
 
 
+# What is said of a header's values, in this order, and under these names.
+_VALUES: dict[str, Callable[[Header], object]] = {
+    "mode": lambda header: header.mode,
+    "n": lambda header: header.n,
+    "cost": lambda header: header.cost,
+    "lowering": lambda header: header.lowering,
+    "edges": lambda header: header.graph.edges,
+    "apart": lambda header: header.graph.per_consumer,
+    "tied": lambda header: header.tied,
+    "owners": lambda header: header.owners,
+    "groups": lambda header: header.groups,
+    "tensor": lambda header: header.tensor_parallel.degree,
+    "whole": lambda header: header.tensor_parallel.replicated,
+    "generator": lambda header: header.generator,
+    "owners of parts": lambda header: header.part_owners,
+}
+
+
 def _headers(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
     for key in dict.fromkeys([*a.scheme, *b.scheme]):
         if a.scheme.get(key) != b.scheme.get(key):
             yield key, a.scheme.get(key), b.scheme.get(key)
-    for what in (
-        "mode",
-        "n",
-        "cost",
-        "lowering",
-        "edges",
-        "apart",
-        "tied",
-        "owners",
-        "groups",
-        "tensor",
-        "whole",
-        "generator",
-    ):
-        if getattr(a, what) != getattr(b, what):
-            yield what, getattr(a, what), getattr(b, what)
-    if a.shards != b.shards:
-        yield "owners of parts", a.shards, b.shards
+    for what, value in _VALUES.items():
+        if value(a) != value(b):
+            yield what, value(a), value(b)
     for what in ("weights", "compute"):
         old, new = getattr(a, what), getattr(b, what)
         common = tuple(slice(min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))

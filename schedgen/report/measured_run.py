@@ -15,7 +15,8 @@ import numpy as np
 from schedgen.analysis.subject import Numbers
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.file import line_of
-from schedgen.ir.program import COMPUTE, Op, Program
+from schedgen.ir.instructions import COMPUTE, Op
+from schedgen.ir.program import Program
 from schedgen.simulator.simulate import CAUSES, Times
 from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline
 from schedgen.simulator.timeline import measured as timelines

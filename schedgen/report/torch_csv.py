@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.program import DIRECTIONS, B, F, Op, Program, W
+from schedgen.ir.instructions import DIRECTIONS, B, F, Op, W
+from schedgen.ir.program import Program
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError, clip
 
@@ -31,10 +32,12 @@ def write_actions(program: Program) -> str:
 
     Raises UsageError where weights have versions, which torch's schedules have not.
     """
-    if program.header.tensor > 1:
+    if program.header.tensor_parallel.degree > 1:
         raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
-    if program.header.versions:
-        raise UsageError(f"torch's CSV has no versions of weights, which --updates {program.header.updates} makes")
+    if program.header.weight_versions.count:
+        raise UsageError(
+            f"torch's CSV has no versions of weights, which --updates {program.header.weight_versions.updates} makes"
+        )
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
     for rank in range(program.header.workers):

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 
 from schedgen.ir.graph_file import check_apart
-from schedgen.ir.program import UPDATES
 from schedgen.ir.stage_graph import check_edges
+from schedgen.ir.weight_versions import UPDATES
 from schedgen.schemes import (
     breadth_first,
     chimera,

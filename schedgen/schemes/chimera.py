@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.ir.program import F
+from schedgen.ir.instructions import F
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.program import F
+from schedgen.ir.instructions import F
 from schedgen.schemes.job_lists import Counter, n_of
 from schedgen.schemes.looped import chunked, vee
 from schedgen.schemes.scheme import Scheme, Sizes

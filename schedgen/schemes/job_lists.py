@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from schedgen.ir.program import B, F, W
+from schedgen.ir.instructions import B, F, W
 from schedgen.schemes.scheme import Function, Sizes
 
 Job = tuple[int, int, int]  # direction, stage, microbatch

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.ir.program import F, W
+from schedgen.ir.instructions import F, W
 from schedgen.schemes.scheme import Function, Sizes
 
 

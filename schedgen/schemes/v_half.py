@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from schedgen.ir.program import B, F, W
+from schedgen.ir.instructions import B, F, W
 from schedgen.schemes.job_lists import Job, n_of
 from schedgen.schemes.looped import chunked, vee
 from schedgen.schemes.scheme import Scheme, Sizes

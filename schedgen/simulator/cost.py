@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import DIRECTION, Amount, by_stage
-from schedgen.ir.program import DIRECTIONS, Header
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.util.errors import UsageError, clip
 
 
@@ -38,23 +39,23 @@ def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
 
     A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
     """
-    T, stages = header.tensor, header.stages // header.tensor
+    T, stages = header.tensor_parallel.degree, header.stages // header.tensor_parallel.degree
 
     def spread(value: Any, divided: bool) -> Any:
         if isinstance(value, dict):
             return {key: spread(one, divided) for key, one in value.items()}
         if not isinstance(value, list) or len(value) != stages:
             return value
-        parts = [T if divided and header.split[stage * T] else 1 for stage in range(stages)]
+        parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
         return [one / part for one, part in zip(value, parts, strict=True) for _ in range(T)]
 
     found = {key: spread(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
     if "apart" in values:
         found["apart"] = by_edge = values["apart"]
-        of_model = sorted({(producer // T, consumer // T) for producer, consumer in header.edges})
+        of_model = sorted({(producer // T, consumer // T) for producer, consumer in header.graph.edges})
         if isinstance(by_edge, list) and len(by_edge) == len(of_model):
             sizes = dict(zip(of_model, by_edge, strict=True))
-            found["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.edges]
+            found["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
     return found
 
 
@@ -74,7 +75,11 @@ def read_profile(
     names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
     if names is None:
         raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
-    if header is not None and header.tensor > 1 and all(_is_numbers(value) for value in values.values()):
+    if (
+        header is not None
+        and header.tensor_parallel.degree > 1
+        and all(_is_numbers(value) for value in values.values())
+    ):
         values = of_shards(values, header)
     for key, value in values.items():
         if key not in (*names, *Machine._fields):

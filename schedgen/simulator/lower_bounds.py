@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.cost import Amount, by_stage, durations
-from schedgen.ir.program import B, F, Header, Ints
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F, Ints
 
 
 def bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) -> dict[str, float]:
@@ -35,7 +36,7 @@ def bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) ->
         busy += np.bincount(header.compute[d].ravel(), time, minlength=header.workers)
     # The longest ways from behind each stage to the loss and back: forwards there and backwards.
     there, back = np.zeros((2, header.stages))
-    for producer, consumer in sorted(header.edges, reverse=True):
+    for producer, consumer in sorted(header.graph.edges, reverse=True):
         there[producer] = max(there[producer], there[consumer] + forward[consumer])
         back[producer] = max(back[producer], back[consumer] + backward[consumer])
     # From the end of a stage's forward on: forwards to the loss, backwards to this stage, and its W.

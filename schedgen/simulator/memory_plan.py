@@ -25,7 +25,10 @@ import numpy as np
 from schedgen.analysis.lifetimes import Lives, lives
 from schedgen.analysis.subject import Numbers, Subject
 from schedgen.ir.cost import DIRECTION, Amount, by_stage
-from schedgen.ir.program import LINE, B, F, Header, Ints, Kind, Op, Program, Small
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F, Ints, Kind, Op, Small
+from schedgen.ir.program import Program
+from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.cost import Machine
 from schedgen.util.jit import kernel
 
@@ -47,9 +50,9 @@ class Bytes(NamedTuple):
 
     def outputs(self, header: Header) -> Numbers:
         """Of x and g: by stage, and behind that by edge."""
-        producers = np.array(header.edges, np.int64).reshape(-1, 2)[:, 0]
+        producers = np.array(header.graph.edges, np.int64).reshape(-1, 2)[:, 0]
         whole = self.activation[producers]
-        by_edge = whole if self.apart is None else np.where(header.is_apart[producers], self.apart, whole)
+        by_edge = whole if self.apart is None else np.where(header.graph.is_per_consumer[producers], self.apart, whole)
         return np.concatenate([self.activation, by_edge])
 
     def by_kind(self, header: Header) -> Numbers:
@@ -63,10 +66,10 @@ class Bytes(NamedTuple):
 
     def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
         """weight and partial of every unit: a stage, or a part of its weights."""
-        weight = header.weight_sizes(self.weight)
-        if not header.shards:
+        weight = header.weight_shards.sizes(self.weight)
+        if not header.part_owners:
             return weight, self.partial
-        counts = np.diff(header.first_unit)
+        counts = np.diff(header.weight_shards.first_unit)
         return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), counts)
 
 
@@ -146,8 +149,8 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
     """The same from what `follow` and `plan` gave."""
     owned = np.zeros(header.workers, np.int64)
     weight, _ = bytes.by_unit(header)
-    for size, (stage, via) in zip(weight.tolist(), header.units, strict=True):
-        ranks = header.holders(stage, via)
+    for size, (stage, via) in zip(weight.tolist(), header.weight_shards.units, strict=True):
+        ranks = header.weight_shards.holders(stage, via)
         parts = len(ranks)  # each owner adds up one of so many, and receives that of all others
         part = -(-size // (parts * LINE)) * LINE
         held = int(bytes.owned[stage])
@@ -155,7 +158,7 @@ def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footp
             held = _owned(held, int(bytes.weight[stage]), size)
         owned[list(ranks)] += held + size + (parts - 1) * part
     for stage in range(header.stages):
-        if not header.consumers[stage]:  # losses are kept until NORM
+        if not header.graph.consumers[stage]:  # losses are kept until NORM
             owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     for rank, ranks, size in _exchanges(header, bytes.outputs(header)):  # its part, and others' of the slice it sums
         owned[rank] += size + (len(ranks) - 1) * -(-size // (len(ranks) * LINE)) * LINE
@@ -179,13 +182,13 @@ def _exchanges(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ..
     What is the same in these has the same memory. `outputs`: bytes of x and g, by stage and then by edge.
     """
     found: set[tuple[int, tuple[int, ...], int]] = set()
-    producer, consumer = np.array(header.edges, np.int64).reshape(-1, 2).T
-    via = np.array([header.share(*edge) for edge in header.edges], np.int64)
+    producer, consumer = np.array(header.graph.edges, np.int64).reshape(-1, 2).T
+    via = np.array([header.graph.gradient_consumer(*edge) for edge in header.graph.edges], np.int64)
     gradients: dict[int, list[int]] = {}  # by stage: bytes of those that it gives
-    for stage, size in zip(consumer.tolist(), outputs[header.columns(producer, via)].tolist(), strict=True):
+    for stage, size in zip(consumer.tolist(), outputs[header.graph.size_columns(producer, via)].tolist(), strict=True):
         gradients.setdefault(stage, []).append(size)
-    for stage in np.flatnonzero(header.split).tolist():
-        shards = header.siblings(stage)
+    for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
+        shards = header.tensor_parallel.siblings(stage)
         for d, sizes in ((F, [int(outputs[stage])]), (B, gradients.get(stage, []))):
             for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
                 found |= {(ranks[shards.index(stage)], ranks, size) for size in sizes}
@@ -207,7 +210,7 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
         table.op, table.stage, bounds, size, pools, found.ended, len(found_sizes), program.header.stages, len(receives)
     )
     parts = np.split(sizes[: counts.sum()], np.cumsum(counts)[:-1])
-    more = _versions if program.header.versions else _gradients
+    more = _versions if program.header.weight_versions.count else _gradients
     others = [more(program, rank, len(parts[rank]), bytes.weight, row) for rank in range(len(parts))]
     return Places(row, tuple(np.concatenate(both) for both in zip(parts, others, strict=True)))
 
@@ -215,9 +218,9 @@ def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
 def message_sizes(program: Program, bytes: Bytes, rows: Numbers) -> Numbers:
     """Bytes of what SEND, RECV and FETCH_W rows name; where a dw is received, of its partial."""
     header, table = program.header, program.rows.take(rows)
-    column = header.first_unit[table.stage] + np.maximum(table.via, 0)
+    column = header.weight_shards.first_unit[table.stage] + np.maximum(table.via, 0)
     light = table.kind <= Kind.G
-    column[light] = header.columns(table.stage[light], table.via[light])
+    column[light] = header.graph.size_columns(table.stage[light], table.via[light])
     x, g, w, dw, partial = bytes.by_kind(header)[:5]
     of_kind = np.stack([0 * x, x, g, w, dw, partial])
     return of_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
@@ -237,7 +240,9 @@ def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: In
         stage, via = int(part.stage[at]), int(part.via[at])
         if stage not in foreign:
             header = program.header
-            foreign[stage] = {one for one in header.parts(stage) if rank not in header.holders(stage, one)}
+            foreign[stage] = {
+                one for one in header.weight_shards.parts(stage) if rank not in header.weight_shards.holders(stage, one)
+            }
         jobs = part.op[at] != Op.ADD and part.op[at] != Op.FREE
         touched = foreign[stage] if jobs else foreign[stage] & {via}
         if not touched:

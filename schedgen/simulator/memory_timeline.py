@@ -24,7 +24,8 @@ from schedgen.analysis.lifetimes import (
 )
 from schedgen.analysis.subject import Numbers, Subject
 from schedgen.analysis.ties import spelled_out
-from schedgen.ir.program import EXCHANGED, B, F, Kind, Op, Program
+from schedgen.ir.instructions import EXCHANGED, B, F, Kind, Op
+from schedgen.ir.program import Program
 from schedgen.simulator.memory_plan import Bytes
 
 
@@ -51,11 +52,11 @@ def held(program: Program, bytes: Bytes) -> Held:
         subject, origin = spelled_out(subject)
     header, table = program.header, subject.program.rows
     sizes, (w, _) = bytes.by_kind(header), bytes.by_unit(header)
-    outputs, ends = bytes.outputs(header), np.array(header.edges, np.int64).reshape(-1, 2)
+    outputs, ends = bytes.outputs(header), np.array(header.graph.edges, np.int64).reshape(-1, 2)
     inputs, given_out = np.zeros((2, header.stages), np.int64)
     np.add.at(inputs, ends[:, 1], outputs[header.stages :])
     np.add.at(given_out, ends[:, 0], outputs[header.stages :])
-    given_out = np.where(header.is_apart, given_out, outputs[: header.stages])
+    given_out = np.where(header.graph.is_per_consumer, given_out, outputs[: header.stages])
     redone = header.compute[F] != header.compute[B]  # such a forward saves nothing, its RECOMPUTE does
     again = subject.having(Op.RECOMPUTE)
     redone[table.stage[again], table.mb[again]] = True
@@ -74,7 +75,7 @@ def held(program: Program, bytes: Bytes) -> Held:
             column = np.where(np.isin(things, (WEIGHT, DW, PARTIAL)), subject.unit(rows), stage)
             if which == NAMED:
                 travels = things <= G
-                column[travels] = header.columns(stage[travels], table.via[rows][travels])
+                column[travels] = header.graph.size_columns(stage[travels], table.via[rows][travels])
             of_stage = {(G, INPUTS): inputs, (X, OUTPUTS): given_out}.get((thing, which))
             amount = sizes[things, column] if of_stage is None else of_stage[stage]
             np.add.at(taken if what == DEFINE else given, (origin[rows], things), amount)

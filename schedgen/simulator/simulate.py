@@ -25,7 +25,8 @@ from schedgen.analysis.subject import Numbers, Subject
 from schedgen.checker.deadlock import Waits, waits
 from schedgen.checker.messages import rule_3
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations
-from schedgen.ir.program import COMPUTE, KIND_WORDS, Ints, Kind, Op, Program, Small
+from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Ints, Kind, Op, Small
+from schedgen.ir.program import Program
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.memory_plan import Bytes, Footprint, follow, measured, message_sizes, needed, plan
 from schedgen.util.errors import UsageError
@@ -60,14 +61,14 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
     stepped = np.flatnonzero(table.op == Op.STEP)
-    parts = np.diff(header.first_unit)  # a part of the weights takes its part of the time
+    parts = np.diff(header.weight_shards.first_unit)  # a part of the weights takes its part of the time
     duration[stepped] = (by_stage(machine.step, header.stages) / parts)[table.stage[stepped]]
     lengths = durations(cost, split="W" in header.cost)
     for op, direction in DIRECTION.items():
         whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
         rows = np.flatnonzero(table.op == op)
         duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
-    bytes = measured(machine, header.stages, len(header.edges))
+    bytes = measured(machine, header.stages, len(header.graph.edges))
     amounts = (bytes.by_kind(header), *bytes.workspace.values(), bytes.owned)
     largest = max(int(np.max(amount)) for amount in amounts)
     if largest * (len(program) + header.workers) >= 2**59:  # no sum of them is 16 times as much
@@ -103,7 +104,9 @@ def summands(program: Program, bytes: Bytes) -> Numbers:
     """By row, of an ALLREDUCE: the bytes that it sums; else 0."""
     table, header = program.rows, program.header
     shared = [
-        0 if stages == tuple(header.siblings(stages[0])) and header.tensor > 1 else bytes.weight[list(stages)].min()
+        0
+        if stages == tuple(header.tensor_parallel.siblings(stages[0])) and header.tensor_parallel.degree > 1
+        else bytes.weight[list(stages)].min()
         for stages in header.tied
     ]
     sizes = np.zeros(len(program), np.int64)
@@ -111,14 +114,14 @@ def summands(program: Program, bytes: Bytes) -> Numbers:
         rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
         sizes[rows] = of_kind[table.stage[rows]]
     rows = program.exchanges()
-    sizes[rows] = bytes.outputs(header)[header.columns(table.stage[rows], table.via[rows])]
+    sizes[rows] = bytes.outputs(header)[header.graph.size_columns(table.stage[rows], table.via[rows])]
     return sizes
 
 
 def _sums(program: Program, needs: Waits) -> Numbers:
     """By row, of a STEP where weights have versions: the ALLREDUCE before it; else -1."""
     table, found = program.rows, np.full(len(program), -1, np.int64)
-    if program.header.versions:
+    if program.header.weight_versions.count:
         rows = np.flatnonzero((table.op == Op.STEP) | (table.op == Op.ALLREDUCE))
         pair = table.rank[rows].astype(np.int64) * program.header.stages + table.stage[rows]
         rows = rows[np.argsort(pair, kind="stable")]
@@ -165,9 +168,9 @@ def report(program: Program, run: Simulation) -> dict[str, Any]:
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
     """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
-    if program.header.tensor == 1:
+    if program.header.tensor_parallel.degree == 1:
         return {}
-    rows, T = program.exchanges(), program.header.tensor
+    rows, T = program.exchanges(), program.header.tensor_parallel.degree
     return {"exchanges": {"sums": len(rows) // T, "bytes": int(2 * (T - 1) * run.summed[rows].sum() // T)}}
 
 

@@ -15,7 +15,8 @@ from schedgen.analysis.subject import Subject
 from schedgen.checker import check
 from schedgen.checker.weight_versions import staleness
 from schedgen.ir.cost import DIRECTION, Amount
-from schedgen.ir.program import COMPUTE, KIND_NAME, KIND_WORDS, Kind, Op, Program
+from schedgen.ir.instructions import COMPUTE, KIND_NAME, KIND_WORDS, Kind, Op
+from schedgen.ir.program import Program
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.lower_bounds import bounds
 from schedgen.simulator.simulate import simulate
@@ -58,12 +59,14 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     np.minimum.at(begins, worker, start)
     np.maximum.at(ends, worker, end)
     latency = float(end.max())
-    divided = np.array([not more and len(ranks) > 1 for ranks, more in zip(header.owners, header.several, strict=True)])
+    divided = np.array(
+        [not more and len(ranks) > 1 for ranks, more in zip(header.owners, header.several_owners, strict=True)]
+    )
     elsewhere = (header.weights != header.compute) | divided[:, None]
     away = np.bincount(header.compute[elsewhere], minlength=header.workers)
     stored = np.zeros(header.workers)
-    for stage, via in header.units:
-        stored[list(header.holders(stage, via))] += 1 / len(header.parts(stage))
+    for stage, via in header.weight_shards.units:
+        stored[list(header.weight_shards.holders(stage, via))] += 1 / len(header.weight_shards.parts(stage))
     receives = {
         words: np.bincount(
             table.rank[((table.op == Op.RECV) | (table.op == Op.FETCH_W)) & (table.kind == kind)],
@@ -87,7 +90,9 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "mean_peak_activations": float(memory.saved.mean()),
         "messages": int((table.op == Op.SEND).sum()),
         "collectives": int(len(header.groups) and _collectives(program)),
-        **({} if header.tensor == 1 else {"exchanges": len(exchanges) // header.tensor}),
+        **(
+            {} if header.tensor_parallel.degree == 1 else {"exchanges": len(exchanges) // header.tensor_parallel.degree}
+        ),
         "instructions": len(program),
         "workers": [
             {
@@ -100,13 +105,13 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
                 "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),
                 "gradient_receives": int(receives["weight_gradient"][rank]),
                 "receives": {words: int(count[rank]) for words, count in receives.items()},
-                **({} if header.tensor == 1 else {"exchanges": int(exchanged[rank])}),
+                **({} if header.tensor_parallel.degree == 1 else {"exchanges": int(exchanged[rank])}),
                 "peak_memory": {kind: int(peak[rank]) for kind, peak in memory._asdict().items()},
             }
             for rank in range(header.workers)
         ],
     }
-    if header.versions:
+    if header.weight_versions.count:
         numbers["versions"], numbers["staleness"] = staleness(Subject(program, ""))
     if machine is not None:
         peak = times.footprint.peak

@@ -15,7 +15,8 @@ from schedgen.analysis.lifetimes import lives
 from schedgen.analysis.subject import Numbers, Subject
 from schedgen.checker.deadlock import Waits, waits
 from schedgen.checker.messages import rule_3
-from schedgen.ir.program import COMPUTE, Op, Program, Small
+from schedgen.ir.instructions import COMPUTE, Op, Small
+from schedgen.ir.program import Program
 from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
 from schedgen.simulator.timeline import Timeline
 

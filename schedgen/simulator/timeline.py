@@ -15,7 +15,8 @@ from schedgen.analysis.lifetimes import lives
 from schedgen.analysis.subject import Subject
 from schedgen.checker.deadlock import waits
 from schedgen.checker.messages import rule_3
-from schedgen.ir.program import Program, Small
+from schedgen.ir.instructions import Small
+from schedgen.ir.program import Program
 from schedgen.simulator.simulate import Simulation, Times
 
 SIMULATED, MEASURED = 0, 1  # pid: the process that a row belongs to

@@ -32,13 +32,13 @@ def measure(schedule: str) -> None:
     from mpirun.cli.run import Run
     from mpirun.comm.transport import view
     from mpirun.engine.stage import Saved
-    from schedgen.ir.program import Op
+    from schedgen.ir.instructions import Op
 
     comm = MPI.COMM_WORLD
     run = Run(comm, train_options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))
     interpreter = run.interpreter
     for stage in interpreter.stages.values():
-        loss = not interpreter.header.consumers[stage.index]
+        loss = not interpreter.header.graph.consumers[stage.index]
         output = torch.zeros(()) if loss else torch.zeros(stage.shape.outputs[0].size)
         leaf = torch.zeros(interpreter.memory.shapes[0].outputs[0].size, requires_grad=True)
         leaf.grad = torch.zeros_like(leaf)

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from schedgen.ir.program import LINE, B, F, Kind, Op, Program, cut
+from schedgen.ir.instructions import B, F, Kind, Op
+from schedgen.ir.program import Program
+from schedgen.ir.weight_shards import LINE, part_offsets
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.memory_plan import Bytes, footprint, measured, places
 from schedgen.simulator.memory_timeline import held
@@ -51,15 +53,15 @@ def lives(program, rank):
         if i.op in (Op.RECV, Op.FETCH_W):
             starts = [("partial", s, i.peer, i.via) if i.kind == Kind.DW else (i.kind, s, b, i.via)]
         if i.op == Op.FWD:
-            starts = [(Kind.X, s, b, via) for via in header.vias(s)]
+            starts = [(Kind.X, s, b, via) for via in header.graph.output_consumers(s)]
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in redone):
             starts.append(("saved", s, b))
         if i.op in (Op.BWD, Op.BWD_I):
-            starts = [(Kind.G, p, b, header.share(p, s)) for p in header.producers[s]]
+            starts = [(Kind.G, p, b, header.graph.gradient_consumer(p, s)) for p in header.graph.producers[s]]
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
-            sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.parts(s))]
+            sums = [(Kind.DW, s, -1, k) for k in ((i.via,) if i.kind == Kind.DW else header.weight_shards.parts(s))]
             if i.kind == Kind.T:
                 sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
             starts += [one for one in sums if one not in begun]
@@ -72,9 +74,13 @@ def lives(program, rank):
         begun |= dict.fromkeys(starts, at)
         for name in ends:
             begin = begun.pop(name)
-            foreign = name[0] == Kind.DW and rank not in header.holders(name[1], name[3])
+            foreign = name[0] == Kind.DW and rank not in header.weight_shards.holders(name[1], name[3])
             via = name[3] if name[0] in (Kind.W, Kind.DW, "partial") else -1
-            column = header.columns(np.array([name[1]]), np.array([name[3]]))[0] if name[0] in (Kind.X, Kind.G) else -1
+            column = (
+                header.graph.size_columns(np.array([name[1]]), np.array([name[3]]))[0]
+                if name[0] in (Kind.X, Kind.G)
+                else -1
+            )
             placed = foreign or part[begin].op in (Op.RECV, Op.FETCH_W)
             found.append(Life(name[0], name[1], column, begin, at, placed, via))
     assert not begun
@@ -88,7 +94,11 @@ def lives(program, rank):
 
 def part_of(amount, header, stage, via):
     """The bytes of a part of so many."""
-    return int(np.diff(cut(int(amount), len(header.parts(stage))))[via]) if via >= 0 else int(amount)
+    return (
+        int(np.diff(part_offsets(int(amount), len(header.weight_shards.parts(stage))))[via])
+        if via >= 0
+        else int(amount)
+    )
 
 
 def size(life, bytes, header):
@@ -119,10 +129,10 @@ def peak(program, rank, found, planned, bytes):
         workspace += bytes.activation[i.stage] if i.op == Op.RECOMPUTE else 0
         alive = sum(size(life, bytes, header) for life in computed if life.begin <= at <= life.end)
         running.append(alive + workspace)
-    losses = [s for s in range(header.stages) if not header.consumers[s]]
+    losses = [s for s in range(header.stages) if not header.graph.consumers[s]]
     owned = sum(bytes.activation[i.stage] for i in program.instructions(rank) if i.op == Op.FWD and i.stage in losses)
-    for stage, k in header.units:
-        owners = header.holders(stage, k)
+    for stage, k in header.weight_shards.units:
+        owners = header.weight_shards.holders(stage, k)
         if rank in owners and k >= 0:
             weight, mine = bytes.weight[stage], part_of(bytes.weight[stage], header, stage, k)
             few = min(bytes.owned[stage] % weight, -bytes.owned[stage] % weight)
@@ -133,9 +143,9 @@ def peak(program, rank, found, planned, bytes):
     sums = set()
     for i in program.instructions(rank):
         if i.op == Op.ALLREDUCE and i.kind in (Kind.X, Kind.G):
-            giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.consumers[i.stage][0])
-            ranks = header.compute[F if i.kind == Kind.X else B, list(header.siblings(giver)), i.mb]
-            column = header.columns(np.array([i.stage]), np.array([i.via]))[0]
+            giver = i.stage if i.kind == Kind.X else (i.via if i.via >= 0 else header.graph.consumers[i.stage][0])
+            ranks = header.compute[F if i.kind == Kind.X else B, list(header.tensor_parallel.siblings(giver)), i.mb]
+            column = header.graph.size_columns(np.array([i.stage]), np.array([i.via]))[0]
             sums.add((tuple(ranks), int(bytes.outputs(header)[column])))
     for ranks, part in sums:  # what is added up, and a slice of each other's
         owned += part + (len(ranks) - 1) * -(-part // (len(ranks) * LINE)) * LINE
@@ -198,7 +208,7 @@ def peaks_of_held(program, data):
     """The most of each kind is the peak of that kind, and all that is taken is given back."""
     stages = program.header.stages
     sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
-    edges = len(program.header.edges)
+    edges = len(program.header.graph.edges)
     apart = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
     machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}, apart=apart)
     found = held(program, measured(machine, stages, edges))

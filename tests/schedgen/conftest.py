@@ -17,7 +17,7 @@ from hypothesis.extra.numpy import arrays
 from schedgen.checker import check
 from schedgen.cli.main import main
 from schedgen.compiler.compile import compile_scheme
-from schedgen.ir.program import DIRECTIONS, EXCHANGED, B, F, Kind, Op
+from schedgen.ir.instructions import DIRECTIONS, EXCHANGED, B, F, Kind, Op
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile
@@ -210,8 +210,11 @@ class Executor:
         ranks = range(header.workers)
         self.lists = [program.instructions(rank) for rank in ranks]
         self.at = [0 for _ in ranks]
-        self.own = [{unit for unit in header.units if rank in header.holders(*unit)} for rank in ranks]
-        self.first = 0 if header.versions else -1
+        self.own = [
+            {unit for unit in header.weight_shards.units if rank in header.weight_shards.holders(*unit)}
+            for rank in ranks
+        ]
+        self.first = 0 if header.weight_versions.count else -1
         self.held = [{(Kind.W, s, k, self.first): True for s, k in own} for own in self.own]
         self.freed = [{(i.stage, i.peer) for i in part if i.op == Op.FREE and i.kind == Kind.W} for part in self.lists]
         self.newest = [{s: self.first for s, _ in own} for own in self.own]
@@ -236,7 +239,7 @@ class Executor:
         assert self.stepped == self.own, "an owner did not step"
         last = [{(Kind.W, s, k, newest[s]) for s, k in own} for own, newest in zip(self.own, self.newest, strict=True)]
         assert [set(held) for held in self.held] == last, "left"
-        if self.header.versions:
+        if self.header.weight_versions.count:
             self.versions()
         jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
         assert self.forwards == Counter(jobs), "not every forward once"
@@ -246,20 +249,20 @@ class Executor:
     def versions(self) -> None:
         """Every forward has used the version that the schedule's updates say."""
         header, m = self.header, [len(owners) for owners in self.header.owners]
-        entries = [s for s in range(header.stages) if not header.producers[s]]
+        entries = [s for s in range(header.stages) if not header.graph.producers[s]]
         for (s, b), version in self.used.items():
             entered = min(self.there[e, b] * m[e] for e in entries) // m[s]
-            right = entered if header.updates == "vertical" else self.there[s, b]
+            right = entered if header.weight_versions.updates == "vertical" else self.there[s, b]
             assert version == right, f"stage {s} uses version {version} for microbatch {b}, not {right}"
 
     def operands(self, i):
         s, b, header = i.stage, i.mb, self.header
         if i.op in (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_I, Op.BWD_W):
-            yield from ((Kind.W, s, k, i.peer) for k in header.parts(s))
-            yield from ((Kind.X, p, b, header.part(p, s)) for p in header.producers[s])
+            yield from ((Kind.W, s, k, i.peer) for k in header.weight_shards.parts(s))
+            yield from ((Kind.X, p, b, header.graph.output_consumer(p, s)) for p in header.graph.producers[s])
         if i.op in (Op.BWD, Op.BWD_I, Op.BWD_W):
             yield ("saved", s, b, -1)
-            yield from ((Kind.G, s, b, header.share(s, c)) for c in header.consumers[s])
+            yield from ((Kind.G, s, b, header.graph.gradient_consumer(s, c)) for c in header.graph.consumers[s])
         if i.op in (Op.SEND, Op.FREE):
             yield self.named(i)
         if i.op == Op.STEP:
@@ -269,13 +272,13 @@ class Executor:
 
     def of_model(self, i):
         """What members of one collective enter: of a sum over shards each has its own names."""
-        T = self.header.tensor
+        T = self.header.tensor_parallel.degree
         return i._replace(stage=i.stage // T, via=i.via // T) if i.kind in EXCHANGED else i
 
     def part(self, stage):
         """What a job of a stage gives: the number of a shard, or a whole."""
-        T = self.header.tensor
-        return stage % T if T > 1 and stage // T not in self.header.whole else True
+        T = self.header.tensor_parallel.degree
+        return stage % T if T > 1 and stage // T not in self.header.tensor_parallel.replicated else True
 
     def named(self, i):
         if i.kind in (Kind.W, Kind.DW):
@@ -301,7 +304,7 @@ class Executor:
         s, held, header = i.stage, self.held[rank], self.header
         for name in self.operands(i):
             assert name in held, f"rank {rank}: {name} is not there for {i}"
-            late = name[0] == Kind.W and not header.versions and name[1:3] in self.stepped[rank]
+            late = name[0] == Kind.W and not header.weight_versions.count and name[1:3] in self.stepped[rank]
             assert not late, f"rank {rank}: {i} after STEP"
             if held[name] is None:
                 return False
@@ -325,9 +328,11 @@ class Executor:
                 return False
             if i.kind in EXCHANGED:
                 parts = {m: self.held[m][self.named(one)] for m, one in entered.items()}
-                assert sorted(parts.values()) == list(range(header.tensor)), f"rank {rank}: {i} sums {parts}"
+                assert sorted(parts.values()) == list(range(header.tensor_parallel.degree)), (
+                    f"rank {rank}: {i} sums {parts}"
+                )
                 for m, one in entered.items():
-                    assert parts[m] == one.stage % header.tensor
+                    assert parts[m] == one.stage % header.tensor_parallel.degree
                     self.held[m][self.named(one)] = True
             elif i.kind == Kind.T:
                 for m in members:
@@ -340,9 +345,11 @@ class Executor:
                 self.at[m] += m != rank
         elif i.op == Op.FREE:
             assert i.kind != Kind.W or (s, i.via) not in self.own[rank] or i.peer < self.newest[rank][s]
-            assert i.kind != Kind.DW or not header.versions or held[self.named(i)] is STEPPED, f"rank {rank}: {i}"
+            assert i.kind != Kind.DW or not header.weight_versions.count or held[self.named(i)] is STEPPED, (
+                f"rank {rank}: {i}"
+            )
             del held[self.named(i)]
-        elif i.op == Op.STEP and header.versions:
+        elif i.op == Op.STEP and header.weight_versions.count:
             self.make(rank, i)
         elif i.op == Op.STEP:
             assert held[Kind.DW, s, i.via, -1] == Counter(range(header.microbatches)), (
@@ -388,17 +395,17 @@ class Executor:
         if i.op == Op.FWD:
             self.forwards[s, b] += 1
             self.there[s, b] = self.newest[rank].get(s, self.first)
-            for via in self.header.vias(s):
+            for via in self.header.graph.output_consumers(s):
                 self.define(rank, (Kind.X, s, b, via), self.part(s))
         if i.op == Op.RECOMPUTE or (i.op == Op.FWD and (s, b) not in self.redone):
             self.define(rank, ("saved", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_I):
-            for p in self.header.producers[s]:
-                self.define(rank, (Kind.G, p, b, self.header.share(p, s)), self.part(s))
+            for p in self.header.graph.producers[s]:
+                self.define(rank, (Kind.G, p, b, self.header.graph.gradient_consumer(p, s)), self.part(s))
         if i.op == Op.BWD_I:
             self.define(rank, ("half", s, b, -1), True)
         if i.op in (Op.BWD, Op.BWD_W):
-            for k in self.header.parts(s):
+            for k in self.header.weight_shards.parts(s):
                 self.add(rank, s, k, Counter({b: 1}))
             del self.held[rank]["saved", s, b, -1]
         if i.op == Op.BWD_W:

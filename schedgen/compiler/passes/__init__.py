@@ -23,7 +23,8 @@ from schedgen.compiler.passes.shard_allreduce import exchange
 from schedgen.compiler.passes.tied_gradients import tie
 from schedgen.compiler.passes.weight_fetch import weights
 from schedgen.compiler.passes.weight_versions import update
-from schedgen.ir.program import Header, Program
+from schedgen.ir.header import Header
+from schedgen.ir.program import Program
 from schedgen.util.progress import over
 
 PIPELINE = (weights, exchange, transfers, reduce, tie, step, hoist)
@@ -33,7 +34,7 @@ WITH_VERSIONS = (update, transfers, hoist)  # of weights, which stay at home
 def lower(header: Header, start: Times, options: Options) -> Program:
     """The projected program for jobs that start at `start` (flat, indexed by job)."""
     program = compute(header, start, options)
-    passes = PIPELINE if header.updates == "flush" else WITH_VERSIONS
+    passes = PIPELINE if header.weight_versions.updates == "flush" else WITH_VERSIONS
     for one in over(passes, "lower", len(passes)):
         program = one(program, options)
     program = program.project()  # not nested: the global program is a third of the memory

@@ -11,7 +11,9 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.order import Times
-from schedgen.ir.program import B, F, Header, Op, Program, W, rows
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F, Op, W
+from schedgen.ir.program import Program, rows
 
 OPS = {2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.program import COMPUTE, Ints, Kind, Op, Program
+from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op
+from schedgen.ir.program import Program
 
 Places = NDArray[np.int64]
 
@@ -30,7 +31,9 @@ def given(program: Program, kind: Kind, at: Places, stage: Places | Ints, mb: Pl
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + via + 1
 
     keys = key(table.stage[found], table.mb[found], table.via[found])
-    last = found.reshape(-1, header.tensor)[:, -1:].repeat(header.tensor, axis=1).ravel()
+    last = (
+        found.reshape(-1, header.tensor_parallel.degree)[:, -1:].repeat(header.tensor_parallel.degree, axis=1).ravel()
+    )
     order = np.argsort(keys)
     wanted = key(stage, mb, via)
     place = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)

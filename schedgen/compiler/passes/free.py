@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.options import Options
-from schedgen.ir.program import Ints, Kind, Op, Program, Small, rows
+from schedgen.ir.instructions import Ints, Kind, Op, Small
+from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -20,19 +21,19 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 def free(program: Program, _: Options) -> Program:
     header, table = program.header, program.rows
     stages, batches = header.stages, header.microbatches
-    ends = np.array(header.edges, np.int64).reshape(-1, 2)
-    order = np.lexsort((ends[:, 0], ends[:, 1]))  # header.edges is sorted by producer, this is by consumer
+    ends = np.array(header.graph.edges, np.int64).reshape(-1, 2)
+    order = np.lexsort((ends[:, 0], ends[:, 1]))  # header.graph.edges is sorted by producer, this is by consumer
     first_in = np.searchsorted(ends[order, 1], np.arange(stages + 1))
     first_out = np.searchsorted(ends[:, 0], np.arange(stages + 1))
     # At most so many buffers: outputs, received ones, gradients, sums.
     backward = np.isin(table.op, (Op.BWD, Op.BWD_I))
     sums = (table.op == Op.STEP) | ((table.op == Op.SEND) & (table.kind == Kind.DW))
-    outputs = np.where(header.is_apart, np.diff(first_out), 1)[table.stage[table.op == Op.FWD]].sum()
+    outputs = np.where(header.graph.is_per_consumer, np.diff(first_out), 1)[table.stage[table.op == Op.FWD]].sum()
     inputs = np.diff(first_in)[table.stage[backward]].sum()
     most = int(outputs + (table.op == Op.RECV).sum() + inputs + sums.sum())
     last, buffer, count = _last_uses.sized(4 * len(program))(
         table.rank, table.op, table.kind, table.stage, table.mb, table.via, ends, order, first_in, first_out,
-        header.is_apart, header.first_unit, stages, batches, most,
+        header.graph.is_per_consumer, header.weight_shards.first_unit, stages, batches, most,
     )  # fmt: skip
     last, buffer = last[:count], buffer[:count]
     number, mb = np.divmod(buffer, batches)
@@ -46,10 +47,10 @@ def free(program: Program, _: Options) -> Program:
     first_sum = 2 * (stages + len(ends)) * batches
     whole = buffer >= first_sum
     kind[whole], mb[whole] = Kind.DW, -1
-    stage[whole], via[whole] = np.array(header.units, np.int32)[buffer[whole] - first_sum].T
+    stage[whole], via[whole] = np.array(header.weight_shards.units, np.int32)[buffer[whole] - first_sum].T
     new = rows(Op.FREE, table.rank[last], kind=kind, stage=stage, mb=mb, via=via)
     after = last.astype(np.int64)
-    if header.versions:  # there every update has freed its dw
+    if header.weight_versions.count:  # there every update has freed its dw
         rest = np.flatnonzero(kind != Kind.DW)
         new, after = new.take(rest), after[rest]
     return program.insert(new, after=after)

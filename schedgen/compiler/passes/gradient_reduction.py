@@ -18,7 +18,8 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import behind, home, next_compute
-from schedgen.ir.program import Kind, Op, Program, rows
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program, rows
 
 
 class Fields:
@@ -46,17 +47,17 @@ def reduce(program: Program, options: Options) -> Program:
     fields = Fields()
     sums: list[tuple[int, int, slice]] = []  # ALLREDUCEs, the row behind which owners' own are there, and last ADDs
     for stage, owners in enumerate(header.owners):
-        begin, parts = len(fields.last), header.parts(stage)
+        begin, parts = len(fields.last), header.weight_shards.parts(stage)
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
         for via in parts:
-            senders: dict[int, list[int]] = {owner: [] for owner in header.holders(stage, via)}
+            senders: dict[int, list[int]] = {owner: [] for owner in header.weight_shards.holders(stage, via)}
             for rank in computing:
                 if rank not in senders:
-                    senders[home(program, rank, stage) if via < 0 else header.shards[stage][via]].append(rank)
+                    senders[home(program, rank, stage) if via < 0 else header.part_owners[stage][via]].append(rank)
             for owner, ranks in senders.items():
                 fan_out = options.fan_out * len(parts)
                 _gather(fields, stage, via, owner, ranks, ends[stage].tolist(), fan_out)
-        if header.several[stage]:
+        if header.several_owners[stage]:
             for owner in owners:
                 sums.append((len(fields.after), int(ends[stage, list(owners)].max()), slice(begin, len(fields.last))))
                 fields.add(Op.ALLREDUCE, owner, stage, -1, groups[owners], -1, (0, 0))
@@ -69,7 +70,7 @@ def reduce(program: Program, options: Options) -> Program:
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
     new = rows(op, rank_, kind=Kind.DW, stage=stage_, via=via_, peer=peer)
-    if header.shards:
+    if header.part_owners:
         far, depth = np.array(fields.order, np.int64).reshape(-1, 2).T[::-1]
         order = np.lexsort((far, depth, after))
         new, after = new.take(order), after[order]

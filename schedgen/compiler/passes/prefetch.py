@@ -10,7 +10,8 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import earlier_compute
-from schedgen.ir.program import Op, Program
+from schedgen.ir.instructions import Op
+from schedgen.ir.program import Program
 
 
 def hoist(program: Program, options: Options) -> Program:

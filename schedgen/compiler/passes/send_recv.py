@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import Places, given, next_compute, rows_of
-from schedgen.ir.program import AnyInts, B, F, Ints, Kind, Op, Program, Rows, concatenate, rows
+from schedgen.ir.instructions import AnyInts, B, F, Ints, Kind, Op
+from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
 def transfers(program: Program, options: Options) -> Program:
@@ -27,9 +28,13 @@ def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Pla
     header = program.header
     b = np.arange(header.microbatches)
     keys = [np.empty(0, np.int64)]  # (producer, via, microbatch, worker) as one number; via + 1 where outputs are apart
-    ways_out = header.stages + 1 if header.apart else 1
-    for producer, consumer in header.edges:
-        whole = producer * ways_out + header.part(producer, consumer) + 1 if header.apart else producer
+    ways_out = header.stages + 1 if header.graph.per_consumer else 1
+    for producer, consumer in header.graph.edges:
+        whole = (
+            producer * ways_out + header.graph.output_consumer(producer, consumer) + 1
+            if header.graph.per_consumer
+            else producer
+        )
         job = (whole * header.microbatches + b) * header.workers
         ways = (F, B) if (header.compute[F, consumer] != header.compute[B, consumer]).any() else (F,)
         keys += [job + header.compute[d, consumer] for d in ways]
@@ -51,10 +56,10 @@ def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Pla
 
 def _gradients(program: Program) -> tuple[Rows, Places]:
     header = program.header
-    edges = np.array(header.edges, np.int64).reshape(-1, 2)
+    edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     source, to = header.compute[B, edges[:, 1]], header.compute[B, edges[:, 0]]
     edge, mb = np.nonzero(source != to)
-    via = np.array([header.share(p, c) for p, c in header.edges], np.int64)
+    via = np.array([header.graph.gradient_consumer(p, c) for p, c in header.graph.edges], np.int64)
     backward = rows_of(program, Op.BWD, Op.BWD_I)[edges[edge, 1], mb]
     after = given(program, Kind.G, backward, edges[edge, 0], mb, via[edge])
     return _pairs(Kind.G, edges[edge, 0], mb, via[edge], source[edge, mb], to[edge, mb], after)

@@ -12,16 +12,24 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import Places, rows_of
-from schedgen.ir.program import B, F, Kind, Op, Program, Rows, concatenate, rows
+from schedgen.ir.instructions import B, F, Kind, Op
+from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
 def exchange(program: Program, _: Options) -> Program:
     header = program.header
-    if not header.split.any():
+    if not header.tensor_parallel.split.any():
         return program
-    every = np.flatnonzero(header.split)
+    every = np.flatnonzero(header.tensor_parallel.split)
     outputs = np.stack([every, every, np.full_like(every, -1)])
-    edges = np.array([(c, p, header.share(p, c)) for p, c in header.edges if header.split[c]], np.int64)
+    edges = np.array(
+        [
+            (c, p, header.graph.gradient_consumer(p, c))
+            for p, c in header.graph.edges
+            if header.tensor_parallel.split[c]
+        ],
+        np.int64,
+    )
     forwards, behind_forward = _sums(program, Kind.X, F, outputs, rows_of(program, Op.FWD))
     backwards = rows_of(program, Op.BWD, Op.BWD_I)
     gradients, behind_backward = _sums(program, Kind.G, B, edges.reshape(-1, 3).T, backwards)
@@ -34,7 +42,7 @@ def _sums(program: Program, kind: Kind, d: int, given: Places, at: Places) -> tu
 
     `at`: the row of each job, (S, B). The T members of each stand one behind the other.
     """
-    header, T = program.header, program.header.tensor
+    header, T = program.header, program.header.tensor_parallel.degree
     # Shards of one sum side by side: n is T times the sums of a microbatch.
     order = np.lexsort((given[0] % T, given[1] // T, given[0] // T))
     giver, stage, via = (column[order].reshape(-1, 1, T) for column in given)

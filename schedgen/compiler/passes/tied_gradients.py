@@ -10,7 +10,8 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import behind
-from schedgen.ir.program import Kind, Op, Program, rows
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program, rows
 
 
 def tie(program: Program, _: Options) -> Program:
@@ -26,7 +27,9 @@ def tie(program: Program, _: Options) -> Program:
     place = np.maximum.accumulate([complete[list(stages)].max() for stages in header.tied])
     groups = {group: index for index, group in enumerate(header.groups)}
     fields = [
-        (rank, k, groups[header.sharers(k)], place[k]) for k in range(len(header.tied)) for rank in header.sharers(k)
+        (rank, k, groups[header.ties.sharers(k)], place[k])
+        for k in range(len(header.tied))
+        for rank in header.ties.sharers(k)
     ]
     rank_, k_, peer, after = np.array(fields, np.int64).T
     return program.insert(rows(Op.ALLREDUCE, rank_, kind=Kind.T, stage=k_, peer=peer), after=after)

@@ -27,7 +27,8 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import Places, home
 from schedgen.ir.cost import DIRECTION
-from schedgen.ir.program import COMPUTE, Kind, Op, Program, concatenate, rows
+from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.ir.program import Program, concatenate, rows
 
 
 class Copy(NamedTuple):
@@ -79,7 +80,7 @@ def weights(program: Program, options: Options) -> Program:
     header, table = program.header, program.rows
     owned = np.zeros((header.workers, header.stages), bool)  # as a whole
     for stage, ranks in enumerate(header.owners):
-        owned[list(ranks), stage] = header.several[stage] or len(ranks) == 1
+        owned[list(ranks), stage] = header.several_owners[stage] or len(ranks) == 1
     compute = np.flatnonzero(np.isin(table.op, COMPUTE))
     compute = compute[np.argsort(table.rank[compute], kind="stable")]
     busy = np.split(compute, np.searchsorted(table.rank[compute], np.arange(1, header.workers)))
@@ -94,7 +95,9 @@ def weights(program: Program, options: Options) -> Program:
     rank_, stage_, via_, end = _columns(freed, 4)
     frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, via=via_)
     rank_, stage_, via_, server, at, depth = _columns(_served(program, copies, sources, busy, options.fan_out), 6)
-    if header.shards:  # behind one row: what comes from an owner, nearest neighbours first, and then what is passed on
+    if (
+        header.part_owners
+    ):  # behind one row: what comes from an owner, nearest neighbours first, and then what is passed on
         order = np.lexsort(((server - rank_) % header.workers, depth, at))
         rank_, stage_, via_, server, at = (column[order] for column in (rank_, stage_, via_, server, at))
     ends, others = (np.stack(pair, axis=1).ravel() for pair in ((server, rank_), (rank_, server)))
@@ -112,9 +115,9 @@ def _columns(found: Sequence[tuple[int, ...]], count: int) -> list[Places]:
 def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
     """(`via`, owner) of the parts of a stage that `rank` fetches, in the order in which it does."""
     header = program.header
-    if header.parts(stage) == (-1,):
+    if header.weight_shards.parts(stage) == (-1,):
         return [(-1, home(program, rank, stage))]
-    parts = [(via, owner) for via, owner in enumerate(header.shards[stage]) if owner != rank]
+    parts = [(via, owner) for via, owner in enumerate(header.part_owners[stage]) if owner != rank]
     return sorted(parts, key=lambda part: ((part[1] - rank) % header.workers, part[0]))
 
 
@@ -163,7 +166,7 @@ def _served(
     jobs_of = [jobs.tolist() for jobs in busy]
     found: list[tuple[int, ...]] = []
     held: dict[tuple[int, int, int], Alive] = {}
-    parts = [len(program.header.parts(stage)) for stage in range(program.header.stages)]
+    parts = [len(program.header.weight_shards.parts(stage)) for stage in range(program.header.stages)]
     for copy in sorted(copies):
         most = fan_out * parts[copy.stage]
         then = float(time[copy.wanted])

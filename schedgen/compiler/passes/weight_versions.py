@@ -19,7 +19,9 @@ import numpy as np
 
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import Places, behind, rows_of
-from schedgen.ir.program import B, F, Header, Kind, Op, Program, rows
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F, Kind, Op
+from schedgen.ir.program import Program, rows
 from schedgen.util.errors import UsageError
 
 Field = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after
@@ -47,7 +49,7 @@ def update(program: Program, options: Options) -> Program:
     for (rank, stage), updates in found.items():
         mine = header.compute[F, stage] == rank
         newest[stage, mine] = np.searchsorted(updates.steps, forward[stage, mine])
-    version = _entered(header, newest) if header.updates == "vertical" else newest
+    version = _entered(header, newest) if header.weight_versions.updates == "vertical" else newest
     table = program.rows
     jobs = np.flatnonzero(table.stage >= 0)  # the compute instructions, and nothing else as yet
     peer = table.peer.copy()
@@ -82,16 +84,18 @@ def refuse(header: Header) -> None:
     """UsageError where a schedule cannot have versions of weights."""
     if (header.weights != header.compute).any() or (header.compute[F] != header.compute[B]).any():
         raise UsageError(
-            f"--updates {header.updates}: w must put a job's weights where it is computed, "
+            f"--updates {header.weight_versions.updates}: w must put a job's weights where it is computed, "
             "and a backward where its forward is"
         )
     if header.tied:
-        raise UsageError(f"--updates {header.updates}: tied stages step together, which is --updates flush")
+        raise UsageError(
+            f"--updates {header.weight_versions.updates}: tied stages step together, which is --updates flush"
+        )
 
 
 def _of_owner(header: Header, rank: int, stage: int, done: Places, ended: Places) -> Updates:
     """`done`, `ended`: by microbatch, the row of its backward, and the one behind which that has ended."""
-    size, count = header.round(stage), -(-header.microbatches // header.round(stage))
+    size, count = header.weight_versions.round(stage), -(-header.microbatches // header.weight_versions.round(stage))
     b = np.arange(header.microbatches)
     mine = header.compute[B, stage] == rank
     own = np.full(count, -1, np.int64)  # by round: behind its own part
@@ -106,8 +110,8 @@ def _of_owner(header: Header, rank: int, stage: int, done: Places, ended: Places
     if (own > steps).any():
         k = int(np.argmax(own > steps))
         raise UsageError(
-            f"--updates {header.updates}: worker {rank} does a backward of stage {stage} that belongs to update "
-            f"{k + 1} behind one of a later update: backwards of a stage go in the order of the microbatches"
+            f"--updates {header.weight_versions.updates}: worker {rank} does a backward of stage {stage} that belongs "
+            f"to update {k + 1} behind one of a later update: backwards of a stage go in the order of the microbatches"
         )
     return Updates(sums, steps)
 
@@ -118,13 +122,13 @@ def _entered(header: Header, newest: Places) -> Places:
     `newest`: the newest version when each forward starts, (S, B). Where several stages read the input, the one
     behind counts.
     """
-    sizes = np.array([header.round(stage) for stage in range(header.stages)])
-    first = [stage for stage, producers in enumerate(header.producers) if not producers]
+    sizes = np.array([header.weight_versions.round(stage) for stage in range(header.stages)])
+    first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
     known = (newest[first] * sizes[first, None]).min(axis=0)
     entered: Places = np.minimum(known // sizes[:, None], -(-header.microbatches // sizes)[:, None])
     for s, b in np.argwhere(entered > newest)[:1].tolist():
         raise UsageError(
-            f"--updates {header.updates}: microbatch {b} enters with version {entered[s, b]} and comes to stage {s} "
-            "before that is made there: stages must update from the last to the first"
+            f"--updates {header.weight_versions.updates}: microbatch {b} enters with version {entered[s, b]} and comes "
+            f"to stage {s} before that is made there: stages must update from the last to the first"
         )
     return entered

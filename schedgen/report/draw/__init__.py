@@ -13,7 +13,8 @@ import numpy as np
 
 from schedgen.analysis.lifetimes import SAVED
 from schedgen.analysis.subject import Numbers
-from schedgen.ir.program import COMPUTE, Ints, Op, Program, Small
+from schedgen.ir.instructions import COMPUTE, Ints, Op, Small
+from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.memory_plan import Bytes
 from schedgen.simulator.memory_timeline import Held, held
@@ -126,7 +127,11 @@ def scene(name: str, file: str, program: Program, walk: Timeline, bytes: Bytes, 
 def sizes(one: Scene) -> str:
     """Workers, stages and microbatches, in words."""
     header = one.program.header
-    shards = f" ({header.stages // header.tensor} in {header.tensor} shards each)" if header.tensor > 1 else ""
+    shards = (
+        f" ({header.stages // header.tensor_parallel.degree} in {header.tensor_parallel.degree} shards each)"
+        if header.tensor_parallel.degree > 1
+        else ""
+    )
     counted = (header.workers, "worker", "s"), (header.stages, "stage", "s"), (header.microbatches, "microbatch", "es")
     workers, stages, microbatches = (f"{n} {word}{ending if n != 1 else ''}" for n, word, ending in counted)
     return f"{workers}, {stages}{shards}, {microbatches}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import numpy as np
 
 from schedgen.analysis.subject import Numbers
-from schedgen.ir.program import Kind, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw import Scene, amount, facts, heading, numbered
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
 from schedgen.simulator.time_breakdown import SHARES

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from schedgen.analysis.lifetimes import SAVED
 from schedgen.ir.file import line_of
-from schedgen.ir.program import KIND_NAME, OPERANDS, Kind, Op
+from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
 from schedgen.report.draw import LOOK, Scene, numbered, titles
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.simulator.memory_timeline import Held

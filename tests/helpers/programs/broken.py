@@ -14,7 +14,7 @@ import mpirun.engine.read_schedule
 from mpirun.__main__ import main
 from mpirun.engine.forward_backward import Act
 from mpirun.engine.interpreter import Interpreter
-from schedgen.ir.program import Instruction
+from schedgen.ir.instructions import Instruction
 
 
 class Forgetful(Interpreter):

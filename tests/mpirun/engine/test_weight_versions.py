@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import mpirun.data.batches
 import mpirun.model.contract
-from schedgen.ir.program import UPDATES
+from schedgen.ir.weight_versions import UPDATES
 
 GPT, DROPPING = "models_for_tests:gpt_tiny", "models_for_tests:dropping"
 WALKS, BATCHES, STAGES = 2, 8, 4

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 
 from schedgen.checker import check
-from schedgen.ir.program import Kind, Op, Program
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile
 
 

@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile_scheme
-from schedgen.ir.program import COMPUTE, Kind, Op, Program
+from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile

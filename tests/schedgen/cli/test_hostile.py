@@ -20,7 +20,8 @@ from schedgen.checker import check
 from schedgen.checker.deadlock import Waits, rule_4
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import read, write
-from schedgen.ir.program import Kind, Op, Program, concatenate, rows
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program, concatenate, rows
 from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes

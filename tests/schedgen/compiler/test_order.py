@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from schedgen.compiler.compile import compile_scheme
 from schedgen.compiler.job_graph import graph
 from schedgen.compiler.order import greedy, strict
-from schedgen.ir.program import B, F, Op
+from schedgen.ir.instructions import B, F, Op
 from schedgen.ir.stage_graph import chain
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes

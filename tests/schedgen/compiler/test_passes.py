@@ -15,7 +15,7 @@ from schedgen.compiler.compile import compile_scheme
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes import PIPELINE
 from schedgen.compiler.passes.emit_jobs import compute
-from schedgen.ir.program import COMPUTE, B, F, Kind, Op
+from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 

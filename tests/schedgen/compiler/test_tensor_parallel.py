@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import read, write
-from schedgen.ir.program import F, Kind, Op, Program
+from schedgen.ir.instructions import F, Kind, Op
+from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -45,8 +46,13 @@ def jobs(program, rank):
 def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
     program = compiled(stages=2, microbatches=1, prefetch=0)
     header = program.header
-    assert (header.workers, header.stages, header.tensor, header.whole) == (4, 4, 2, (1,))
-    assert header.edges == ((0, 2), (1, 3)) and header.owners == ((0,), (1,), (2,), (3,))
+    assert (header.workers, header.stages, header.tensor_parallel.degree, header.tensor_parallel.replicated) == (
+        4,
+        4,
+        2,
+        (1,),
+    )
+    assert header.graph.edges == ((0, 2), (1, 3)) and header.owners == ((0,), (1,), (2,), (3,))
     assert header.tied == ((0, 1),)  # shards share what is not cut; a whole stage's are copies
     assert header.groups == ((0, 1, 2, 3), (0, 1))
     assert listed(program, 1) == [
@@ -84,7 +90,7 @@ def test_shards_and_parts_of_one_are_what_was_compiled_without():
 
 def test_parts_of_a_stage_run_one_behind_the_other():
     program = compiled("1f1b", 2, 3, tensor=1, parts=3)
-    assert program.header.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
+    assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
     whole = compiled("1f1b", 2, 3, tensor=1)
     for rank in range(2):
         order = [

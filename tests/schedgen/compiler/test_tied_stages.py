@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import parse, read, write
-from schedgen.ir.program import Kind, Op, Program
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program
 from schedgen.schemes import SCHEMES, load
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.simulate import simulate

@@ -15,7 +15,9 @@ from slow_memory_plan import hold, random_bytes
 from schedgen.checker import check
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import parse, read, write
-from schedgen.ir.program import Kind, Op, Program, cut
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program
+from schedgen.ir.weight_shards import part_offsets
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.cost import Machine
@@ -114,7 +116,7 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
         values = getattr(rows, column).copy()
         limit = program.header.workers
         if column == "via":
-            limit = len(program.header.parts(int(rows.stage[i])))
+            limit = len(program.header.weight_shards.parts(int(rows.stage[i])))
         values[i] = data.draw(st.integers(0, limit - 1))
         rows = rows._replace(**{column: values})
     changed = Program(program.header, rows).project()
@@ -146,7 +148,7 @@ def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
 
 @given(st.integers(0, 10_000), st.integers(1, 70))
 def test_parts_are_equal_but_for_the_last_and_begin_at_lines(size, parts):
-    ends = cut(size, parts)
+    ends = part_offsets(size, parts)
     lengths = np.diff(ends)
     assert (ends[0], ends[-1], len(ends)) == (0, size, parts + 1)
     some = lengths[lengths > 0]
@@ -163,7 +165,7 @@ def test_two_uneven_stages_leave_every_worker_a_quarter():
     assert found.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
     # Beside them the two stages as they are computed with, a gradient or two, and what is received of them.
     assert (found.places <= 4 * weight.sum() + 2 * weight.max()).all()
-    owners = program.header.shards
+    owners = program.header.part_owners
     assert owners == ((0, 1, 2, 3), (1, 2, 3, 0)) and program.header.owners == ((0, 1, 2, 3),) * 2
     numbers = stats(program)
     assert [one["weight_storage"] for one in numbers["workers"]] == [0.5] * 4
@@ -191,7 +193,7 @@ def test_w_says_where_parts_are(tmp_path):
     sizes = Sizes(3, 4, 4, shards=(4, 1, 2))
     program = compiled(str(path), sizes)
     check(program)
-    assert program.header.shards == ((0, 2, 0, 2), (1,), (2, 0))
+    assert program.header.part_owners == ((0, 2, 0, 2), (1,), (2, 0))
     assert json.loads(written(program))["scheme"]["shards"] == [4, 1, 2]
 
 

@@ -18,9 +18,10 @@ from slow_memory_plan import peaks_of_held
 from schedgen.checker import RULES, check
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import parse, read, write
+from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.line_codec import State
 from schedgen.ir.line_codec import parse as parse_lines
-from schedgen.ir.program import Kind, Op, Program
+from schedgen.ir.program import Program
 from schedgen.ir.validate import Bounds, instruction
 from schedgen.report.chakra import dependencies
 from schedgen.schemes import SCHEMES, load
@@ -97,7 +98,7 @@ def test_all_replicas_compile_check_and_run(replicas, updates, execute):
 def test_schemes_that_fetch_no_weights_may_update_without_a_flush(scheme, updates, execute):
     sizes = sizes_of(scheme)
     program = compile_scheme(load(scheme, sizes), sizes, updates=updates)
-    assert program.header.updates == updates
+    assert program.header.weight_versions.updates == updates
     assert execute(program) == peaks(program)
 
 
@@ -154,7 +155,7 @@ def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
 def test_a_schedule_is_written_and_read_back(program):
     file = written(program)
     again, fault = read(io.BytesIO(file), "file")
-    assert fault is None and again.header.updates == program.header.updates
+    assert fault is None and again.header.weight_versions.updates == program.header.weight_versions.updates
     for other in (again, parse(json.dumps(json.loads(file)), "file")):
         assert all((a == b).all() for a, b in zip(program.rows, other.rows, strict=True))
         assert written(other) == file
@@ -197,7 +198,7 @@ def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
             late = late[late < length]
         else:
             values = getattr(rows, column).copy()
-            limit = {"stage": header.stages, "mb": header.microbatches}.get(column, header.versions)
+            limit = {"stage": header.stages, "mb": header.microbatches}.get(column, header.weight_versions.count)
             if column == "peer" and rows.op[i] in (Op.SEND, Op.RECV):
                 limit = header.workers
             if values[i] >= 0 and rows.op[i] not in (Op.ALLREDUCE, Op.NORM):  # groups stay

@@ -17,8 +17,8 @@ def test_a_schedule_has_the_graphs_edges(run, tmp_path):
                   "-o", "-")  # fmt: skip
         assert out.code == 0, out.err
         header = parse(out.out, "-").header
-        assert header.edges == ((0, 1), (0, 3), (1, 2), (2, 3))
-        assert (header.apart, header.tied, header.stages) == ((0,), ((0, 3),), 4)
+        assert header.graph.edges == ((0, 1), (0, 3), (1, 2), (2, 3))
+        assert (header.graph.per_consumer, header.tied, header.stages) == ((0,), ((0, 3),), 4)
         assert '"buf": "x.0.1.3"' in out.out or scheme == "fsdp"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile_scheme
-from schedgen.ir.program import Op
+from schedgen.ir.instructions import Op
 from schedgen.planner.layer_downsets import in_order
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import Level, partition

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from schedgen.ir.file import read
-from schedgen.ir.program import COMPUTE, Op
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.simulator.simulate import simulate
 
 # et_def.proto of MLCommons Chakra: number -> name of the fields of Node and AttributeProto that are written.

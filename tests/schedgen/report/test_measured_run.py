@@ -7,7 +7,7 @@ import json
 import pytest
 
 from schedgen.checker.files import checked
-from schedgen.ir.program import Op
+from schedgen.ir.instructions import Op
 from schedgen.report.measured_run import measured, read_trace
 
 CAUSES = {"activation", "gradient", "weight", "weight_gradient", "send", "reduction", "overhead", "begin", "end"}

@@ -8,7 +8,7 @@ import pytest
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile_scheme
-from schedgen.ir.program import Op
+from schedgen.ir.instructions import Op
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats

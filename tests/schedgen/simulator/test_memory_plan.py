@@ -16,7 +16,7 @@ from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 import schedgen.util.jit
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import read, write
-from schedgen.ir.program import Kind, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.cost import Machine
@@ -67,7 +67,7 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
     rng = np.random.default_rng(1)
     for bytes in (
         measured(Machine(), program.header.stages),
-        random_bytes(rng, program.header.stages, len(program.header.edges)),
+        random_bytes(rng, program.header.stages, len(program.header.graph.edges)),
     ):
         hold(program, bytes)
 
@@ -79,7 +79,9 @@ def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_p
     hold(
         program,
         random_bytes(
-            np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages, len(program.header.edges)
+            np.random.default_rng(data.draw(st.integers(0, 99))),
+            program.header.stages,
+            len(program.header.graph.edges),
         ),
     )
 

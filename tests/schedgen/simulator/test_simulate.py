@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schedgen.compiler.compile import compile_scheme
-from schedgen.ir.program import COMPUTE, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.cost import Machine

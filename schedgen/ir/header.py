@@ -1,0 +1,96 @@
+"""The header of a schedule: what it is, apart from its instructions.
+
+Each concept that a schedule may have is a value with its own methods: `graph`, `weight_shards`,
+`weight_versions`, `tensor_parallel`, `ties`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from schedgen.ir.instructions import DIRECTIONS, Ints
+from schedgen.ir.stage_graph import StageGraph
+from schedgen.ir.tensor_parallel import TensorParallel
+from schedgen.ir.tied_stages import TiedStages
+from schedgen.ir.weight_shards import WeightShards
+from schedgen.ir.weight_versions import FLUSH, WeightVersions
+
+
+@dataclass(frozen=True, eq=False)
+class Header:
+    """What a schedule is, apart from its instructions.
+
+    `compute` and `weights` are the two halves of w on every job, shape
+    (directions, stages, microbatches).
+    """
+
+    scheme: Mapping[str, Any]  # name, workers, stages, microbatches, then the scheme's own: numbers, words, lists
+    mode: str  # "greedy" or "strict": what n means
+    n: str  # name of the order
+    cost: Mapping[str, float]  # duration of each direction that ordered the jobs
+    # weight_slots, fan_out, prefetch, recompute: `compiler.options`; updates, one of UPDATES, unless flush
+    lowering: Mapping[str, int | list[int] | str]
+    graph: StageGraph
+    groups: tuple[tuple[int, ...], ...]  # ranks of each collective
+    compute: Ints
+    weights: Ints
+    generator: str
+    tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters: a tie is 2 or more, ascending
+    part_owners: tuple[tuple[int, ...], ...] = ()  # by stage, the owner of each part of its weights; empty: no parts
+    tensor_parallel: TensorParallel = TensorParallel(1, (), 0)  # noqa: RUF009  frozen
+
+    @property
+    def workers(self) -> int:
+        """W, the number of ranks."""
+        return int(self.scheme["workers"])
+
+    @property
+    def stages(self) -> int:
+        """S, the stages of the schedule: T for each of the model's where it is tensor-parallel."""
+        return int(self.scheme["stages"])
+
+    @property
+    def microbatches(self) -> int:
+        """B, the microbatches of a step."""
+        return int(self.scheme["microbatches"])
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """F and B, or F, I and W where the backward is split."""
+        return DIRECTIONS[len(self.compute)]
+
+    @cached_property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """owners(s): every worker that w_weights names, ascending; of a divided stage, the owners of parts."""
+        if self.part_owners:
+            return tuple(tuple(sorted(set(ranks))) for ranks in self.part_owners)
+        return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))
+
+    @cached_property
+    def several_owners(self) -> tuple[bool, ...]:
+        """By stage, whether it has several owners of all its weights, which sum up among themselves."""
+        return tuple(not self.part_owners and len(ranks) > 1 for ranks in self.owners)
+
+    @cached_property
+    def weight_shards(self) -> WeightShards:
+        """The parts that weights are divided into, and who owns each."""
+        return WeightShards(self.part_owners, self.owners)
+
+    @cached_property
+    def weight_versions(self) -> WeightVersions:
+        """When weights change, and how many versions of them there are."""
+        return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners)
+
+    @cached_property
+    def ties(self) -> TiedStages:
+        """The stages that share parameters."""
+        return TiedStages(self.tied, self.owners)
+
+    def part_uses(self) -> int:
+        """How many parts of weights all jobs use together."""
+        return len(self.weight_shards.units) * self.microbatches * len(self.compute) if self.part_owners else 0

@@ -1,0 +1,152 @@
+"""The instruction set: opcodes, what they are about, and how an instruction is written.
+
+This is the only place that defines an opcode and its operands. What an instruction does to which buffers is
+`effects.py`; what it means, step by step, is `reference_machine.py`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Small = NDArray[np.int8]
+AnyInts = NDArray[np.integer[Any]]
+
+# Directions, the third argument of w and n. Where the backward is not split
+# there are two, F and B; where it is, three: F, I (gradient of the input) and
+# W (gradient of the weights).
+F, B, W = 0, 1, 2
+I = B  # noqa: E741  the name the zero-bubble papers use
+DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W")}
+
+
+class Op(IntEnum):
+    """Opcodes. Semantics in one line each; `schedgen/README.md` has the long form."""
+
+    FETCH_W = 0  # start receiving w.stage, or one part of it; the sender has a matching SEND
+    RECV = 1  # start receiving buf
+    SEND = 2  # start sending buf
+    FWD = 3  # x.stage.mb = stage(x.producer.mb, w.stage)
+    BWD = 4  # g.producer.mb, dw.stage += backward(g.stage.mb)
+    BWD_I = 5  # the part of BWD that yields g.producer.mb
+    BWD_W = 6  # the part of BWD that adds to dw.stage
+    RECOMPUTE = 7  # redo FWD for a later backward, output thrown away
+    ADD = 8  # buf += the partial received from rank `from`
+    ALLREDUCE = 9  # buf = sum of the group's buf, of x and g of their shards' buf; a missing dw counts as zero
+    NORM = 10  # all ranks learn the losses and the norm of the whole gradient
+    STEP = 11  # optimizer step on this rank's w.stage, or one part of it, which becomes its next version
+    FREE = 12  # last use is past; waits for sends of buf still under way
+
+
+class Kind(IntEnum):
+    """What a buffer holds. Also the message kind: FIFO order holds per kind."""
+
+    NONE = 0
+    X = 1  # x.s.b    output activation of stage s; x.s.b.c the part of it that consumer c reads
+    G = 2  # g.s.b    gradient with respect to it; g.s.b.c the share of consumer c
+    W = 3  # w.s      weights; w.s@v where a schedule has versions of them, w.s/k a part of divided ones
+    DW = 4  # dw.s     weight gradient gathered on this rank; dw.s/k where the weights are divided
+    T = 5  # t.k      the part of the dw of tie k's stages that belongs to what they share; never travels
+
+
+KIND_NAME = {Kind.X: "x", Kind.G: "g", Kind.W: "w", Kind.DW: "dw", Kind.T: "t"}
+KIND_WORDS = {Kind.X: "activation", Kind.G: "gradient", Kind.W: "weight", Kind.DW: "weight_gradient"}
+
+# Operands by opcode, in the order they are written; "shard" only where the stage's weights are divided.
+OPERANDS: dict[Op, tuple[str, ...]] = {
+    Op.FETCH_W: ("stage", "shard", "from"),
+    Op.RECV: ("buf", "from"),
+    Op.SEND: ("buf", "to"),
+    Op.FWD: ("stage", "mb"),
+    Op.BWD: ("stage", "mb"),
+    Op.BWD_I: ("stage", "mb"),
+    Op.BWD_W: ("stage", "mb"),
+    Op.RECOMPUTE: ("stage", "mb"),
+    Op.ADD: ("buf", "from"),
+    Op.ALLREDUCE: ("buf", "group"),
+    Op.NORM: ("group",),
+    Op.STEP: ("stage", "shard"),
+    Op.FREE: ("buf",),
+}
+# The kinds of buffer an opcode may name.
+KINDS: dict[Op, tuple[Kind, ...]] = {
+    Op.FETCH_W: (Kind.W,),
+    Op.RECV: (Kind.X, Kind.G, Kind.DW),
+    Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
+    Op.ADD: (Kind.DW,),
+    Op.ALLREDUCE: (Kind.DW, Kind.T, Kind.X, Kind.G),
+    Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW),
+}
+EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
+COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
+VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
+
+
+class Instruction(NamedTuple):
+    """One row of `Rows` without its rank."""
+
+    op: int
+    kind: int
+    stage: int
+    mb: int
+    via: int
+    peer: int
+
+    def __str__(self) -> str:
+        fields = [f'"op": "{Op(self.op).name}"']
+        for name in OPERANDS[Op(self.op)]:
+            if name == "buf":
+                fields.append(f'"buf": "{self.buffer}"')
+            elif name in ("stage", "mb"):
+                fields.append(f'"{name}": {self.stage if name == "stage" else self.mb}')
+            elif name == "shard":
+                fields += [f'"shard": {self.via}'] * (self.via >= 0)
+            else:
+                fields.append(f'"{name}": {self.peer}')
+        if self.op in VERSIONED and self.peer >= 0:
+            fields.append(f'"version": {self.peer}')
+        return "{" + ", ".join(fields) + "}"
+
+    @property
+    def part(self) -> int:
+        """Of weights and their gradients: which part of its stage's; -1 where they are not divided."""
+        return self.via
+
+    @property
+    def consumer(self) -> int:
+        """Of x and g: the stage that reads, or gives, this one; -1 where it is the only one."""
+        return self.via
+
+    @property
+    def tie(self) -> int:
+        """Of t.k: the tie k."""
+        return self.stage
+
+    @property
+    def group(self) -> int:
+        """Of collectives: the group of ranks that enter it."""
+        return self.peer
+
+    @property
+    def version(self) -> int:
+        """Of compute, STEP and FREE of weights: the version of the weights; -1 where there are none."""
+        return self.peer
+
+    @property
+    def buffer(self) -> str:
+        """The name of the buffer it names."""
+        version = self.peer if self.op == Op.FREE else -1
+        return buffer_name(self.kind, self.stage, self.mb, self.via, version)
+
+
+def buffer_name(kind: int, stage: int, mb: int = -1, via: int = -1, version: int = -1) -> str:
+    """The name of a buffer: x.s.b, x.s.b.c, g.s.b, g.s.b.c, w.s, w.s/k, w.s@v, dw.s, dw.s/k or t.k."""
+    if kind in (Kind.W, Kind.DW) and via >= 0:
+        return f"{KIND_NAME[Kind(kind)]}.{stage}/{via}"
+    parts = [KIND_NAME[Kind(kind)], str(stage)]
+    parts += [str(part) for part in (mb, via) if part >= 0]
+    return ".".join(parts) + (f"@{version}" if version >= 0 else "")

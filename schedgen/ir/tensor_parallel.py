@@ -1,0 +1,51 @@
+"""Tensor parallelism: T shards of every stage of the model, on as many workers [Megatron-LM, section 3].
+
+Stage s T + t of a schedule is shard t of the model's stage s. The shards of a *split* stage make a sum: an
+ALLREDUCE adds up what their jobs give. A *replicated* stage is computed alike by all its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.util.errors import UsageError
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How many shards every stage of the model has, and which of its stages they replicate; true above one."""
+
+    degree: int  # T, the shards of each stage; 1: stages have none
+    replicated: tuple[int, ...]  # the model's stages that all shards compute alike, ascending
+    stages: int  # of the schedule
+
+    def __bool__(self) -> bool:
+        """Whether stages have shards."""
+        return self.degree > 1
+
+    @cached_property
+    def split(self) -> NDArray[np.bool_]:
+        """By stage of the schedule: whether its output, and the gradients it gives, add up over its shards."""
+        split = np.full(self.stages // self.degree, self.degree > 1)
+        split[list(self.replicated)] = False
+        return np.repeat(split, self.degree)
+
+    def siblings(self, stage: int) -> range:
+        """The shards of the model's stage that `stage` is one of: stages of the schedule, in their order."""
+        first = stage - stage % self.degree
+        return range(first, first + self.degree)
+
+
+def check_workers(compute: NDArray[np.int32], degree: int, directions: Sequence[str]) -> None:
+    """UsageError where two shards of a stage are on one worker; `compute`: (directions, stages, microbatches)."""
+    placed = np.sort(compute.reshape(len(compute), -1, degree, compute.shape[2]), axis=2)
+    for d, s, t, b in np.argwhere(placed[:, :, 1:] == placed[:, :, :-1])[:1].tolist():
+        raise UsageError(
+            f"w puts two shards of {directions[d]}({s}, {b}) on worker {placed[d, s, t, b]}: "
+            f"the {degree} shards of a stage are on as many workers"
+        )

@@ -1,0 +1,79 @@
+"""Weight shards: the weights of a stage divided into parts, each with an owner of its own [ZeRO, FSDP].
+
+A *unit* is what has one dw, one STEP and one set of owners: a stage, or one part of a divided one. Units are
+numbered by stage and then by part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+LINE = 64  # bytes: where a part of weights, or of a sum, begins is a multiple
+
+
+def part_offsets(size: int, parts: int) -> list[int]:
+    """Where the parts of `size` bytes begin, and the end: all but the last that is not empty are equally long.
+
+    A part begins at a multiple of 64 bytes.
+    """
+    part = -(-size // (parts * LINE)) * LINE
+    return [min(k * part, size) for k in range(parts + 1)]
+
+
+@dataclass(frozen=True)
+class WeightShards:
+    """The units of a schedule and who owns each; true where a stage is divided."""
+
+    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part; empty: no stage is divided
+    owners: tuple[tuple[int, ...], ...]  # by stage
+
+    def __bool__(self) -> bool:
+        """Whether the weights of some stage are divided."""
+        return bool(self.part_owners)
+
+    @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """How many units each stage has."""
+        return np.array([len(ranks) for ranks in self.part_owners] or [1] * len(self.owners), np.int64)
+
+    def parts(self, stage: int) -> tuple[int, ...]:
+        """The `part` operands of w.stage and dw.stage: (-1,) where they are not divided."""
+        count = int(self.counts[stage])
+        return tuple(range(count)) if count > 1 else (-1,)
+
+    @cached_property
+    def first_unit(self) -> NDArray[np.int64]:
+        """The units of stage s are first_unit[s] to first_unit[s + 1] - 1."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    @cached_property
+    def stage_of(self) -> NDArray[np.int64]:
+        """The stage of each unit."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def units(self) -> list[tuple[int, int]]:
+        """(stage, part) of every unit."""
+        return [(stage, part) for stage in range(len(self.counts)) for part in self.parts(stage)]
+
+    def holders(self, stage: int, part: int) -> tuple[int, ...]:
+        """The owners of a unit, ascending."""
+        return self.owners[stage] if part < 0 else (self.part_owners[stage][part],)
+
+    def is_owner(self, workers: int) -> NDArray[np.bool_]:
+        """Whether a rank owns a unit, shape (workers, units)."""
+        owner = np.zeros((workers, len(self.units)), bool)
+        for unit, (stage, part) in enumerate(self.units):
+            owner[list(self.holders(stage, part)), unit] = True
+        return owner
+
+    def sizes(self, by_stage: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of every unit, from those of all weights of each stage."""
+        if not self:
+            return by_stage
+        ends = [part_offsets(int(size), int(count)) for size, count in zip(by_stage, self.counts, strict=True)]
+        return np.concatenate([np.diff(np.array(offsets, np.int64)) for offsets in ends])
