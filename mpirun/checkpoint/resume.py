@@ -7,7 +7,6 @@ shares together, and takes one of its own from the whole.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,9 +29,9 @@ from mpirun.model.parallel_layers import Cut, Shard
 from schedgen.util.errors import UsageError
 
 
-def newest(comm: MPI.Intracomm, options: argparse.Namespace) -> Manifest | None:
+def newest(comm: MPI.Intracomm, resume: str, save: str | None) -> Manifest | None:
     """The newest whole checkpoint in --resume; None where there is none at all and --save is the same. Collective."""
-    directory = Path(options.resume)
+    directory = Path(resume)
     folders = from_rank_0(comm, lambda: files.folders(directory))
     for folder in folders:
         try:
@@ -40,7 +39,7 @@ def newest(comm: MPI.Intracomm, options: argparse.Namespace) -> Manifest | None:
         except Stop as stop:
             if comm.rank == 0:
                 print(f"mpirun: {stop}: skipped", file=sys.stderr, flush=True)
-    if not folders and options.save and Path(options.save).resolve() == directory.resolve():
+    if not folders and save and Path(save).resolve() == directory.resolve():
         return None  # the first of several runs by the same command
     which = "no checkpoint is whole" if folders else "there is no checkpoint"
     raise Stop(f"--resume {directory}: {which}", 1, speaker=0)

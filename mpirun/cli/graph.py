@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-import argparse
+from mpi4py import MPI
 
+from mpirun.cli.options import GraphOptions
+from mpirun.comm.fail_together import notes, on_rank_0
 from mpirun.model import dataflow
 from mpirun.model.contract import load
 from schedgen.ir.stage_graph import chain
 from schedgen.util.files import output
 
 
-def write(options: argparse.Namespace) -> int:
-    """Write the file; the exit code."""
-    model = load(options.model, options.stages, seed=0)
-    reads = model.wiring([[p for p, c in chain(options.stages) if c == stage] for stage in range(options.stages)], 1)
-    found = dataflow.dag(reads, ([stage for stage, _ in tie] for tie in model.tied))
-    with output(options.output) as out:
-        out.write(dataflow.text(found).encode())
-    return 0
+class Graph:
+    """The command. It has no schedule, so rank 0 does all of it."""
+
+    def __init__(self, comm: MPI.Intracomm, options: GraphOptions) -> None:
+        """Nothing is done before `execute`."""
+        self.comm, self.options, self.traceback = comm, options, options.traceback
+
+    def position(self) -> str:
+        """No instruction is executed."""
+        return ""
+
+    def execute(self) -> int:
+        """Write the file; the exit code. Collective."""
+        with notes(self.comm):
+            on_rank_0(self.comm, self._write)
+        return 0
+
+    def _write(self) -> None:
+        stages = range(self.options.stages)
+        model = load(self.options.model, len(stages), seed=0)
+        producers = [[p for p, c in chain(len(stages)) if c == stage] for stage in stages]
+        dag = dataflow.dag(model.wiring(producers, 1), ([stage for stage, _ in tie] for tie in model.tied))
+        with output(self.options.output) as out:
+            out.write(dataflow.text(dag).encode())

@@ -1,20 +1,20 @@
-"""The options of both commands."""
+"""The options of the three commands: declared for argparse, and made into frozen dataclasses once.
+
+A mistake is a `Stop` that all ranks end with and rank 0 prints; so is --help, with exit code 0.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop
+from mpirun.engine.options import SetupOptions
 from schedgen.util.option_types import number
-
-T = TypeVar("T", int, float)
-
-LR = 1e-3
-
 
 EXAMPLES = """built-in models: mpirun.models.gpt:tiny, :small, :tied and :tensor; mpirun.models.mlp:tiny and :small;
 mpirun.models.seq2seq:tiny and :small
@@ -25,12 +25,62 @@ python -m mpirun graph --help: what a model's stages read of one another
 example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20"""
 
 
+Options = TypeVar("Options", "RunOptions", "ProfileOptions", "GraphOptions", SetupOptions)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Of `python -m mpirun FILE`; those without a comment mean what --help says."""
+
+    setup: SetupOptions
+    file: str
+    traceback: bool
+    seed: int | None  # None: the checkpoint's; `setup.seed` is then the one without a checkpoint
+    verify: bool
+    tolerance: float | None  # None: by the types that are computed in
+    save: str | None
+    every: int
+    keep: int
+    resume: str | None
+    timeout: float
+    memory: bool
+    metrics: str | None
+    trace: str | None
+    trace_steps: int
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Of `python -m mpirun profile`. `stages`, `schedule` or both are given."""
+
+    setup: SetupOptions
+    traceback: bool
+    stages: int | None
+    schedule: str | None
+    split: bool
+    output: str
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Of `python -m mpirun graph`."""
+
+    model: str
+    traceback: bool
+    stages: int
+    output: str
+
+
 class Parser(argparse.ArgumentParser):
+    """One whose errors are said by rank 0 alone and end all ranks."""
+
     def error(self, message: str) -> NoReturn:
+        """End all ranks with this message, and where to read on."""
         raise Stop(f"{message} (see {self.prog} --help)", 2, speaker=0)
 
 
-def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
+def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
+    """From the arguments of `python -m mpirun`."""
     parser = Parser(
         prog="python -m mpirun",
         description="Train a model by a schedule, one MPI rank a worker.",
@@ -41,14 +91,15 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     add = parser.add_argument
     add("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
     _common(parser)
-    add("--steps", type=_count, default=20, metavar="N", help="of the optimizer; default: 20")
+    add("--steps", type=_count, default=SetupOptions.steps, metavar="N", help="of the optimizer; default: 20")
     add(
         "--seed",
         type=_count,
         metavar="N",
         help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's",
     )
-    add("--lr", type=_positive, default=LR, metavar="X", help=f"learning rate; default: {LR}")
+    lr = SetupOptions.lr
+    add("--lr", type=_positive, default=lr, metavar="X", help=f"learning rate; default: {lr}")
     add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
     add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
     add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
@@ -83,16 +134,18 @@ def train_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
     add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
     add("--trace-steps", type=_positive_count, default=1, metavar="K", help="trace the last K steps; default: 1")
-    options = _parsed(comm, parser, arguments, file="FILE", model="--model")
-    if options.trace and not options.steps:
+    values = _values(comm, parser, arguments, file="FILE", model="--model")
+    _check_momentum(parser, values)
+    if values["trace"] and not values["steps"]:
         parser.error("--trace: there is nothing to trace in 0 steps")
     for name in ("save", "resume"):
-        if getattr(options, name) == "":
+        if values[name] == "":
             parser.error(f"--{name}: the folder has no name")
-    return options
+    return _made(RunOptions, values, setup=_made(SetupOptions, values, seed=values["seed"] or 0))
 
 
-def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
+def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
+    """From the arguments that follow `profile`. What a step costs depends neither on the rate nor on --canonical."""
     parser = Parser(
         prog="python -m mpirun profile",
         description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
@@ -109,17 +162,17 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namesp
     _common(parser)
     add("--steps", type=_count, default=10, metavar="N", help="that are timed; default: 10")
     add("--seed", type=_count, default=0, metavar="N", help="of the weights, and of places in the text; default: 0")
-    options = _parsed(comm, parser, arguments, model="--model", output="--output")
-    if options.stages is None and options.schedule is None:
+    values = _values(comm, parser, arguments, model="--model", output="--output")
+    _check_momentum(parser, values)
+    if values["stages"] is None and values["schedule"] is None:
         parser.error("--stages or --schedule is missing")
-    options.accumulate, options.canonical = 1, False
-    options.lr, options.lr_schedule, options.warmup = LR, "constant", 0  # a step costs the same with any
-    if not options.steps:
+    if not values["steps"]:
         parser.error("--steps: nothing is measured in 0 steps")
-    return options
+    return _made(ProfileOptions, values, setup=_made(SetupOptions, values))
 
 
-def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespace:
+def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
+    """From the arguments that follow `graph`."""
     parser = Parser(
         prog="python -m mpirun graph",
         description="Which stages of a model read which others, and share parameters:\n"
@@ -131,11 +184,11 @@ def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> argparse.Namespac
     _model(parser)
     parser.add_argument("--stages", type=_positive_count, metavar="S", help="how many the model is cut into")
     parser.add_argument("-o", "--output", metavar="FILE", help="the file to write; - is standard output")
-    options = parser.parse_args(arguments)
-    return _complete(comm, parser, options, model="--model", stages="--stages", output="--output")
+    return _made(GraphOptions, _values(comm, parser, arguments, model="--model", stages="--stages", output="--output"))
 
 
 def _model(parser: Parser) -> None:
+    """Add the options that all commands share."""
     add = parser.add_argument
     add("-h", "--help", action="store_true", help="show this and exit")
     add("--model", metavar="MODULE:FUNCTION", help="a function: number of stages -> mpirun.Model")
@@ -143,7 +196,7 @@ def _model(parser: Parser) -> None:
 
 
 def _common(parser: Parser) -> None:
-    """The options of the model and of its training."""
+    """Add the options of the model and of its steps that a run and a profile share."""
     add = parser.add_argument
     _model(parser)
     add("--text", metavar="FILE", help="the training text; default: the sources of Python's standard library")
@@ -156,24 +209,28 @@ def _common(parser: Parser) -> None:
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
 
 
-def _parsed(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: str) -> argparse.Namespace:
-    """The options; `needed`: those that must be there, and what they are called."""
-    options = _complete(comm, parser, parser.parse_args(arguments), **needed)
-    if options.momentum and options.optimizer != "sgd":
-        parser.error("--momentum is of --optimizer sgd")
-    return options
-
-
-def _complete(comm: MPI.Comm, parser: Parser, options: argparse.Namespace, **needed: str) -> argparse.Namespace:
-    """The same, unless help is asked for or something that must be there is missing."""
-    if options.help:
+def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: str) -> dict[str, Any]:
+    """The options' values by name; `needed`: those that must be there, and what they are called."""
+    values = vars(parser.parse_args(arguments))
+    if values["help"]:
         if comm.rank == 0:
             parser.print_help()
         raise Stop("", 0, speaker=-1)
     for name, words in needed.items():
-        if getattr(options, name) is None:
+        if values[name] is None:
             parser.error(f"{words} is missing")
-    return options
+    return values
+
+
+def _check_momentum(parser: Parser, values: dict[str, Any]) -> None:
+    if values["momentum"] and values["optimizer"] != "sgd":
+        parser.error("--momentum is of --optimizer sgd")
+
+
+def _made(options: type[Options], values: dict[str, Any], **more: Any) -> Options:
+    """A dataclass of options from the values of its fields."""
+    names = {field.name for field in fields(options)}
+    return options(**{name: value for name, value in values.items() if name in names} | more)
 
 
 _count = number("a whole number of at least 0", int, 0, 2**31)

@@ -9,7 +9,6 @@ between neighbouring ranks.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 from tqdm import tqdm
 
+from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import from_rank_0, on_rank_0, writable
 from mpirun.comm.link_speed import links
 from mpirun.engine.build import interpreter
@@ -67,13 +67,13 @@ class Bytes(NamedTuple):
 class Profile:
     """One rank's part of a profile."""
 
-    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
-        self.comm, self.options = comm, options
+    def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
+        self.comm, self.options, self.traceback = comm, options, options.traceback
         on_rank_0(comm, lambda: writable("--output", options.output))
         schedules, splits = from_rank_0(comm, lambda: _schedules(options))
         self.split = options.split or splits
         self.at: Instruction | None = None
-        self.training = training(comm, options, schedules[0].header)
+        self.training = training(comm, options.setup, schedules[0].header)
         self.programs = schedules
 
     def _interpreter(self, split: bool) -> tuple[Interpreter, list[Instruction]]:
@@ -82,11 +82,11 @@ class Profile:
         code = program.instructions(0)
         return interpreter(MPI.COMM_SELF, program, code, self.training), code
 
-    def place(self) -> str:
+    def position(self) -> str:
         """The instruction being executed, for error messages; empty outside of a step."""
         return "" if self.at is None else f"{self.at}: "
 
-    def write(self) -> int:
+    def execute(self) -> int:
         """Measure, and write the file on rank 0; the exit code."""
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds()
@@ -137,7 +137,7 @@ class Profile:
 
     def _seconds(self) -> dict[str, list[float]]:
         """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
-        steps, silent = self.options.steps, self.comm.rank > 0 or not sys.stderr.isatty()
+        steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
         found: dict[Key, list[float]] = {}
         one, code = self._interpreter(self.split)
         self._step(one, code, {})  # to warm up
@@ -190,7 +190,7 @@ def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]
     ]
 
 
-def _schedules(options: argparse.Namespace) -> tuple[list[Program], bool]:
+def _schedules(options: ProfileOptions) -> tuple[list[Program], bool]:
     """One worker's program with whole and with split backwards; whether --schedule has split ones."""
     splits = False
     dag = Dag(options.stages or 1, chain(options.stages or 1))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 
 from mpi4py import MPI
 from torch import Tensor
@@ -16,6 +16,7 @@ from mpirun.checkpoint.facts import others
 from mpirun.checkpoint.files import Manifest
 from mpirun.checkpoint.keeper import Keeper
 from mpirun.checkpoint.resume import newest
+from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import Stop, meet, on_rank_0, together, writable
 from mpirun.engine.build import interpreter
@@ -40,8 +41,8 @@ LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
 class Run:
     """One rank's part of a run."""
 
-    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
-        self.comm, self.options = comm, options
+    def __init__(self, comm: MPI.Intracomm, options: RunOptions) -> None:
+        self.comm, self.options, self.traceback = comm, options, options.traceback
         given = schedule(comm, options.file)
         self.program, self.first_line = given.program, given.first_line
         self.whole = given.whole if options.trace else None
@@ -55,11 +56,12 @@ class Run:
 
     def _set_up(self, sha256: str) -> None:
         comm, options = self.comm, self.options
-        found = newest(comm, options) if options.resume else None
+        found = newest(comm, options.resume, options.save) if options.resume else None
         self.begun = 0 if found is None else found.step  # steps done before this run
-        if options.seed is None:
-            options.seed = 0 if found is None else found.seed
-        self.training = training(comm, options, self.header)
+        setup = options.setup
+        if options.seed is None and found is not None:
+            setup = replace(setup, seed=found.seed)
+        self.training = training(comm, setup, self.header)
         self.tokens = self.training.batches.tokens
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
@@ -68,8 +70,8 @@ class Run:
         self.progress = on_rank_0(comm, self._progress)
         self.asked: float | None = None  # when this rank was asked to leave
         signal.signal(signal.SIGTERM, self._asked_to_leave)
-        if options.trace:
-            on_rank_0(comm, lambda: writable("--trace", options.trace))
+        if trace := options.trace:
+            on_rank_0(comm, lambda: writable("--trace", trace))
         if self.training.device.said and comm.rank == 0:
             print(self.training.device.said, flush=True)
 
@@ -86,30 +88,30 @@ class Run:
             keeper.save_to(options.save, options.keep, options.resume)
         return keeper
 
-    def place(self) -> str:
+    def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
         row = self.watch.state[ROW]
         return "" if row < 0 else f"line {self.first_line + row}: {self.instructions[row]}: "
 
-    def train(self) -> int:
+    def execute(self) -> int:
         """All steps; the exit code."""
         with self.end:
             return self._train()
 
     def _progress(self) -> Progress:
         options = self.options
-        return Progress(self.begun, options.steps, self.tokens, self.training.batches.weights, options.metrics)
+        return Progress(self.begun, options.setup.steps, self.tokens, self.training.batches.weights, options.metrics)
 
     def _train(self) -> int:
-        options, interpreter = self.options, self.interpreter
+        options, setup, interpreter = self.options, self.options.setup, self.interpreter
         record = Mine([], [], {})
         if options.verify:
             interpreter.observe = lambda totals: record.gradients.append(self._gradients(totals))
-        traced = max(self.begun, options.steps - options.trace_steps) if options.trace else options.steps
-        recorded = max(0, options.steps - traced) * options.accumulate
+        traced = max(self.begun, setup.steps - options.trace_steps) if options.trace else setup.steps
+        recorded = max(0, setup.steps - traced) * setup.accumulate
         trace = Trace(interpreter, self.instructions, self.training.device, recorded) if recorded else None
         saved = left = False
-        for step in range(self.begun, options.steps):
+        for step in range(self.begun, setup.steps):
             if trace is not None and step == traced:
                 trace.begin()
             begin = time.perf_counter()
@@ -120,7 +122,7 @@ class Run:
             record.losses.append(result.losses)
             if self.progress is not None:
                 self.progress.step(step, result, seconds)
-            last = step + 1 == options.steps
+            last = step + 1 == setup.steps
             left = result.leave and not last
             if self.keeper is not None and options.save and (left or last or (step + 1) % options.every == 0):
                 saved = self.keeper.save(step + 1)
@@ -133,7 +135,7 @@ class Run:
             meet(self.comm)  # an exit code that is not 0 makes launchers end the others
             what = "saved" if saved else "nothing is saved"
             raise Stop(f"asked to leave (SIGTERM): {what} after step {step + 1}", LEFT, speaker=0)
-        if trace is not None:
+        if trace is not None and options.trace:
             trace.write(self.comm, self.whole, options.trace)
         if self.bytes is not None:
             peaks = self.comm.gather(self.bytes.peak)
@@ -142,7 +144,7 @@ class Run:
                 print(f"memory: most bytes of tensors at once, by rank: {' '.join(map(str, peaks))}", flush=True)
         code = self._verify(record) if options.verify else 0
         meet(self.comm)  # nobody is done before all are
-        return code or int(bool(options.save) and self.begun < options.steps and not saved)
+        return code or int(bool(options.save) and self.begun < setup.steps and not saved)
 
     def _asked_to_leave(self, *_: object) -> None:
         """After this step; when asked again later, at once. Slurm may ask twice in a second."""
@@ -157,7 +159,7 @@ class Run:
         """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
         rank = self.comm.rank
         found = origin(self.header, self.instructions, self.training.shapes, rank, result)
-        stop = self.options.on_nan == "stop"
+        stop = self.options.setup.on_nan == "stop"
         sentence = ""
         if found is not None:
             row, what = found
@@ -190,7 +192,9 @@ class Run:
         of, header = self.training, self.header
         if header.tensor_parallel.degree > 1 and isinstance(ours, Record):
             together = put_together(of, header, ours)
-            if isinstance(together, str) or not options.canonical:  # else the reference adds up shards as the ranks do
+            if (
+                isinstance(together, str) or not options.setup.canonical
+            ):  # else the reference adds up shards as the ranks do
                 ours, (of, header) = together, one_process.without_shards(of, header)
         used = delayed_updates.versions(self.comm, self.program) if self.header.weight_versions.count else None
         code = 0
@@ -198,7 +202,7 @@ class Run:
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None:
-            last = max(self.begun, options.steps)  # --resume may find more
+            last = max(self.begun, options.setup.steps)  # --resume may find more
             if used is None:
                 theirs = one_process.reference(of, header, self.begun, last, self._beat)
             else:
@@ -211,11 +215,11 @@ class Run:
         """The exit code, said why."""
         options = self.options
         given = tolerance(self.training) if options.tolerance is None else options.tolerance
-        limit = 0.0 if options.canonical else given
+        limit = 0.0 if options.setup.canonical else given
         if len(ours.gradients) != len(theirs.gradients):
             print("verify: failed: other steps than in one process changed nothing", flush=True)
             return 1
-        left_out = directionless(theirs) if limit and options.optimizer == "adamw" else None
+        left_out = directionless(theirs) if limit and options.setup.optimizer == "adamw" else None
         differences = compare(ours, theirs, limit, left_out)
         for difference in differences:
             where = f" ({difference.where})" if difference.where else ""

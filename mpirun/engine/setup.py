@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from mpirun.data.text import read_text
 from mpirun.engine.expand_shards import check_shards, sharded
 from mpirun.engine.loss import check_whole_loss, try_whole_loss
 from mpirun.engine.optimizer import Recipe
+from mpirun.engine.options import SetupOptions
 from mpirun.engine.tied_stages import check_ties
 from mpirun.model import dataflow
 from mpirun.model.contract import Model
@@ -46,7 +46,7 @@ class Training(NamedTuple):
     crowded: bool  # there are more ranks here than cores
 
 
-def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -> Training:
+def training(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Training:
     """From the options. Collective."""
     cores = _cores(comm)
     torch.set_num_threads(options.threads or max(1, int(cores)))
@@ -73,7 +73,7 @@ def training(comm: MPI.Intracomm, options: argparse.Namespace, header: Header) -
     )  # fmt: skip
 
 
-def _model(options: argparse.Namespace, header: Header) -> Model:
+def _model(options: SetupOptions, header: Header) -> Model:
     if header.weight_versions.count:
         wrong = {"--clip": options.clip is not None, "--accumulate": options.accumulate > 1}
         for option in [option for option, given in wrong.items() if given]:

@@ -28,14 +28,14 @@ STEPS = 40
 def measure(schedule: str) -> None:
     import torch
 
-    from mpirun.cli.options import train_options
+    from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
     from mpirun.comm.transport import view
     from mpirun.engine.stage import Saved
     from schedgen.ir.instructions import Op
 
     comm = MPI.COMM_WORLD
-    run = Run(comm, train_options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))
+    run = Run(comm, run_options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))
     interpreter = run.interpreter
     for stage in interpreter.stages.values():
         loss = not interpreter.header.graph.consumers[stage.index]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import mpirun.engine.build
 from mpirun import Model
-from mpirun.cli.options import train_options
+from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.transport import Done, Receive, Transport
 
@@ -79,7 +79,7 @@ def measure(schedule: str) -> None:
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
         mpirun.engine.build.transport = lambda comm, groups, device, crowded, kind=kind: kind(comm, groups, crowded)
-        runs[name] = Run(comm, train_options(comm, arguments)).interpreter
+        runs[name] = Run(comm, run_options(comm, arguments)).interpreter
         (runs[name].run if name == "blocking" else runs[name].learn)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited
     for step in range(1, STEPS + 1):

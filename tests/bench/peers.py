@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from mpirun.cli.options import train_options
+from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import bytes_from_rank_0
 from mpirun.data.batches import Microbatches
@@ -184,7 +184,7 @@ def main() -> None:
         dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
     theirs = PEERS[options.peer](task)
     common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]
-    ours = Run(comm, train_options(comm, [options.schedule, *common, "--threads", "1"])).interpreter
+    ours = Run(comm, run_options(comm, [options.schedule, *common, "--threads", "1"])).interpreter
     laps: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 

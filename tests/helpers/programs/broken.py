@@ -11,7 +11,7 @@ import sys
 from mpi4py import MPI
 
 import mpirun.engine.read_schedule
-from mpirun.__main__ import main
+from mpirun.cli.main import main
 from mpirun.engine.forward_backward import Act
 from mpirun.engine.interpreter import Interpreter
 from schedgen.ir.instructions import Instruction

@@ -8,8 +8,8 @@ import sys
 
 from mpi4py import MPI
 
-from mpirun.__main__ import main
 from mpirun.checkpoint import files
+from mpirun.cli.main import main
 
 write_part = files.write_part
 

@@ -10,7 +10,6 @@ What comes of it: its exit code, its stdout, and a hash of all weights in the en
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import io
@@ -26,7 +25,7 @@ from late import Late
 from mpi4py import MPI
 
 import mpirun.cli.run
-from mpirun.cli.options import train_options
+from mpirun.cli.options import RunOptions, run_options
 from mpirun.comm.device import Device, device
 from mpirun.verify.record import Mine, Record, gather
 
@@ -34,7 +33,7 @@ WORLD = MPI.COMM_WORLD
 
 
 class Run(mpirun.cli.run.Run):
-    def __init__(self, options: argparse.Namespace, record: str | None) -> None:
+    def __init__(self, options: RunOptions, record: str | None) -> None:
         super().__init__(WORLD, options)
         self.record = record
 
@@ -77,9 +76,9 @@ def run(one: dict[str, Any]) -> tuple[int, str, str]:
     out = io.StringIO()
     late = mock.patch("mpirun.engine.setup.device", new_device(one.get("late"), WORLD.rank))
     with contextlib.redirect_stdout(out), late:
-        made = Run(train_options(WORLD, one["arguments"]), one.get("record"))
+        made = Run(run_options(WORLD, one["arguments"]), one.get("record"))
         if (seed := one.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
             made.interpreter.code = [delayed(act, rng) for act in made.interpreter.code]
-        code = made.train()
+        code = made.execute()
     return max(WORLD.allgather(code)), out.getvalue(), made.weights()

@@ -8,10 +8,10 @@ import sys
 
 from mpi4py import MPI
 
-from mpirun.cli.options import train_options
+from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 
-one = Run(MPI.COMM_WORLD, train_options(MPI.COMM_WORLD, sys.argv[1:])).interpreter
+one = Run(MPI.COMM_WORLD, run_options(MPI.COMM_WORLD, sys.argv[1:])).interpreter
 one.learn(0)
 units = [(stage, via) for stage, of in one.optimizer.stages.items() for via in of.own]
 mine = {

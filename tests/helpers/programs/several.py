@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpirun.__main__ import main
+from mpirun.cli.main import main
 
 WORLD = MPI.COMM_WORLD
 

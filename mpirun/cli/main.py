@@ -1,0 +1,106 @@
+"""`python -m mpirun`: chooses the command, and answers what goes wrong on this rank or on all of them.
+
+Exit codes: 0 done; 1 a refused file, a failed verification, or a rank that failed; 2 wrong usage; 143 left when asked
+to by SIGTERM. A mistake of the user's ends all ranks with one sentence, which one of them prints. A rank that fails on
+its own says where, and ends all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from mpi4py import MPI
+
+from mpirun.cli.options import graph_options, profile_options, run_options
+from mpirun.comm.fail_together import Stop
+from schedgen.util.errors import raised
+
+
+class Command(Protocol):
+    """One rank's part of a command, set up."""
+
+    traceback: bool  # --traceback: a failure is shown with all of its traceback
+
+    def position(self) -> str:
+        """The instruction that this rank executes, followed by a colon; empty outside of a step."""
+
+    def execute(self) -> int:
+        """Do what the command is for; the exit code. Collective."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Execute a command; the exit code. `arguments`: those of the process unless given. Collective."""
+    comm, command = MPI.COMM_WORLD, None
+    try:
+        command = _command(comm, sys.argv[1:] if arguments is None else arguments)
+        return command.execute()
+    except Stop as stop:
+        if comm.rank == stop.speaker:
+            print(f"mpirun: {stop}", file=sys.stderr, flush=True)
+        return stop.code
+    except KeyboardInterrupt:  # of all ranks, most often
+        if comm.rank == 0:
+            print("mpirun: interrupted", file=sys.stderr, flush=True)
+        comm.Abort(130)
+    except BaseException as error:
+        _fail(comm, command, error)
+
+
+def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Command:
+    """The command that is asked for. torch is imported when the options are right: --help does not wait for it."""
+    if arguments[:1] == ["profile"]:
+        of_profile = profile_options(comm, arguments[1:])
+        with _imports():
+            from mpirun.cli.profile import Profile
+        return Profile(comm, of_profile)
+    if arguments[:1] == ["graph"]:
+        of_graph = graph_options(comm, arguments[1:])
+        with _imports():
+            from mpirun.cli.graph import Graph
+        return Graph(comm, of_graph)
+    options = run_options(comm, arguments)
+    with _imports():
+        from mpirun.cli.run import Run
+    return Run(comm, options)
+
+
+@contextlib.contextmanager
+def _imports() -> Iterator[None]:
+    """What is imported lives until the end: it is not searched for garbage, now or in a step.
+
+    Modules of the folder that the command runs in can be imported afterwards, as --model does.
+    """
+    first = "torch" not in sys.modules
+    if first:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if first:
+            gc.freeze()
+            gc.enable()
+    sys.path.insert(0, str(Path.cwd()))
+
+
+def _fail(comm: MPI.Intracomm, command: Command | None, error: BaseException) -> NoReturn:
+    """Print one message, then end all ranks: without Abort the others would wait for this one for ever."""
+    try:
+        if command is not None and command.traceback:
+            traceback.print_exception(error)
+        frame = traceback.extract_tb(error.__traceback__)[-1:]
+        source = f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
+        position = command.position() if command is not None else ""
+        where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
+        print(f"mpirun: {where}{raised(error)}{source}", file=sys.stderr, flush=True)
+        time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
+    finally:
+        comm.Abort(1)
+    raise SystemExit(1)

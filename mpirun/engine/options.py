@@ -1,0 +1,28 @@
+"""What the command line says of a model and of how it is run, for `engine.setup`. Imports no torch: that is slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SetupOptions:
+    """Named as the options of `python -m mpirun`, whose help says what they mean; defaults are those of the command."""
+
+    model: str  # MODULE:FUNCTION
+    seed: int = 0
+    text: str | None = None  # None: the sources of the standard library
+    steps: int = 20
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.01
+    lr_schedule: str = "constant"
+    warmup: int = 0  # steps
+    clip: float | None = None  # None: no limit
+    accumulate: int = 1
+    canonical: bool = False
+    autocast: str | None = None
+    on_nan: str = "stop"
+    device: str = "auto"
+    threads: int = 0  # 0: a rank's share of the cores
