@@ -1,20 +1,49 @@
 """mpirun: executes schedules written by schedgen, with mpi4py and torch.
 
-mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION
+    mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION
+
+The names below are what a model's source needs: the contract (`Model`), ways from a module to stages (`split`,
+`split_sequential`, `split_layers`), and what stages read (`Input`, `Value`).
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpirun.model.contract import Model
+    from torch.distributed.pipelining import pipe_split
 
-__all__ = ["Model"]
+    from mpirun.data.batches import Minibatch
+    from mpirun.frontend.batch_coupling import batch_coupled
+    from mpirun.frontend.errors import MpirunWarning
+    from mpirun.frontend.split_layers import split_layers
+    from mpirun.frontend.split_module import split
+    from mpirun.frontend.split_result import Cut
+    from mpirun.frontend.split_sequential import split_sequential
+    from mpirun.model.contract import Model
+    from mpirun.model.dataflow import Input, Value
+
+__all__ = [
+    "Cut", "Input", "Minibatch", "Model", "MpirunWarning", "Value",
+    "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
+]  # fmt: skip
+
+_MODULES = {
+    "Cut": "mpirun.frontend.split_result",
+    "Input": "mpirun.model.dataflow",
+    "Minibatch": "mpirun.data.batches",
+    "Model": "mpirun.model.contract",
+    "MpirunWarning": "mpirun.frontend.errors",
+    "Value": "mpirun.model.dataflow",
+    "batch_coupled": "mpirun.frontend.batch_coupling",
+    "pipe_split": "torch.distributed.pipelining",
+    "split": "mpirun.frontend.split_module",
+    "split_layers": "mpirun.frontend.split_layers",
+    "split_sequential": "mpirun.frontend.split_sequential",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`Model`, when it is asked for: torch is slow to import, and neither --help nor the guard needs it."""
-    if name == "Model":
-        from mpirun.model.contract import Model
-
-        return Model
+    """A public name, imported when it is asked for: torch is slow to import, and --help does without it."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module mpirun has no attribute {name}")

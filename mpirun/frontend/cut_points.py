@@ -10,9 +10,9 @@ from operator import getitem
 
 from torch import fx, nn
 
-from mpirun.frontend.borders import NEVER, balanced
+from mpirun.frontend.balance import NEVER, balanced
 from mpirun.frontend.errors import place, unknown
-from mpirun.frontend.flow import Flow, persistent, size
+from mpirun.frontend.node_dependencies import Flow, persistent, size
 from schedgen.util.errors import UsageError
 
 MARK = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph

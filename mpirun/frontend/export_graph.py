@@ -16,10 +16,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
-from mpirun.frontend.cut import Inputs, Output
 from mpirun.frontend.errors import check_example, check_hooks, forward, place, untraceable, users
 from mpirun.frontend.meta_device import is_deferred
-from mpirun.frontend.regions import attribute
+from mpirun.frontend.split_result import Inputs, Output
+from mpirun.frontend.subgraphs import attribute
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from mpirun.frontend.cut_points import changed
 from mpirun.frontend.errors import place
-from mpirun.frontend.flow import Flow, persistent
+from mpirun.frontend.node_dependencies import Flow, persistent
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten

@@ -10,14 +10,14 @@ from torch import fx, nn
 
 from mpirun.data.microbatches import Dims
 from mpirun.frontend.batch_coupling import warn
-from mpirun.frontend.cut import Cut
 from mpirun.frontend.cut_points import automatic, marked, modules, named
+from mpirun.frontend.dynamic_sizes import fewer, merged
 from mpirun.frontend.errors import note, unknown
 from mpirun.frontend.export_graph import trace
-from mpirun.frontend.flow import Flow
 from mpirun.frontend.inplace import separate, separate_inputs, settle
 from mpirun.frontend.meta_device import Init, values_of
-from mpirun.frontend.sizes import fewer, merged
+from mpirun.frontend.node_dependencies import Flow
+from mpirun.frontend.split_result import Cut
 from mpirun.frontend.stage_modules import Builder
 from schedgen.util.errors import UsageError
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from torch import nn
 
+from mpirun.frontend.balance import balanced, even
 from mpirun.frontend.batch_coupling import warn
-from mpirun.frontend.borders import balanced, even
-from mpirun.frontend.cut import Cut
 from mpirun.frontend.errors import check_hooks, forward, unknown
 from mpirun.frontend.meta_device import Init, values_of
+from mpirun.frontend.split_result import Cut
 from mpirun.model.dataflow import Input, Value
 from schedgen.util.errors import UsageError, raised
 

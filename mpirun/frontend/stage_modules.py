@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
-from mpirun.frontend.bind import bind, sized
-from mpirun.frontend.flow import Flow, size
-from mpirun.frontend.regions import attributes
-from mpirun.frontend.sizes import SHAPES
+from mpirun.frontend.dynamic_sizes import SHAPES
+from mpirun.frontend.node_dependencies import Flow, size
+from mpirun.frontend.size_and_device_lookup import bind, sized
+from mpirun.frontend.subgraphs import attributes
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.rng import Draw
 

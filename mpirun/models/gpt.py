@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.model.contract import Model
+from mpirun import Model, split_layers
 from mpirun.model.parallel_layers import (
     WHOLE,
     ColumnParallelLinear,
@@ -24,7 +24,6 @@ from mpirun.model.parallel_layers import (
     Shard,
     skip,
 )
-from mpirun.models.split_layers import cut
 
 VOCABULARY = 256  # bytes
 
@@ -137,7 +136,7 @@ def gpt(
         return nnf.cross_entropy(scores.flatten(0, 1), target.flatten())
 
     ties = [[(0, "embedding.byte.weight"), (stages - 1, "head.score.weight")]] if tied else []
-    entries = cut(layers, stages)
+    entries = split_layers(layers, stages)
     split = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and parts.keys() >= entry.keys()]
     return Model(entries, loss, batch, length + 1, ties, split=split)
 

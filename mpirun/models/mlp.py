@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.model.contract import Model
-from mpirun.models.split_layers import cut
+from mpirun import Model, split_layers
 
 CONTEXT = 16  # bytes
 
@@ -55,7 +54,7 @@ def mlp(stages: int, hidden: int, width: int, samples: int) -> Model:
         pieces = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
         return pieces[:, :-1], pieces[:, -1]
 
-    return Model(cut(layers, stages), nnf.cross_entropy, batch, CONTEXT + 1)
+    return Model(split_layers(layers, stages), nnf.cross_entropy, batch, CONTEXT + 1)
 
 
 def tiny(stages: int) -> Model:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.frontend import split
-from mpirun.model.contract import Model
+from mpirun import Model, split
 from mpirun.models.gpt import VOCABULARY
 
 

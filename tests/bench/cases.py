@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from mpirun.model.contract import Model
+from mpirun import Model, split_layers
 from mpirun.models import gpt
-from mpirun.models.split_layers import cut
 from schedgen.util.errors import UsageError
 
 BLOCKS = 4
@@ -70,4 +69,4 @@ def uneven(stages: int) -> Model:
     parts[0] = (partial(gpt.Embedding, length, width), *parts[0])
     parts[-1] = (*parts[-1], partial(gpt.Head, width))
     layers = {f"layer{k}": partial(_stage, part) for k, part in enumerate(parts)}
-    return gpt.gpt(1, 1, width, heads, length, 1)._replace(stages=cut(layers, stages))
+    return gpt.gpt(1, 1, width, heads, length, 1)._replace(stages=split_layers(layers, stages))

@@ -17,7 +17,7 @@ import torch
 import transformers
 from split_models import agree
 
-from mpirun.frontend import split
+from mpirun import split
 from schedgen.util.errors import UsageError
 
 WORDS = 100

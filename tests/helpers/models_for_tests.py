@@ -17,12 +17,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun import Model
-from mpirun.data.batches import Minibatch
-from mpirun.model.dataflow import Input, Value
+from mpirun import Input, Minibatch, Model, Value, split_layers
 from mpirun.model.parallel_layers import WHOLE, ColumnParallelLinear, RowParallelLinear, Shard, skip
 from mpirun.models import gpt, mlp
-from mpirun.models.split_layers import cut
 
 WIDTH = 128  # of mlp.tiny
 
@@ -309,7 +306,7 @@ def dropping_layers() -> dict[str, Callable[[], nn.Module]]:
 
 def dropping(stages: int) -> Model:
     """Ten layers, some of which draw random numbers."""
-    return mlp.tiny(1)._replace(stages=cut(dropping_layers(), stages))
+    return mlp.tiny(1)._replace(stages=split_layers(dropping_layers(), stages))
 
 
 def dropping_function(stages: int) -> Model:

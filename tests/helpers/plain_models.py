@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from mpirun.frontend import pipe_split
+from mpirun import pipe_split
 
 WIDTH, WORDS, LENGTH = 16, 32, 8
 

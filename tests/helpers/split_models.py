@@ -16,10 +16,7 @@ import torch.utils._pytree as pytree
 from plain_models import LENGTH, WORDS
 from torch import Tensor, nn
 
-from mpirun import Model
-from mpirun.data.batches import Minibatch
-from mpirun.frontend import Cut, MpirunWarning, split, split_sequential
-from mpirun.model.dataflow import Input, Value
+from mpirun import Cut, Input, Minibatch, Model, MpirunWarning, Value, split, split_sequential
 
 Make = Callable[
     [Tensor], tuple[Any, Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpirun.frontend import pipe_split
+from mpirun import pipe_split
 
 
 class Layers(nn.Module):

@@ -13,8 +13,7 @@ from split_models import scores_of, set_values, with_mask
 from torch import Tensor, nn
 from untraceable import Layers
 
-from mpirun.frontend import split, split_sequential
-from mpirun.frontend.cut import Cut
+from mpirun import Cut, split, split_sequential
 from mpirun.model.contract import Model, build
 from schedgen.util.errors import UsageError
 

@@ -20,9 +20,8 @@ from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked,
 from split_models import agree, train
 from torch import Tensor, nn
 
-from mpirun.data.batches import Microbatches, Minibatch
-from mpirun.frontend import Cut, MpirunWarning, batch_coupled, split, split_sequential
-from mpirun.model.dataflow import Input, Value
+from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, split, split_sequential
+from mpirun.data.batches import Microbatches
 from mpirun.model.rng import Draw
 from schedgen.util.errors import UsageError
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.frontend.meta_device import Deferred, Values
+from mpirun.model.contract import Model
 from mpirun.model.dataflow import Source, Value
 from schedgen.util.errors import UsageError
-
-if TYPE_CHECKING:
-    from mpirun.model.contract import Model
 
 Batch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
 
@@ -137,8 +135,6 @@ class Cut(NamedTuple):
         def flat(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
             data, target = make(text, rng)
             return self.leaves(data, whole), target
-
-        from mpirun.model.contract import Model  # imports MPI, which a cut does without
 
         return Model(
             stages=[_layers(stage, self.values) for stage in self.stages],

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpirun.frontend.errors import place
 from mpirun.frontend.export_graph import Traced
-from mpirun.frontend.regions import attributes, regions
+from mpirun.frontend.subgraphs import attributes, regions
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten

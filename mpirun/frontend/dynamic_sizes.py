@@ -11,10 +11,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from mpirun.data.microbatches import Dims, of_leaves, samples
-from mpirun.frontend.cut import Inputs
 from mpirun.frontend.errors import place
 from mpirun.frontend.export_graph import Traced
-from mpirun.frontend.regions import attributes
+from mpirun.frontend.split_result import Inputs
+from mpirun.frontend.subgraphs import attributes
 from schedgen.util.errors import UsageError
 
 SHAPES = "shapes"  # in a node's meta: those of its value for each size, if they differ

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpirun.frontend.regions import attributes, regions
-from mpirun.frontend.sizes import SHAPES, Count, Real
+from mpirun.frontend.dynamic_sizes import SHAPES, Count, Real
+from mpirun.frontend.subgraphs import attributes, regions
 
 
 def bind(graph: fx.Graph, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,18 @@
+"""A list of layers as stages: runs of layers, as even in number as they go."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from mpirun.frontend.balance import even
+from mpirun.model.contract import Layers
+from schedgen.util.errors import UsageError
+
+
+def split_layers(layers: Layers, stages: int) -> list[Layers]:
+    """`stages` runs of `layers`, as `Model.stages` takes them; the first ones are longer where they do not divide."""
+    if stages > len(layers):
+        raise UsageError(f"it has {len(layers)} layers, too few for {stages} stages")
+    names = list(layers)
+    starts = [*even(len(names), stages), len(names)]
+    return [{name: layers[name] for name in names[start:end]} for start, end in pairwise(starts)]
