@@ -9,7 +9,7 @@ from mpirun.comm.fail_together import notes, on_rank_0
 from mpirun.model import dataflow
 from mpirun.model.contract import load
 from schedgen.ir.stage_graph import chain
-from schedgen.util.files import output
+from schedgen.util.files import open_output
 
 
 class Graph:
@@ -34,5 +34,5 @@ class Graph:
         model = load(self.options.model, len(stages), seed=0)
         producers = [[p for p, c in chain(len(stages)) if c == stage] for stage in stages]
         dag = dataflow.dag(model.wiring(producers, 1), ([stage for stage, _ in tie] for tie in model.tied))
-        with output(self.options.output) as out:
+        with open_output(self.options.output) as out:
             out.write(dataflow.text(dag).encode())

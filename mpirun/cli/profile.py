@@ -37,7 +37,7 @@ from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
-from schedgen.util.files import output
+from schedgen.util.files import open_output
 
 MICROBATCHES = 4  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
@@ -233,7 +233,7 @@ def _one_worker(dag: Dag, split: bool) -> Program:
 def _write(path: str, numbers: dict[str, object]) -> None:
     lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in numbers.items())
     try:
-        with output(path) as out:
+        with open_output(path) as out:
             out.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
     except OSError as error:
         raise RefusedFile(f"--output {path}: {error.strerror}") from None

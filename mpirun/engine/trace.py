@@ -32,7 +32,7 @@ from schedgen.report.chrome_trace import events
 from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
 from schedgen.simulator.timeline import MEASURED, measured
 from schedgen.util.errors import RefusedFile
-from schedgen.util.files import output
+from schedgen.util.files import open_output
 
 ROUNDS = 50  # exchanges with each rank, of which the quickest counts
 CLOCK = 98  # the tag of their messages
@@ -183,7 +183,7 @@ def _write(every: list[tuple[Times, Times, Small]], program: Program | None, pat
     walks = measured(program, (came + wait) / 1e3, (left - came - wait) / 1e3, wait / 1e3, cause)
     data = json.dumps({"traceEvents": events(program, walks, MEASURED)}).encode()
     try:
-        with output(path) as out:
+        with open_output(path) as out:
             out.write(data)
     except OSError as error:
         raise RefusedFile(f"--trace {path}: {error.strerror}") from None

@@ -69,10 +69,10 @@ class Subject:
         return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"
 
     def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
-        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})")
+        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})", rule)
 
     def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
         """Something is missing from a rank: the line is that of its list's end."""
         end = int(self.program.bounds[rank + 1])
         line = line_of(self.program, end - 1, rank) + 1
-        raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})")
+        raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)

@@ -6,13 +6,13 @@ from schedgen.checker import check
 from schedgen.ir.file import read
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile
-from schedgen.util.files import called, opened
+from schedgen.util.files import display_name, open_input
 
 
 def checked(name: str) -> Program:
     """The program in file `name` (-: standard input), proved right. Raises RefusedFile."""
-    label = called(name)
-    with opened(name) as source:
+    label = display_name(name)
+    with open_input(name) as source:
         program, fault = read(source, label)
     check(program, label)
     if fault:

@@ -44,7 +44,7 @@ from schedgen.simulator.simulate import Simulation, report, simulate
 from schedgen.simulator.stats import cycles, stats, summary, table
 from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline, simulated
 from schedgen.util.errors import RefusedFile, SlowScheme, UsageError, one_line
-from schedgen.util.files import called, output, read_bytes
+from schedgen.util.files import display_name, open_output, read_bytes, read_text
 
 
 def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
@@ -56,7 +56,7 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
                 raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
         sizes = Sizes(**given)
         return load(options.scheme, sizes, options.tensor), sizes
-    scheme, sizes = read_actions(read_bytes(options.scheme).decode(errors="replace"), options.scheme)
+    scheme, sizes = read_actions(read_text(options.scheme), options.scheme)
     for name, value in given.items():
         if value not in (None, getattr(sizes, name)):
             raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
@@ -66,14 +66,14 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
 def run_compile(options: argparse.Namespace) -> int:
     dag = None
     if options.graph is not None:
-        dag = read_dag(read_bytes(options.graph).decode(errors="replace"), called(options.graph))
+        dag = read_dag(read_text(options.graph), display_name(options.graph))
         if options.stages not in (None, dag.stages):
-            raise UsageError(f"--stages {options.stages}: {called(options.graph)} has {dag.stages}")
+            raise UsageError(f"--stages {options.stages}: {display_name(options.graph)} has {dag.stages}")
         options.stages = dag.stages
     scheme, sizes = _scheme(options)
     if dag is not None:
         if options.parts > 1:
-            raise UsageError(f"{called(options.graph)} says what stages read, and --parts makes chains of them")
+            raise UsageError(f"{display_name(options.graph)} says what stages read, and --parts makes chains of them")
         scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
         options.tied = [*options.tied, *dag.tied]
     if options.layers is not None:
@@ -102,7 +102,7 @@ def run_compile(options: argparse.Namespace) -> int:
             options.parts,
         )
     check(program, "internal error, the compiled schedule")
-    with output(options.output) as out:
+    with open_output(options.output) as out:
         write(program, out)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):
@@ -115,7 +115,7 @@ def run_check(options: argparse.Namespace) -> int:
         program = checked(name)
         header = program.header
         print(
-            f"{called(name)}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
+            f"{display_name(name)}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
             "every job once, no deadlock, every gradient at every owner"
         )
     return 0
@@ -125,9 +125,9 @@ def run_seal(options: argparse.Namespace) -> int:
     try:
         text = read_bytes(options.file).decode()
     except UnicodeDecodeError as error:
-        raise RefusedFile(f"{called(options.file)}: not text: byte {error.start}") from None
-    program = parse(text, called(options.file))
-    with output(options.file) as out:
+        raise RefusedFile(f"{display_name(options.file)}: not text: byte {error.start}") from None
+    program = parse(text, display_name(options.file))
+    with open_output(options.file) as out:
         write(program, out)
     return 0
 
@@ -152,7 +152,7 @@ def run_stats(options: argparse.Namespace) -> int:
 
 
 def _measured(options: argparse.Namespace, program: Program) -> list[Timeline]:
-    return read_trace(read_bytes(options.measured).decode(errors="replace"), called(options.measured), program)
+    return read_trace(read_text(options.measured), display_name(options.measured), program)
 
 
 class _Plan(NamedTuple):
@@ -186,7 +186,7 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.trace:
         found = events(plan.program, [plan.timeline], SIMULATED)
         found += events(plan.program, plan.walks, MEASURED) if plan.walks else []
-        with output(options.trace) as out:
+        with open_output(options.trace) as out:
             out.write(trace(found))
     numbers = report(plan.program, plan.run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
@@ -212,22 +212,22 @@ def run_draw(options: argparse.Namespace) -> int:
     if form is None:
         terminal.show(scenes, by)
     elif form == ".html":
-        with output(options.output) as out:
+        with open_output(options.output) as out:
             out.write(page(scenes, by, options.transfers))
     else:
         from schedgen.report.draw.figure import figure
 
-        with output(options.output) as out:
+        with open_output(options.output) as out:
             figure(scenes, out, form[1:], by, tuple(TRANSFER_COLOURS) if options.transfers else ())
     return 0
 
 
 def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
     """What there is to draw of every file; what was measured comes before its simulation."""
-    files = [one_line(Path(called(name)).name) for name in names]
+    files = [one_line(Path(display_name(name)).name) for name in names]
     scenes = []
     for name, file in zip(names, files, strict=True):
-        label = Path(file).stem if len(set(files)) == len(files) else one_line(called(name))
+        label = Path(file).stem if len(set(files)) == len(files) else one_line(display_name(name))
         plan = _plan(options, name)
         sizes = bytes_of(plan.machine, plan.program.header.stages, len(plan.program.header.graph.edges))
         if plan.walks:
@@ -238,10 +238,8 @@ def _scenes(options: argparse.Namespace, names: Sequence[str]) -> list[Scene]:
 
 
 def _profile(options: argparse.Namespace, program: Program) -> tuple[dict[str, Amount], Machine]:
-    text = read_bytes(options.profile).decode(errors="replace")
-    return read_profile(
-        text, called(options.profile), program.header.stages, len(program.header.graph.edges), program.header
-    )
+    header, name = program.header, display_name(options.profile)
+    return read_profile(read_text(options.profile), name, header.stages, len(header.graph.edges), header)
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -259,13 +257,15 @@ def run_export(options: argparse.Namespace) -> int:
     else:
         files = chakra(program, cost, machine, unit)
     for end, data in files:
-        with output(options.output + end) as out:
+        with open_output(options.output + end) as out:
             out.write(data)
     return 0
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    lines = diff(checked(options.a), checked(options.b), one_line(called(options.a)), one_line(called(options.b)))
+    lines = diff(
+        checked(options.a), checked(options.b), one_line(display_name(options.a)), one_line(display_name(options.b))
+    )
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         lines = coloured(lines)
     differ = 0
@@ -282,7 +282,7 @@ def run_compare(options: argparse.Namespace) -> int:
         raise UsageError("no scheme fits: " + "; ".join(f"{one.scheme}: {one.reason}" for one in found.left_out))
     if options.output:
         title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
-        with output(options.output) as out:
+        with open_output(options.output) as out:
             plot(found, title, out)
     if options.output != "-":
         print(json.dumps(as_json(found), indent=1) if options.json else "\n".join(side_by_side(found)))
@@ -299,7 +299,7 @@ def run_plan(options: argparse.Namespace) -> int:
     ways = cuts(layers)
     if not ways.every:
         most = "more ways to cut the layers than can be tried: only those along one order are"
-        print(f"schedgen: note: {called(options.profile)}: {most}", file=sys.stderr)
+        print(f"schedgen: note: {display_name(options.profile)}: {most}", file=sys.stderr)
     try:
         numbers = tables.as_json(layers, ways, levels, partition(ways, levels, options.memory))
         lines += tables.table(numbers)
@@ -317,7 +317,7 @@ def run_plan(options: argparse.Namespace) -> int:
         program = found.program
     if program is not None and options.output:
         check(program, "internal error, the compiled schedule")
-        with output(options.output) as out:
+        with open_output(options.output) as out:
             write(program, out)
     if options.output != "-":
         print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))

@@ -14,7 +14,17 @@ from schedgen.planner.search import SEARCHED
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.util.errors import one_line
-from schedgen.util.option_types import amount, amounts, count, counts, natural, stages, tie, time, topology
+from schedgen.util.option_types import (
+    amount,
+    amounts,
+    count,
+    counts,
+    natural,
+    stage_list,
+    stages_or_all,
+    time,
+    topology,
+)
 
 FILE, AS_JSON = "a schedule; - is standard input", "print JSON"
 
@@ -92,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         help="shards of every stage, each on a worker, that make a sum of it; default: 1",
     )  # fmt: skip
     sub.add_argument(
-        "--whole", type=tie, default=(), metavar="S,...",
+        "--whole", type=stage_list, default=(), metavar="S,...",
         help="stages that all shards compute alike instead; the last always is",
     )  # fmt: skip
     sub.add_argument("--mode", choices=("greedy", "strict"), help="what n means; default: the scheme's own")
@@ -115,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--recompute",
-        type=stages,
+        type=stages_or_all,
         default=(),
         metavar="all|S,...",
         help="stages that redo their forward; default: none",
@@ -124,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         "--memory-limit", type=count, metavar="M", help="saved forwards a worker may hold (greedy); default: no limit"
     )
     sub.add_argument(
-        "--tied", type=tie, action="append", default=[], metavar="S,S,...",
+        "--tied", type=stage_list, action="append", default=[], metavar="S,S,...",
         help="stages that share parameters; once a tie; default: none",
     )  # fmt: skip
     sub.add_argument(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from schedgen.compiler.job_graph import Graph
 from schedgen.ir.instructions import Ints
 from schedgen.util.errors import UsageError
-from schedgen.util.heap import pop, push, settle, when
+from schedgen.util.heap import pop, push, set_leaf, time_of
 from schedgen.util.jit import kernel
 
 Times = NDArray[np.float64]
@@ -200,14 +200,14 @@ def _greedy(
         leaves *= 2
     tree = np.full(2 * leaves, np.inf)  # tree[leaves + v]: when worker v can start a job
     for v in range(workers):
-        settle(tree, leaves + v, 0.0 if later_size[v] else np.inf)
+        set_leaf(tree, leaves + v, 0.0 if later_size[v] else np.inf)
     while tree[1] < np.inf:
         place = 1
         while place < leaves:
             place = 2 * place if tree[2 * place] <= tree[2 * place + 1] else 2 * place + 1
         v, time = place - leaves, tree[1]
         mine_now, mine_later = now[base[v] : base[v + 1]], later[base[v] : base[v + 1]]
-        while later_size[v] and when(mine_later[0], ready, by_rank) <= time:
+        while later_size[v] and time_of(mine_later[0], ready, by_rank) <= time:
             moved = mine_later[0]
             pop(mine_later, later_size[v], ready, by_rank)
             later_size[v] -= 1
@@ -251,7 +251,7 @@ def _greedy(
                 push(later[base[u] : base[u + 1]], later_size[u], jobs + job, ready, by_rank)
                 later_size[u] += 1
                 if u != v and now_size[u] == 0:
-                    settle(tree, leaves + u, max(free[u], when(later[base[u]], ready, by_rank)))
+                    set_leaf(tree, leaves + u, max(free[u], time_of(later[base[u]], ready, by_rank)))
             for k in range(first[node], first[node + 1]):
                 other = after[k] * batches + b
                 ready[other] = max(ready[other], end)
@@ -261,13 +261,13 @@ def _greedy(
                     push(later[base[u] : base[u + 1]], later_size[u], rank[other], ready, by_rank)
                     later_size[u] += 1
                     if u != v and now_size[u] == 0:
-                        settle(tree, leaves + u, max(free[u], when(later[base[u]], ready, by_rank)))
+                        set_leaf(tree, leaves + u, max(free[u], time_of(later[base[u]], ready, by_rank)))
         key = np.inf
         if now_size[v]:
             key = free[v]
         elif later_size[v]:
-            key = max(free[v], when(mine_later[0], ready, by_rank))
-        settle(tree, leaves + v, key)
+            key = max(free[v], time_of(mine_later[0], ready, by_rank))
+        set_leaf(tree, leaves + v, key)
     return start
 
 

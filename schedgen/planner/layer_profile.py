@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.simulator.cost import Machine, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
-from schedgen.util.files import called, read_bytes
+from schedgen.util.files import display_name, read_text
 
 Numbers = NDArray[np.float64]
 Edge = tuple[int, int]
@@ -76,8 +76,8 @@ class Layers(NamedTuple):
 
 def read_layers(name: str) -> Layers:
     """The layers in the file `name`. Raises RefusedFile, with the line, for what is neither of the two formats."""
-    text = read_bytes(name, MOST_BYTES).decode(errors="replace")
-    name = called(name)
+    text = read_text(name, MOST_BYTES)
+    name = display_name(name)
     layers = _json(text, name) if text.lstrip()[:1] in ("{", "[") else _pipedream(text, name)
     if not layers.seconds.sum() > 0:
         raise RefusedFile(f"{name}: none of its layers takes any time")

@@ -28,7 +28,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.lower_bounds import window
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
-from schedgen.util.jit import called_often
+from schedgen.util.jit import compiled_always
 from schedgen.util.progress import over
 
 CHUNKS = (2, 4, 8)  # stages a worker of the schemes that go round; of the others, all that fit
@@ -105,7 +105,7 @@ def search(
     )
     front: list[tuple[Row, Candidate, Staged]] = []
     simulated = 0
-    with called_often():
+    with compiled_always():
         for bound, one in over(every, "search", len(every)):
             if prune and (bound.bytes > memory or _beaten(bound.seconds, bound.bytes, front)):
                 continue

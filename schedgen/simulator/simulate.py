@@ -30,7 +30,7 @@ from schedgen.ir.program import Program
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.memory_plan import Bytes, Footprint, follow, measured, message_sizes, needed, plan
 from schedgen.util.errors import UsageError
-from schedgen.util.heap import settle
+from schedgen.util.heap import set_leaf
 from schedgen.util.jit import kernel
 from schedgen.util.progress import steps
 
@@ -204,7 +204,7 @@ def _execute(
         leaves *= 2
     tree = np.full(2 * leaves, np.inf)
     for r in range(workers):
-        settle(tree, leaves + r, 0.0 if at[r] < bounds[r + 1] else np.inf)
+        set_leaf(tree, leaves + r, 0.0 if at[r] < bounds[r + 1] else np.inf)
     while tree[1] < np.inf:
         place = 1
         while place < leaves:
@@ -245,7 +245,7 @@ def _execute(
                         reduced = max(reduced, complete[one])
                     woken = asleep[rows + one]
                     while woken >= 0:
-                        settle(tree, leaves + woken, done[one])
+                        set_leaf(tree, leaves + woken, done[one])
                         woken = next_asleep[woken]
             if o == Op.NORM:  # waits for every rank, and all of them have started their reductions
                 if outside[one] > 0:
@@ -292,10 +292,10 @@ def _execute(
                     woken = asleep[send]
                     asleep[send] = -1
                     while woken >= 0:
-                        settle(tree, leaves + woken, arrival[send])
+                        set_leaf(tree, leaves + woken, arrival[send])
                         woken = next_asleep[woken]
             if clock[r] > now:
                 again = clock[r]
                 break
-        settle(tree, leaves + r, again)
+        set_leaf(tree, leaves + r, again)
     return start, end, np.maximum(arrival, 0.0), idle, why

@@ -1,37 +1,45 @@
-"""The errors a user may see: one sentence each, and the exit code that goes with it."""
+"""The errors a user may see, each one sentence with an exit code, and how foreign text is quoted in them."""
 
 from __future__ import annotations
 
 
 class UsageError(Exception):
-    """Wrong arguments, a scheme or a model that does not fit. Exit code 2."""
+    """Wrong arguments, or a scheme or a model that does not fit. Exit code 2."""
 
     code = 2
 
 
 class RefusedFile(Exception):
-    """A schedule file that may not be used. Exit code 1."""
+    """A file that may not be used: a schedule, a profile, a trace, a checkpoint. Exit code 1.
+
+    `rule` is the number of the checker's rule that a schedule breaks (see `schedgen.checker`), None for other reasons.
+    """
 
     code = 1
 
+    def __init__(self, message: str, rule: int | None = None) -> None:
+        """`message` is one sentence that begins with the file and, where there is one, the line."""
+        super().__init__(message)
+        self.rule = rule
+
 
 class SlowScheme(UserWarning):
-    """A scheme's function could be called once and is called for every job."""
+    """A scheme's w or n fails on arrays, so it is called once for every job."""
 
 
 def clip(text: str) -> str:
-    """Something a file or a user said, short and printable."""
+    """Text from a file or a user for a message: without blanks around it, printable, at most 80 characters."""
     text = text.strip()
     short = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:81])
     return short if len(short) <= 80 else short[:77] + "..."
 
 
 def one_line(error: object) -> str:
-    """What an error says, on one line and without anything a terminal would obey."""
+    """`str(error)` on one line, with control characters escaped so that a terminal does not obey them."""
     text = " ".join(str(error).split())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def raised(error: BaseException) -> str:
-    """The name of an error, and what it says."""
+    """An exception as "Type: message", on one line."""
     return f"{type(error).__name__}: {one_line(error)}"

@@ -1,4 +1,7 @@
-"""Files by the names that users give them: what is read is bounded and proved, what is written appears whole."""
+"""Files under the names that users give them, where - is standard input or output.
+
+Reading at once is limited in size. A file that is written appears complete or not at all.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from typing import BinaryIO
 from schedgen.util.errors import RefusedFile
 
 BLOCK = 2**22  # bytes read at a time
-WHOLE = 2**28  # bytes of a file that is read at once
+READ_LIMIT = 2**28  # bytes of a file that is read at once
 
 
-def called(name: str) -> str:
-    """A file to read, in messages."""
+def display_name(name: str) -> str:
+    """What messages call the input file `name`."""
     return "standard input" if name == "-" else name
 
 
 @contextlib.contextmanager
-def opened(name: str) -> Iterator[BinaryIO]:
-    """A file to read; -: standard input."""
+def open_input(name: str) -> Iterator[BinaryIO]:
+    """The file `name`, opened for reading; OSError if it cannot be."""
     if name == "-":
         yield sys.stdin.buffer
         return
@@ -31,27 +34,38 @@ def opened(name: str) -> Iterator[BinaryIO]:
         yield source
 
 
-def read_bytes(name: str, most: int = WHOLE) -> bytes:
-    """All of a file that is read at once, RefusedFile if it has more bytes than `most`; -: standard input."""
-    with opened(name) as source:
-        return whole(source, called(name), most)
+def read_bytes(name: str, limit: int = READ_LIMIT) -> bytes:
+    """All bytes of the file `name`; RefusedFile if they are more than `limit`, OSError if it cannot be opened."""
+    data = bytearray()
+    with open_input(name) as source:
+        while block := source.read(BLOCK):
+            data += block
+            if len(data) > limit:
+                reason = f"it has more than {limit >> 20} MiB: too long to be read at once"
+                raise RefusedFile(f"{display_name(name)}: {reason}")
+    return bytes(data)
+
+
+def read_text(name: str, limit: int = READ_LIMIT) -> str:
+    """The file `name` as UTF-8, where bytes that are none become U+FFFD; errors as in `read_bytes`."""
+    return read_bytes(name, limit).decode(errors="replace")
 
 
 @contextlib.contextmanager
-def output(name: str) -> Iterator[BinaryIO]:
-    """Standard output for '-', else a file that appears whole or not at all."""
+def open_output(name: str) -> Iterator[BinaryIO]:
+    """The file `name`, opened for writing; it takes the place of an older one only when all is written."""
     if name == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
     path = Path(name)
-    if path.exists() and not path.is_file():  # /dev/null, a pipe: nothing to rename over
+    if path.exists() and not path.is_file():  # /dev/null or a pipe cannot be replaced by renaming
         with path.open("wb") as out:
             yield out
         return
     path = path.resolve()
     try:
-        handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise OSError(error.errno, error.strerror, name) from None
     try:
@@ -59,18 +73,8 @@ def output(name: str) -> Iterator[BinaryIO]:
             yield out
         umask = os.umask(0)
         os.umask(umask)
-        Path(aside).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
-        Path(aside).replace(path)
+        Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
+        Path(temporary).replace(path)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def whole(source: BinaryIO, name: str, most: int = WHOLE) -> bytes:
-    """The bytes of a file that is read at once; RefusedFile if they are more than `most`."""
-    data = bytearray()
-    while more := source.read(BLOCK):
-        data += more
-        if len(data) > most:
-            raise RefusedFile(f"{name}: it has more than {most >> 20} MiB: too long to be read at once")
-    return bytes(data)

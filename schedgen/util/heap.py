@@ -1,4 +1,8 @@
-"""Kernels for taking the first of many: binary heaps in slices of an array, and a tree of minima."""
+"""Priority queues as kernels: binary heaps in slices of an array, and a tournament tree of minima.
+
+A heap's items are integers. With `time` empty their order is that of the integers. Otherwise it is by time and then by
+integer: an item below len(by_rank) is the rank of job by_rank[item], any other item is its own index into `time`.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +16,51 @@ Numbers = NDArray[np.int64]
 
 
 @kernel
-def when(item: int, time: Times, by_rank: Numbers) -> float:
-    """When an item of a heap may start: a job, by its rank, or room made by a job."""
+def time_of(item: int, time: Times, by_rank: Numbers) -> float:
+    """The time of an item of a heap that is ordered by time."""
     return float(time[by_rank[item]] if item < len(by_rank) else time[item])
 
 
 @kernel
 def before(a: int, b: int, time: Times, by_rank: Numbers) -> bool:
-    """Heap order of two items: by time where `time` is not empty, then by number."""
+    """Whether item a comes before item b."""
     if len(time):
-        x, y = when(a, time, by_rank), when(b, time, by_rank)
-        if x != y:
-            return x < y
+        time_a, time_b = time_of(a, time, by_rank), time_of(b, time, by_rank)
+        if time_a != time_b:
+            return time_a < time_b
     return a < b
 
 
 @kernel
 def push(heap: Numbers, size: int, item: int, time: Times, by_rank: Numbers) -> None:
-    """Add to a binary heap of `size` items."""
-    at = size
-    heap[at] = item
-    while at and before(heap[at], heap[(at - 1) // 2], time, by_rank):
-        up = (at - 1) // 2
-        heap[at], heap[up] = heap[up], heap[at]
-        at = up
+    """Add an item to a heap of `size` items."""
+    index = size
+    heap[index] = item
+    while index and before(heap[index], heap[(index - 1) // 2], time, by_rank):
+        parent = (index - 1) // 2
+        heap[index], heap[parent] = heap[parent], heap[index]
+        index = parent
 
 
 @kernel
 def pop(heap: Numbers, size: int, time: Times, by_rank: Numbers) -> None:
-    """Take the first of `size` items away."""
+    """Remove the first item, heap[0], from a heap of `size` items."""
     heap[0] = heap[size - 1]
-    at, length = 0, size - 1
-    while 2 * at + 1 < length:
-        down = 2 * at + 1
-        if down + 1 < length and before(heap[down + 1], heap[down], time, by_rank):
-            down += 1
-        if not before(heap[down], heap[at], time, by_rank):
+    index, length = 0, size - 1
+    while 2 * index + 1 < length:
+        child = 2 * index + 1
+        if child + 1 < length and before(heap[child + 1], heap[child], time, by_rank):
+            child += 1
+        if not before(heap[child], heap[index], time, by_rank):
             break
-        heap[at], heap[down] = heap[down], heap[at]
-        at = down
+        heap[index], heap[child] = heap[child], heap[index]
+        index = child
 
 
 @kernel
-def settle(tree: Times, place: int, key: float) -> None:
-    """Change one leaf of a tree of minima."""
-    tree[place] = key
-    while place > 1:
-        place //= 2
-        tree[place] = min(tree[2 * place], tree[2 * place + 1])
+def set_leaf(tree: Times, node: int, key: float) -> None:
+    """Set a leaf of a tree of minima, in which node k is the smaller of nodes 2 k and 2 k + 1 and node 1 the least."""
+    tree[node] = key
+    while node > 1:
+        node //= 2
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])

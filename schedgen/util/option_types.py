@@ -1,4 +1,7 @@
-"""Values of options, as argparse reads them: numbers within bounds, and lists and tables of them."""
+"""`type=` functions for argparse: an option's text to numbers within limits, or to a list of them.
+
+Each raises argparse.ArgumentTypeError, which argparse prints as the command's error.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ from typing import TypeVar
 T = TypeVar("T", int, float)
 
 
-def number(what: str, kind: type[T], lowest: float, highest: float) -> Callable[[str], T]:
-    """What argparse reads a number with: from `lowest` on, below `highest`; `what` says which numbers these are."""
+def number(what: str, kind: type[T], lowest: float, limit: float) -> Callable[[str], T]:
+    """A type for numbers from `lowest` to below `limit`; the error says that a text "is not `what`"."""
 
-    def read(text: str) -> T:
+    def parse(text: str) -> T:
         try:
             value = kind(text)
         except ValueError:
             value = None
-        if value is None or not lowest <= value < highest:
+        if value is None or not lowest <= value < limit:
             raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
         return value
 
-    return read
+    return parse
 
 
 count = number("a whole number of at least 1", int, 1, 2**31)
@@ -32,20 +35,25 @@ amount = number("a positive number", float, math.ulp(0.0), 1e18)
 
 
 def amounts(text: str) -> list[float]:
+    """Positive numbers, as in 1e10,1.25e9."""
     return [amount(part) for part in text.split(",")]
 
 
 def topology(text: str) -> list[int]:
+    """Components by level, as in 4x2."""
     return [count(part) for part in text.split("x")]
 
 
-def stages(text: str) -> str | list[int]:
-    return text if text == "all" else tie(text)
+def stages_or_all(text: str) -> str | list[int]:
+    """Stages, as in 0,3, or the word all."""
+    return text if text == "all" else stage_list(text)
 
 
-def tie(text: str) -> list[int]:
+def stage_list(text: str) -> list[int]:
+    """Stages, as in 0,3."""
     return [natural(part) for part in text.split(",")]
 
 
 def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, as in 3,3,2."""
     return tuple(count(part) for part in text.split(","))

@@ -1,6 +1,7 @@
-"""Bars on stderr for commands that take longer than two seconds; none unless `allow` was called, and then at no cost.
+"""Progress bars on stderr for commands that take longer than two seconds.
 
-Work is reported where it comes in pieces: chunks of a file, passes, rules. A bar goes when its work is done.
+Before `allow` is called no bar is shown, and reporting costs nothing. Work is reported in pieces: chunks of a file,
+passes, rules. A bar disappears when its work is done.
 """
 
 from __future__ import annotations
@@ -16,61 +17,63 @@ T = TypeVar("T")
 
 PATIENCE = 2.0  # seconds that a command may take without a bar
 
-_after: float | None = None  # when bars may be shown (time.monotonic); None: never
+_earliest: float | None = None  # when bars may appear (time.monotonic); None: never
 
 
 def allow(quiet: bool) -> None:
-    """From now on bars may be shown, if stderr is a terminal and `quiet` is not set."""
-    global _after
-    _after = None if quiet or not sys.stderr.isatty() else time.monotonic() + PATIENCE
+    """Let bars appear PATIENCE seconds from now, if stderr is a terminal and `quiet` is not set."""
+    global _earliest
+    _earliest = None if quiet or not sys.stderr.isatty() else time.monotonic() + PATIENCE
 
 
 @contextmanager
-def counted(words: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-    """Within it, what to call with how much more is done, of `total` (None: not known)."""
-    if _after is None:
-        yield _nothing
+def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
+    """Yields a function to call with the amount of `unit` just done; `total` is None where nobody knows it."""
+    if _earliest is None:
+        yield _ignore
         return
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # no thread
-    delay = max(0.0, _after - time.monotonic())
+    delay = max(0.0, _earliest - time.monotonic())
     with tqdm(
-        desc=words, total=total, unit=unit, unit_scale=unit != "step", delay=delay, miniters=1, leave=False
+        desc=label, total=total, unit=unit, unit_scale=unit != "step", delay=delay, miniters=1, leave=False
     ) as bar:
         yield bar.update
 
 
 class Steps:
-    """step(f, ...) is f(...), and a step done."""
+    """Calls functions, each of which is one step of a bar."""
 
     def __init__(self, done: Callable[[int], object]) -> None:
+        """`done` is what `counted` yields."""
         self.done = done
 
     def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function and count one step."""
         result = function(*args, **kwargs)
         self.done(1)
         return result
 
 
 @contextmanager
-def steps(words: str, total: int) -> Iterator[Steps]:
-    """Within it, what to call so many functions by."""
-    with counted(words, total, "step") as done:
+def steps(label: str, total: int) -> Iterator[Steps]:
+    """Yields a `Steps` for `total` calls."""
+    with counted(label, total, "step") as done:
         yield Steps(done)
 
 
-def over(items: Iterable[T], words: str, total: int) -> Iterable[T]:
-    """The items, of which there are `total`; each is a step."""
-    return items if _after is None else _each(items, words, total)
+def over(items: Iterable[T], label: str, total: int) -> Iterable[T]:
+    """The `total` items, each of which is one step of a bar."""
+    return items if _earliest is None else _counted_items(items, label, total)
 
 
-def _each(items: Iterable[T], words: str, total: int) -> Iterator[T]:
-    with counted(words, total, "step") as done:
+def _counted_items(items: Iterable[T], label: str, total: int) -> Iterator[T]:
+    with counted(label, total, "step") as done:
         for item in items:
             yield item
             done(1)
 
 
-def _nothing(_: int) -> None:
+def _ignore(_: int) -> None:
     pass

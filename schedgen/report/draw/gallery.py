@@ -27,7 +27,7 @@ from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import simulated
 from schedgen.util.errors import RefusedFile, UsageError, one_line
-from schedgen.util.files import output
+from schedgen.util.files import open_output
 
 WEIGHTS = ("w", "dw")  # the messages that are drawn
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
             "entries": "\n".join(_entry(one, folder) for one in scenes),
         }
         text = (resources.files("schedgen.report.draw") / "web" / "gallery.html").read_text(encoding="utf-8")
-        with output(str(folder / "index.html")) as out:
+        with open_output(str(folder / "index.html")) as out:
             out.write(re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text).encode())
     except (UsageError, RefusedFile) as error:
         print(f"schedgen: {one_line(error)}", file=sys.stderr)
@@ -75,7 +75,7 @@ def _row(one: Scene) -> str:
 
 def _entry(one: Scene, folder: Path) -> str:
     """A schedule's part of the page; its own page is written to `folder`."""
-    with output(str(folder / f"{one.name}.html")) as out:
+    with open_output(str(folder / f"{one.name}.html")) as out:
         out.write(page([one], usual([one]), transfers=False))
     tied = "".join(f"; tied stages {' and '.join(map(str, stages))}" for stages in one.program.header.tied)
     colour = "; colour is the stage" if usual([one]) == "stage" else ""
