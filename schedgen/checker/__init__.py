@@ -28,9 +28,10 @@ from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.shard_sums import rule_10
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
+from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.progress import steps
 
-__all__ = ["RULES", "Memory", "check"]
+__all__ = ["RULES", "Memory", "check", "check_compiled"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
@@ -48,3 +49,23 @@ def check(program: Program, name: str = "program") -> Memory:
         step(rule_5, subject)
         step(rule_4, subject, waits(subject, found, pairs))
     return found.memory
+
+
+def check_compiled(program: Program) -> None:
+    """Prove what the compiler has just written, where that is not right by construction. Raises UsageError.
+
+    Every pass keeps the order of time executable, with one exception: where weights have versions, the sums among a
+    stage's owners stand in the middle of the list, where sums of different stages may wait for one another.
+    """
+    header = program.header
+    if not (header.weight_versions and any(header.several_owners)):
+        return
+    try:
+        check(program)
+    except RefusedFile as error:
+        if error.rule not in (4, 6):
+            raise
+        raise UsageError(
+            f"--updates {header.weight_versions.updates}: in this order sums of different stages wait for one "
+            "another: a worker that shares a stage with others should have no other stage, or the same order as they"
+        ) from None
