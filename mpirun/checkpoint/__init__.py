@@ -1,1 +1,1 @@
-"""--save and --resume: the format on disk, what every rank writes, and what it takes from what others wrote."""
+"""--save and --resume: the format on disk, what each rank writes to a checkpoint, and what it takes from one."""

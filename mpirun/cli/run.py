@@ -12,10 +12,10 @@ from dataclasses import replace
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.checkpoint.facts import others
-from mpirun.checkpoint.files import Manifest
-from mpirun.checkpoint.keeper import Keeper
-from mpirun.checkpoint.resume import newest
+from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.reader import newest_checkpoint
+from mpirun.checkpoint.run_settings import differing_settings
+from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import Stop, meet, on_rank_0, together, writable
@@ -56,7 +56,7 @@ class Run:
 
     def _set_up(self, sha256: str) -> None:
         comm, options = self.comm, self.options
-        found = newest(comm, options.resume, options.save) if options.resume else None
+        found = newest_checkpoint(comm, options.resume, options.save) if options.resume else None
         self.begun = 0 if found is None else found.step  # steps done before this run
         setup = options.setup
         if options.seed is None and found is not None:
@@ -66,7 +66,7 @@ class Run:
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
         self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)
-        self.keeper = self._keeper(found, sha256) if found or options.save else None
+        self.writer = self._writer(found, sha256) if found or options.save else None
         self.progress = on_rank_0(comm, self._progress)
         self.asked: float | None = None  # when this rank was asked to leave
         signal.signal(signal.SIGTERM, self._asked_to_leave)
@@ -75,18 +75,20 @@ class Run:
         if self.training.device.said and comm.rank == 0:
             print(self.training.device.said, flush=True)
 
-    def _keeper(self, found: Manifest | None, sha256: str) -> Keeper:
-        comm, options, one = self.comm, self.options, self.interpreter
-        keeper = together(
-            comm, lambda: Keeper(comm, self.header, self.training, one.stages, one.optimizer, self.watch.state, sha256)
+    def _writer(self, found: Manifest | None, sha256: str) -> CheckpointWriter:
+        comm, options, one, state = self.comm, self.options, self.interpreter, self.watch.state
+        writer = together(
+            comm, lambda: CheckpointWriter(comm, self.header, self.training, one.stages, one.optimizer, state, sha256)
         )
         if found is not None:
             if options.verify:
-                on_rank_0(comm, lambda: _repeatable([*found.facts["changed"], *others(found.facts, keeper.facts)]))
-            keeper.take(found)
+                settings = found.settings
+                differing = lambda: [*settings["changed"], *differing_settings(settings, writer.settings)]  # noqa: E731
+                on_rank_0(comm, lambda: _repeatable(differing()))
+            writer.resume(found)
         if options.save:
-            keeper.save_to(options.save, options.keep, options.resume)
-        return keeper
+            writer.open(options.save, options.keep, options.resume)
+        return writer
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -124,8 +126,8 @@ class Run:
                 self.progress.step(step, result, seconds)
             last = step + 1 == setup.steps
             left = result.leave and not last
-            if self.keeper is not None and options.save and (left or last or (step + 1) % options.every == 0):
-                saved = self.keeper.save(step + 1)
+            if self.writer is not None and options.save and (left or last or (step + 1) % options.every == 0):
+                saved = self.writer.save(step + 1)
             if left:
                 break
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from processes import environment, mpiexec, processes
 from safetensors.torch import load_file
 
-from mpirun.checkpoint import files
+from mpirun.checkpoint import disk_format
 from schedgen.cli.main import main as schedgen
 
 STEPS = 30
@@ -65,8 +65,8 @@ class Crasher:
 
     def result(self, save: Path) -> dict[str, bytes]:
         """All entries of the last checkpoint."""
-        found = files.manifest(files.folder_of(save, STEPS))
-        parts = [load_file(found.folder / part.name) for part in found.parts]
+        found = disk_format.read_manifest(disk_format.step_folder(save, STEPS))
+        parts = [load_file(found.folder / part.name) for part in found.files]
         return {name: value.numpy().tobytes() for entries in parts for name, value in entries.items()}
 
     def crash(self, kind: str) -> Crash:
@@ -110,11 +110,11 @@ class Crasher:
 
     def of_training(self, save: Path) -> Callable[[], bool]:
         """Up to 50 ms after the checkpoint of some step."""
-        return self.after(files.folder_of(save, self.random.randint(1, STEPS - 1)), 0.05)
+        return self.after(disk_format.step_folder(save, self.random.randint(1, STEPS - 1)), 0.05)
 
     def writing(self, save: Path) -> Callable[[], bool]:
         """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
-        return self.after(files.aside(save, self.random.randint(1, STEPS - 1)), 0.02)
+        return self.after(disk_format.draft_folder(save, self.random.randint(1, STEPS - 1)), 0.02)
 
     def after(self, folder: Path, seconds: float) -> Callable[[], bool]:
         """Up to so many seconds after a folder has come up."""
@@ -131,16 +131,16 @@ class Crasher:
 
 def newest(save: Path) -> int:
     """How many steps the newest checkpoint has; 0: there is none."""
-    whole = [folder for folder in files.folders(save) if (folder / files.MANIFEST).exists()]
-    return files.manifest(whole[0]).step if whole else 0
+    whole = [folder for folder in disk_format.step_folders(save) if (folder / disk_format.MANIFEST).exists()]
+    return disk_format.read_manifest(whole[0]).step if whole else 0
 
 
 def all_whole(save: Path) -> bool:
     """Whether all that bear a manifest are what it says."""
-    for folder in files.folders(save):
-        if (folder / files.MANIFEST).exists():
-            for part in files.manifest(folder).parts:
-                files.verify_part(folder, part)
+    for folder in disk_format.step_folders(save):
+        if (folder / disk_format.MANIFEST).exists():
+            for file in disk_format.read_manifest(folder).files:
+                disk_format.verify_file(folder, file)
     return True
 
 

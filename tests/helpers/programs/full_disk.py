@@ -8,22 +8,22 @@ import sys
 
 from mpi4py import MPI
 
-from mpirun.checkpoint import files
+from mpirun.checkpoint import disk_format
 from mpirun.cli.main import main
 
-write_part = files.write_part
+write_file = disk_format.write_file
 
 
 def when_full(directory, step, kind, rank, entries):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step == 3 else soft, hard))
     try:
-        return write_part(directory, step, kind, rank, entries)
+        return write_file(directory, step, kind, rank, entries)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 if MPI.COMM_WORLD.rank == 0:
-    files.write_part = when_full
+    disk_format.write_file = when_full
 sys.exit(main())

@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from mpirun.checkpoint import files
+from mpirun.checkpoint import disk_format
 from schedgen.util.errors import RefusedFile
 
 
 def write(directory: Path, step: int) -> Path:
     """A checkpoint of one parameter."""
-    files.begin(directory, step)
-    part = files.write_part(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
+    disk_format.begin(directory, step)
+    part = disk_format.write_file(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
     facts = {"step": step, "seed": 0, "data": {"text": "", "microbatches": 1}}
-    return files.publish(directory, step, facts, [part])
+    return disk_format.publish(directory, step, facts, [part])
 
 
 def test_what_is_written_is_read(tmp_path):
-    found = files.manifest(write(tmp_path, 7))
-    for part in found.parts:
-        files.verify_part(found.folder, part)
+    found = disk_format.read_manifest(write(tmp_path, 7))
+    for part in found.files:
+        disk_format.verify_file(found.folder, part)
     assert (found.step, found.seed) == (7, 0)
-    assert files.read(found.files("weights"), ["a", "b"])["a"].tolist() == [7, 7]
+    assert disk_format.read_entries(found.entry_files("weights"), ["a", "b"])["a"].tolist() == [7, 7]
 
 
 def test_the_newest_is_that_of_the_highest_step(tmp_path):
@@ -36,9 +36,9 @@ def test_the_newest_is_that_of_the_highest_step(tmp_path):
         write(tmp_path, step)
     write(tmp_path, 4).rename(tmp_path / "step-00000004-best")
     (tmp_path / "step-00000005").write_bytes(b"")
-    names = [folder.name for folder in files.folders(tmp_path)]
+    names = [folder.name for folder in disk_format.step_folders(tmp_path)]
     assert names == [f"step-{step:08d}" for step in sorted(steps, reverse=True)]
-    files.prune(tmp_path, 100_000_000, keep=1)
+    disk_format.prune(tmp_path, 100_000_000, keep=1)
     assert {one.name for one in tmp_path.iterdir()} == {"step-100000000", "step-00000004-best", "step-00000005"}
 
 
@@ -46,8 +46,8 @@ def test_a_later_one_that_could_not_be_read_does_not_count_as_kept(tmp_path):
     """A run that had to go on from step 3 keeps what it writes, not what it could not read."""
     for step in (3, 9, 4):
         write(tmp_path, step)
-    files.prune(tmp_path, 4, keep=1)
-    assert [files.manifest(folder).step for folder in files.folders(tmp_path)] == [9, 4]
+    disk_format.prune(tmp_path, 4, keep=1)
+    assert [disk_format.read_manifest(folder).step for folder in disk_format.step_folders(tmp_path)] == [9, 4]
 
 
 def test_what_cannot_be_removed_stays(tmp_path):
@@ -55,8 +55,8 @@ def test_what_cannot_be_removed_stays(tmp_path):
     for step in (1, 2):
         write(tmp_path, step)
     (tmp_path / ".old-step-00000001").write_bytes(b"")
-    files.prune(tmp_path, 2, keep=1)
-    assert [files.manifest(folder).step for folder in files.folders(tmp_path)] == [2, 1]
+    disk_format.prune(tmp_path, 2, keep=1)
+    assert [disk_format.read_manifest(folder).step for folder in disk_format.step_folders(tmp_path)] == [2, 1]
 
 
 PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["a"]}
@@ -88,13 +88,13 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
     ],
 )
 def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[str, Any]):
-    file = write(tmp_path, 1) / files.MANIFEST
+    file = write(tmp_path, 1) / disk_format.MANIFEST
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(RefusedFile, match=r"manifest\.json: (damaged|of another version)$"):
-        files.manifest(file.parent)
+        disk_format.read_manifest(file.parent)
 
 
 def test_what_the_format_has_no_type_for_is_refused(tmp_path):
-    files.begin(tmp_path, 1)
+    disk_format.begin(tmp_path, 1)
     with pytest.raises(RefusedFile, match=r"weights-0\.safetensors: .*complex128"):
-        files.write_part(tmp_path, 1, "weights", 0, {"a": torch.ones(1, dtype=torch.complex128)})
+        disk_format.write_file(tmp_path, 1, "weights", 0, {"a": torch.ones(1, dtype=torch.complex128)})

@@ -1,0 +1,223 @@
+"""The format of checkpoints on disk: reads and writes their folders, files and manifests.
+
+    DIR/step-00000010/
+        weights-0.safetensors     parameters, frozen ones and buffers by their names in the model
+        optimizer-0.safetensors   what the optimizer keeps, as <parameter>.<name>
+        ...                       two files for every rank that had something to write
+        manifest.json             step, seed and settings of the run; the files with their sizes and hashes
+
+Nothing in a name depends on stages, ranks or the scheme. A checkpoint appears whole or not at all:
+
+1. Ranks write its files to a draft, a folder of another name, and sync them to the disk.
+2. The draft gets the checkpoint's name.
+3. The manifest is written. A folder that lacks one, or differs from it, is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from schedgen.util.errors import RefusedFile
+
+VERSION = 1
+MANIFEST = "manifest.json"
+_DRAFT, _REMOVED = ".writing-", ".old-"  # how the names of folders begin that are no checkpoints yet, or no longer
+_FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
+
+
+class CheckpointFile(NamedTuple):
+    """A file of a checkpoint, as the manifest lists it."""
+
+    name: str
+    bytes: int
+    sha256: str
+    entries: list[str]
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint's manifest says."""
+
+    folder: Path
+    step: int  # steps done
+    seed: int
+    settings: dict[str, Any]  # of the run, as `run_settings` gives them; step and seed among them
+    files: list[CheckpointFile]
+
+    def entry_files(self, kind: str) -> dict[str, Path]:
+        """The file of every entry; `kind`: weights or optimizer."""
+        return {entry: self.folder / f.name for f in self.files if f.name.startswith(kind) for entry in f.entries}
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Errors of the file system and of the format become a RefusedFile that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedFile(f"{path}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise RefusedFile(f"{path}: {error}") from None
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return directory / f"step-{step:08d}"
+
+
+def draft_folder(directory: Path, step: int) -> Path:
+    """The folder that a step's checkpoint is written to."""
+    return directory / f"{_DRAFT}{step:08d}"
+
+
+def begin(directory: Path, step: int) -> None:
+    """Make an empty draft."""
+    folder = draft_folder(directory, step)
+    with _refusing(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+
+def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mapping[str, Tensor]) -> CheckpointFile:
+    """Write a rank's file of one kind, weights or optimizer, to the draft and to the disk."""
+    file = draft_folder(directory, step) / f"{kind}-{rank}.safetensors"
+    with _refusing(file):
+        try:
+            save_file(dict(entries), file)
+        except (KeyError, ValueError) as error:  # a type or layout that the format lacks
+            raise RefusedFile(f"{file}: {error}") from None
+        _sync(file)
+        return CheckpointFile(file.name, file.stat().st_size, _hash(file), list(entries))
+
+
+def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequence[CheckpointFile]) -> Path:
+    """Make a checkpoint of a draft to which all files are written; its folder."""
+    folder = step_folder(directory, step)
+    with _refusing(folder):
+        _sync(draft_folder(directory, step))
+        _remove(folder)  # what is there already is no checkpoint
+        draft_folder(directory, step).rename(folder)
+        _sync(directory)
+        manifest = {"checkpoint": VERSION, **settings, "parts": [file._asdict() for file in files]}
+        draft = folder / f"{MANIFEST}.part"
+        draft.write_text(json.dumps(manifest, indent=1) + "\n")
+        _sync(draft)
+        draft.rename(folder / MANIFEST)
+        _sync(folder)
+    return folder
+
+
+def abandon(directory: Path, step: int) -> None:
+    """Remove the files of a checkpoint that could not be finished."""
+    shutil.rmtree(draft_folder(directory, step), ignore_errors=True)
+    if not (step_folder(directory, step) / MANIFEST).exists():
+        shutil.rmtree(step_folder(directory, step), ignore_errors=True)
+
+
+def prune(directory: Path, step: int, keep: int) -> None:
+    """Keep the newest `keep` checkpoints up to a step; remove those before them, and unfinished ones.
+
+    Checkpoints of later steps stay: they are of an earlier run, which this one could not resume from. So does what
+    cannot be removed.
+    """
+    folders = [folder for folder in step_folders(directory) if _step(folder) <= step and (folder / MANIFEST).exists()]
+    for folder in folders[keep:]:
+        with contextlib.suppress(OSError):
+            _remove(folder)
+    remove_unfinished(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove drafts, and folders whose removal was interrupted."""
+    for prefix in (_DRAFT, _REMOVED):
+        for folder in directory.glob(f"{prefix}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Rename a folder, then remove it: half a checkpoint never bears the name of a whole one."""
+    if folder.exists():
+        renamed = folder.with_name(f"{_REMOVED}{folder.name}")
+        shutil.rmtree(renamed, ignore_errors=True)
+        folder.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
+
+
+def step_folders(directory: Path) -> list[Path]:
+    """The folders that may be checkpoints, the newest first; or `directory` itself if it is one."""
+    with _refusing(directory):
+        if (directory / MANIFEST).exists():
+            return [directory]
+        named = (path for path in directory.glob("step-*") if re.fullmatch("step-[0-9]+", path.name))
+        return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """RefusedFile where the folder is no checkpoint that this version reads. Its files are not looked at."""
+    path = folder / MANIFEST
+    try:
+        settings = {"optimizer": None, "options": {}, "changed": [], **json.loads(path.read_bytes())}
+        if settings.pop("checkpoint") != VERSION:
+            raise RefusedFile(f"{path}: of another version")
+        files = [CheckpointFile(**file) for file in settings.pop("parts")]
+        numbers = [settings["step"], settings["seed"], *(file.bytes for file in files)]
+        sound = all(type(number) is int and number >= 0 for number in numbers) and max(numbers[:2]) < 2**31
+        sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
+        sound &= isinstance(settings["options"], dict)
+        sound &= all(isinstance(words, str) for words in list(settings["changed"]))
+        sound &= settings["data"].keys() >= {"text", "microbatches"}
+        if not sound or not all(_FILE_NAME.fullmatch(file.name) for file in files):
+            raise RefusedFile(f"{path}: damaged")
+    except FileNotFoundError:
+        raise RefusedFile(f"{folder}: incomplete: it has no manifest") from None
+    except OSError as error:
+        raise RefusedFile(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise RefusedFile(f"{path}: damaged") from None
+    return Manifest(folder, settings["step"], settings["seed"], settings, files)
+
+
+def verify_file(folder: Path, file: CheckpointFile) -> None:
+    """RefusedFile where a file is not what the manifest says."""
+    path = folder / file.name
+    with _refusing(path):
+        if path.stat().st_size != file.bytes or _hash(path) != file.sha256:
+            raise RefusedFile(f"{path}: damaged")
+
+
+def read_entries(files: Mapping[str, Path], names: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors by entry, from the file of each entry; those that no file has are left out."""
+    values: dict[str, Tensor] = {}
+    for file in sorted({files[name] for name in names if name in files}):
+        with _refusing(file), safe_open(file, framework="pt") as source:
+            values |= {name: source.get_tensor(name).clone() for name in names if files.get(name) == file}
+    return values
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()

@@ -1,0 +1,144 @@
+"""Reads checkpoints: finds the newest whole one, and restores what a rank has of the model from it.
+
+A rank looks for what it needs by name, so that a run continues under any schedule, whichever wrote the checkpoint. A
+parameter that was cut is put together from its shares, and a tensor shard takes its own share of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.checkpoint import disk_format
+from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.entry_names import untrained_entries
+from mpirun.checkpoint.shard_entries import Entries
+from mpirun.comm.fail_together import Stop, from_rank_0, together
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Training
+from mpirun.engine.stage import Stage
+from mpirun.engine.weight_shards import Piece, pieces
+from mpirun.model.contract import Model, entry_name, shard_of
+from mpirun.model.parallel_layers import Cut
+from schedgen.util.errors import UsageError
+
+
+def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Manifest | None:
+    """The newest whole checkpoint in --resume, or a Stop where there is none. Collective.
+
+    None where there is no checkpoint at all and --save is the same folder: the first of several runs by one command.
+    """
+    directory = Path(resume)
+    folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
+    for folder in folders:
+        try:
+            return _verified(comm, folder)
+        except Stop as stop:
+            if comm.rank == 0:
+                print(f"mpirun: {stop}: skipped", file=sys.stderr, flush=True)
+    if not folders and save and Path(save).resolve() == directory.resolve():
+        return None
+    reason = "no checkpoint is whole" if folders else "there is no checkpoint"
+    raise Stop(f"--resume {directory}: {reason}", 1, speaker=0)
+
+
+def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
+    """The manifest of a whole checkpoint, whose files the ranks verify in turns; else a Stop."""
+    manifest = from_rank_0(comm, lambda: disk_format.read_manifest(folder))
+
+    def verify() -> None:
+        for file in manifest.files[comm.rank :: comm.size]:
+            disk_format.verify_file(folder, file)
+
+    together(comm, verify)
+    return manifest
+
+
+def restore(
+    manifest: Manifest, setup: Training, stages: Mapping[int, Stage], optimizer: Optimizer, beat: Callable[[], None]
+) -> None:
+    """Restore stages, and what the optimizer keeps for them. `beat` is called after each stage.
+
+    UsageError where the checkpoint is of another model or optimizer.
+    """
+    name = manifest.settings["optimizer"]
+    if name != setup.recipe.name:
+        raise UsageError(f"--optimizer {setup.recipe.name}: {manifest.folder} was made with {name}")
+    weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
+    of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
+    for entry in kept.names:
+        of_parameter.setdefault(entry.rpartition(".")[0], []).append(entry)
+    for stage in stages.values():
+        reader = _StageReader(manifest.folder, setup.model, stage)
+        reader.restore_weights(weights)
+        reader.restore_optimizer(kept, of_parameter, optimizer)
+        beat()
+
+
+class _StageReader:
+    """Restores one stage."""
+
+    def __init__(self, folder: Path, model: Model, stage: Stage) -> None:
+        self.folder, self.model, self.stage, self.shard = folder, model, stage, shard_of(model, stage.index)
+        self.entries = [entry_name(model, stage.index, name) for name in stage.names]
+        shapes = [shape for _, shape in stage.layout]
+        self.shapes = dict(zip(self.entries, shapes, strict=True)) if stage.own else {}
+        cuts, names = stage.shape.cuts, zip(stage.names, self.entries, strict=True)
+        self.cuts = {entry: cuts[name] for name, entry in names if name in cuts}
+
+    def restore_weights(self, weights: Entries) -> None:
+        """Frozen parameters, buffers, and the weights that this rank owns."""
+        untrained = untrained_entries(self.model, self.stage)
+        values = weights.read([*untrained, *self.shapes], self.cuts)
+        for entry, target in untrained.items():
+            value = self._checked(entry, values.get(entry), target.shape, target.dtype, None)
+            with torch.no_grad():
+                target.copy_(value)
+        for entry, shape in self.shapes.items():
+            values[entry] = self._checked(entry, values.get(entry), shape, self.stage.dtype, self.cuts.get(entry))
+        for via, part in self.stage.own.items():
+            targets = self.stage.in_part(via, part)
+            for target, (entry, piece) in zip(targets, self._of_part(via), strict=True):
+                target.copy_(values[entry] if piece is None else piece.of(values[entry]))
+
+    def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
+        """What the optimizer keeps for these weights; `of_parameter`: its entries for each parameter's."""
+        parameters = {state: entry for entry in self.shapes for state in of_parameter.get(entry, ())}
+        cuts = {state: self.cuts[entry] for state, entry in parameters.items() if entry in self.cuts}
+        values = kept.read(list(parameters), cuts)
+        for state, entry in parameters.items():
+            if values[state].dim():  # a number a parameter, or one for all
+                shape = self.shapes[entry]
+                values[state] = self._checked(state, values[state], shape, self.stage.dtype, cuts.get(state))
+        for via in self.stage.own:
+            restored: list[dict[str, Tensor]] = []
+            for entry, piece in self._of_part(via):
+                states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
+                split = {key: piece.of(value).clone() for key, value in states.items() if piece and value.dim()}
+                restored.append(states | split)
+            optimizer.restore((self.stage.index, via), restored)
+
+    def _of_part(self, via: int) -> list[tuple[str, Piece | None]]:
+        """What a part of the weights holds, in its order: a parameter's entry, and which piece of it; None: all."""
+        if via < 0:
+            return [(entry, None) for entry in self.entries]
+        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.spans[via])]
+
+    def _checked(
+        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, cut: Cut | None
+    ) -> Tensor:
+        """An entry's value, or this shard's share of one that is cut; UsageError unless that is as in the model."""
+        if value is None:
+            raise UsageError(f"{self.folder}: has no {entry}: is it of another model?")
+        expected = tuple(shape) if cut is None else cut.whole(shape, self.shard)
+        if value.shape != expected or value.dtype != dtype:
+            raise UsageError(
+                f"{self.folder}: {entry} is {value.dtype} of shape {tuple(value.shape)}, "
+                f"but the model's is {dtype} of shape {expected}"
+            )
+        return value if cut is None else cut.part(value, self.shard)

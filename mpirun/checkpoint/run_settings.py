@@ -1,0 +1,63 @@
+"""The settings of a run that its checkpoints record, and how another run's differ from them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from mpirun.engine.setup import Training
+from schedgen.ir.header import Header
+from schedgen.util.errors import one_line
+
+
+def run_settings(header: Header, setup: Training, schedule: str, rank: int) -> dict[str, Any]:
+    """The manifest's entries beside step and files; `schedule`: its SHA-256. The text is hashed on rank 0 only."""
+    return {
+        "seed": setup.seed,
+        "optimizer": setup.recipe.name,
+        "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
+        "data": {
+            "text": hashlib.sha256(setup.text.numpy().data).hexdigest() if rank == 0 else "",
+            "microbatches": header.microbatches * setup.walks,
+        },
+        "options": _options(setup),
+        "changed": [],  # settings that changed across resumes, in words
+    }
+
+
+def _options(setup: Training) -> dict[str, Any]:
+    """The other options that a step depends on; those that are not used are left out."""
+    recipe = setup.recipe
+    values = {
+        "--lr": recipe.lr,
+        "--weight-decay": recipe.weight_decay,
+        "--lr-schedule": recipe.schedule,
+        "--clip": recipe.clip,
+        "--autocast": "bf16" if setup.mixed else None,
+        "--momentum": recipe.momentum or None,
+        "--warmup": recipe.warmup or None,
+        "--steps": None if recipe.schedule == "constant" else recipe.steps,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The settings of a checkpoint that are not the current ones, each in words. Right on rank 0 only."""
+    before, now = saved["data"], current["data"]
+    counts = f"{before['microbatches']} microbatches a step, not {now['microbatches']}"
+    differs = {
+        f"seed {saved['seed']}, not {current['seed']}": saved["seed"] != current["seed"],
+        "another text": before["text"] != now["text"],
+        counts: before["microbatches"] != now["microbatches"],
+    }
+    old, new = saved["options"], current["options"]
+    differs |= {
+        f"{_in_words(name, old.get(name))}, not {_in_words(name, new.get(name))}": old.get(name) != new.get(name)
+        for name in ({**old, **new} if old else ())  # old manifests have no options
+    }
+    return [one_line(words) for words, differ in differs.items() if differ]
+
+
+def _in_words(name: str, value: object) -> str:
+    return f"no {name}" if value is None else f"{name} {value}"

@@ -1,0 +1,235 @@
+"""Writes the checkpoints of a run: which rank writes what, and when a checkpoint counts.
+
+Each owner writes what it owns, under the parameters' names in the model. Of several owners of a stage one writes it;
+where they divide its weights, it gathers their parts first. Every tensor shard writes its share of a cut parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.checkpoint import disk_format
+from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
+from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
+from mpirun.checkpoint.reader import restore
+from mpirun.checkpoint.run_settings import differing_settings, run_settings
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Training
+from mpirun.engine.stage import Stage
+from mpirun.engine.weight_shards import pieces
+from mpirun.model.contract import entry_name, is_copy
+from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
+from schedgen.ir.header import Header
+from schedgen.util.errors import UsageError
+
+PARAMETER = ""  # the key of a parameter's own value
+Values = dict[str, Tensor]  # a parameter's value, and what the optimizer keeps for it by torch's names
+
+
+class CheckpointWriter:
+    """One rank's part of all checkpoints of a run."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        header: Header,
+        setup: Training,
+        stages: Mapping[int, Stage],
+        optimizer: Optimizer,
+        state: memoryview,
+        schedule: str,
+    ) -> None:
+        """`state`: this rank's words for the watchdog; `schedule`: its SHA-256. Collective.
+
+        UsageError where two parts of the model would be one entry, or a module keeps more than tensors.
+        """
+        self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
+        self.state = state
+        self.settings = run_settings(header, setup, schedule, comm.rank)
+        own = [(entry, s) for s in stages if self._writes_untrained(s) for entry in self._untrained(s)]
+        untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
+        self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
+        for entry, stage in untrained:
+            self.first_stage[entry] = min(stage, self.first_stage.get(entry, stage))
+        self._check_entries([entry for entry, _ in untrained])
+        self.directory: Path | None = None
+        self.keep, self.last = 0, 0
+
+    def _check_entries(self, untrained: list[str]) -> None:
+        model = self.setup.plain
+        first_shards = self.setup.shapes[:: self.header.tensor_parallel.degree]
+        counts = Counter(entry_name(model, s, name) for s, shape in enumerate(first_shards) for name in shape.names)
+        counts.update(list(self.first_stage) if self.setup.model.named else untrained)
+        tied = {entry_name(model, *key) for tie in model.tied for key in tie}
+        for entry, count in counts.items():
+            if entry.endswith("_extra_state"):
+                raise UsageError(f"the model has {entry}: checkpoints hold parameters and buffers only")
+            if count > 1 and entry not in tied:
+                raise UsageError(f"two layers of the model have a {entry}: in checkpoints names must differ")
+
+    def resume(self, manifest: Manifest) -> None:
+        """Restore all that this rank has of the model, and say which settings differ. Collective."""
+        together(self.comm, lambda: restore(manifest, self.setup, self.stages, self.optimizer, self._beat))
+        self.last = manifest.step
+        if self.comm.rank == 0:
+            print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
+            differing = differing_settings(manifest.settings, self.settings)
+            for words in differing:
+                print(f"mpirun: note: the checkpoint was made with {words}", file=sys.stderr, flush=True)
+            self.settings["changed"] = [*manifest.settings["changed"], *differing]
+
+    def open(self, directory: str, keep: int, resumed: str | None) -> None:
+        """Save to a directory from now on, and keep so many checkpoints. Collective.
+
+        UsageError where ranks do not see one folder, or it has checkpoints of another run than the `resumed` one.
+        """
+        self.directory, self.keep = Path(directory), keep
+        on_rank_0(self.comm, lambda: _prepare(Path(directory), resumed))
+        together(self.comm, lambda: _check_visible(Path(directory)))
+        on_rank_0(self.comm, lambda: _tidy(Path(directory)))
+
+    def save(self, step: int) -> bool:
+        """Write a checkpoint after so many steps; whether that succeeded. Collective."""
+        comm, directory = self.comm, self.directory
+        assert directory is not None
+        self.state[PHASE] = SAVING
+        begin = time.perf_counter()
+        try:
+            on_rank_0(comm, lambda: disk_format.begin(directory, step))
+            divided = self._gather_divided()
+            of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, divided)))
+            files = [file for of_rank in of_ranks or () for file in of_rank]
+            on_rank_0(comm, lambda: disk_format.publish(directory, step, {"step": step, **self.settings}, files))
+            on_rank_0(comm, lambda: disk_format.prune(directory, step, self.keep))
+        except Stop as stop:
+            if comm.rank == 0:
+                disk_format.abandon(directory, step)
+                last = f"the last one is that of step {self.last}" if self.last else "there is none"
+                print(f"mpirun: no checkpoint of step {step}: {stop}; {last}", file=sys.stderr, flush=True)
+            return False
+        finally:
+            self.state[PHASE] = TRAINING
+        self.last = step
+        if comm.rank == 0:
+            folder = disk_format.step_folder(directory, step)
+            print(f"checkpoint of step {step}: {folder}, {time.perf_counter() - begin:.1f} s", flush=True)
+        return True
+
+    def _writing_rank(self, stage: int) -> int:
+        """The owner that writes a stage."""
+        owners = self.header.owners[stage]
+        return owners[stage % len(owners)]
+
+    def _writes_untrained(self, stage: int) -> bool:
+        """Untrained entries are the same in all tensor shards: the first writes them."""
+        return self._writing_rank(stage) == self.comm.rank and stage % self.header.tensor_parallel.degree == 0
+
+    def _untrained(self, stage: int) -> Values:
+        return untrained_entries(self.setup.model, self.stages[stage])
+
+    def _gather_divided(self) -> dict[int, list[Values]]:
+        """The values of every parameter, by stage that this rank writes and whose weights are divided. Collective."""
+        gathered: dict[int, list[Values]] = {}
+        for index, shape in enumerate(self.setup.shapes):
+            if self.header.weight_shards.parts(index) == (-1,):
+                continue
+            own = self._own_pieces(index, len(shape.names))
+            for of_parameter, (_, size) in zip(own, shape.layout, strict=True):
+                of_ranks = self.comm.gather(of_parameter, root=self._writing_rank(index))
+                if of_ranks is not None:
+                    values = _assembled([piece for of_rank in of_ranks for piece in of_rank], size)
+                    gathered.setdefault(index, []).append(values)
+                self._beat()
+        return gathered
+
+    def _own_pieces(self, index: int, parameters: int) -> list[list[tuple[int, Values]]]:
+        """By parameter of a stage: where the pieces that this rank owns begin, and copies of them."""
+        own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
+        stage = self.stages.get(index)
+        if stage is None:
+            return own
+        for via, part in stage.own.items():
+            kept = self.optimizer.kept((index, via))
+            for number, piece in enumerate(pieces(stage.layout, stage.spans[via])):
+                values = {PARAMETER: piece.within(part), **(kept[number] if kept else {})}
+                copies = {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
+                own[piece.parameter].append((piece.begin, copies))
+        return own
+
+    def _write_files(self, directory: Path, step: int, divided: Mapping[int, list[Values]]) -> list[CheckpointFile]:
+        """Write all that this rank writes; `divided`: what `_gather_divided` gave."""
+        weights: Values = {}
+        kept: Values = {}
+        for index, stage in self.stages.items():
+            if self._writing_rank(index) != self.comm.rank or is_copy(self.setup.model, index):
+                continue
+            if index in divided:
+                values = divided[index]
+            else:
+                of_optimizer = self.optimizer.kept((index, -1)) or [{} for _ in stage.names]
+                views = stage.views(stage.weights)
+                values = [{PARAMETER: view, **more} for view, more in zip(views, of_optimizer, strict=True)]
+            for entry, of_parameter in zip(parameter_entries(self.setup.model, stage), values, strict=True):
+                if entry is not None:
+                    weights[entry] = of_parameter.pop(PARAMETER).detach()
+                    kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
+            if self._writes_untrained(index):
+                weights |= self._cloned(index)
+        files = []
+        for kind, entries in (("weights", weights), ("optimizer", kept)):
+            if entries:
+                files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))
+                self._beat()
+        return files
+
+    def _cloned(self, stage: int) -> Iterable[tuple[str, Tensor]]:
+        """The untrained entries that a stage writes: the format takes no views, nor tensors that share memory."""
+        for entry, value in self._untrained(stage).items():
+            if self.first_stage[entry] == stage:
+                yield entry, value.detach().clone(memory_format=torch.contiguous_format)
+
+    def _beat(self) -> None:
+        self.state[BEAT] += 1
+
+
+def _assembled(fragments: list[tuple[int, Values]], size: torch.Size) -> Values:
+    """A parameter's values from those of its pieces, each with the element at which it begins."""
+    ordered = [values for _, values in sorted(fragments, key=lambda fragment: fragment[0])]
+    if not ordered:
+        return {PARAMETER: torch.zeros(size)}
+    return {
+        key: torch.cat([values[key] for values in ordered]).view(size) if value.dim() else value
+        for key, value in ordered[0].items()
+    }
+
+
+def _prepare(directory: Path, resumed: str | None) -> None:
+    """Make the folder; UsageError where it has checkpoints of another run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".seen").write_bytes(b"")
+    except OSError as error:
+        raise UsageError(f"--save {directory}: {error.strerror}") from None
+    if (directory / disk_format.MANIFEST).exists():
+        raise UsageError(f"--save {directory}: it is a checkpoint itself: save to another folder")
+    if disk_format.step_folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
+        raise UsageError(f"--save {directory}: it has checkpoints already: go on with --resume {directory}")
+
+
+def _check_visible(directory: Path) -> None:
+    if not (directory / ".seen").exists():
+        raise UsageError(f"--save {directory}: not all hosts see the same folder")
+
+
+def _tidy(directory: Path) -> None:
+    (directory / ".seen").unlink(missing_ok=True)
+    disk_format.remove_unfinished(directory)
