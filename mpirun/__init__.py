@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from mpirun.data.batches import Minibatch
     from mpirun.frontend.batch_coupling import batch_coupled
-    from mpirun.frontend.errors import MpirunWarning
     from mpirun.frontend.split_layers import split_layers
     from mpirun.frontend.split_module import split
     from mpirun.frontend.split_result import Cut
     from mpirun.frontend.split_sequential import split_sequential
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
+    from schedgen.util.errors import MpirunWarning
 
 __all__ = [
     "Cut", "Input", "Minibatch", "Model", "MpirunWarning", "Value",
@@ -32,7 +32,7 @@ _MODULES = {
     "Input": "mpirun.model.dataflow",
     "Minibatch": "mpirun.data.batches",
     "Model": "mpirun.model.contract",
-    "MpirunWarning": "mpirun.frontend.errors",
+    "MpirunWarning": "schedgen.util.errors",
     "Value": "mpirun.model.dataflow",
     "batch_coupled": "mpirun.frontend.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",

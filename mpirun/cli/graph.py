@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpi4py import MPI
 
 from mpirun.cli.options import GraphOptions
-from mpirun.comm.fail_together import notes, on_rank_0
+from mpirun.comm.fail_together import on_rank_0, print_notes
 from mpirun.model import dataflow
 from mpirun.model.contract import load
 from schedgen.ir.stage_graph import chain
@@ -25,7 +25,7 @@ class Graph:
 
     def execute(self) -> int:
         """Write the file; the exit code. Collective."""
-        with notes(self.comm):
+        with print_notes(self.comm):
             on_rank_0(self.comm, self._write)
         return 0
 

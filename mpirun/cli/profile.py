@@ -21,8 +21,8 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import from_rank_0, on_rank_0, writable
-from mpirun.comm.link_speed import links
+from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0
+from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.build import interpreter
 from mpirun.engine.forward_backward import Act
 from mpirun.engine.interpreter import Interpreter
@@ -69,7 +69,7 @@ class Profile:
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
         self.comm, self.options, self.traceback = comm, options, options.traceback
-        on_rank_0(comm, lambda: writable("--output", options.output))
+        on_rank_0(comm, lambda: check_writable("--output", options.output))
         schedules, splits = from_rank_0(comm, lambda: _schedules(options))
         self.split = options.split or splits
         self.at: Instruction | None = None
@@ -90,7 +90,7 @@ class Profile:
         """Measure, and write the file on rank 0; the exit code."""
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds()
-        alpha, beta = links(self.comm, self.training.crowded)
+        alpha, beta = measure_link_speed(self.comm, self.training.crowded)
         if self.comm.size == 1:
             print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
         numbers = {**seconds, "alpha": alpha, "beta": beta, **sizes}

@@ -18,7 +18,8 @@ from mpirun.checkpoint.run_settings import differing_settings
 from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
-from mpirun.comm.fail_together import Stop, meet, on_rank_0, together, writable
+from mpirun.comm.fail_together import Stop, check_writable, on_rank_0, together
+from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import interpreter
 from mpirun.engine.interpreter import Result
 from mpirun.engine.memory_tracker import measure
@@ -71,9 +72,9 @@ class Run:
         self.asked: float | None = None  # when this rank was asked to leave
         signal.signal(signal.SIGTERM, self._asked_to_leave)
         if trace := options.trace:
-            on_rank_0(comm, lambda: writable("--trace", trace))
-        if self.training.device.said and comm.rank == 0:
-            print(self.training.device.said, flush=True)
+            on_rank_0(comm, lambda: check_writable("--trace", trace))
+        if self.training.device.description and comm.rank == 0:
+            print(self.training.device.description, flush=True)
 
     def _writer(self, found: Manifest | None, sha256: str) -> CheckpointWriter:
         comm, options, one, state = self.comm, self.options, self.interpreter, self.watch.state
@@ -134,7 +135,7 @@ class Run:
         if self.progress is not None:
             self.progress.close(self.header)
         if left:
-            meet(self.comm)  # an exit code that is not 0 makes launchers end the others
+            sleeping_barrier(self.comm)  # an exit code that is not 0 makes launchers end the others
             what = "saved" if saved else "nothing is saved"
             raise Stop(f"asked to leave (SIGTERM): {what} after step {step + 1}", LEFT, speaker=0)
         if trace is not None and options.trace:
@@ -145,7 +146,7 @@ class Run:
             if peaks is not None:
                 print(f"memory: most bytes of tensors at once, by rank: {' '.join(map(str, peaks))}", flush=True)
         code = self._verify(record) if options.verify else 0
-        meet(self.comm)  # nobody is done before all are
+        sleeping_barrier(self.comm)  # nobody is done before all are
         return code or int(bool(options.save) and self.begun < setup.steps and not saved)
 
     def _asked_to_leave(self, *_: object) -> None:
@@ -210,7 +211,7 @@ class Run:
             else:
                 theirs = delayed_updates.reference(self.training, self.header, used, self.begun, last, self._beat)
             code = self._compared(ours, theirs)
-        meet(self.comm)  # rank 0 has done all steps again
+        sleeping_barrier(self.comm)  # rank 0 has done all steps again
         return int(self.comm.bcast(code))
 
     def _compared(self, ours: Record, theirs: Record) -> int:

@@ -1,1 +1,1 @@
-"""MPI between ranks: messages, ordered sums, the thread that keeps them moving, devices."""
+"""MPI between ranks: devices, messages, waiting, ordered sums, progress during computations, errors of all ranks."""

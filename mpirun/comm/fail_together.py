@@ -1,11 +1,13 @@
-"""Errors that all ranks end with together, and what one rank alone dies of."""
+"""Errors that all ranks end with together: a mistake that one rank finds becomes the same `Stop` on every rank.
+
+Without that the other ranks would wait in MPI for the rank that has ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,48 +17,42 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from schedgen.util.errors import RefusedFile, UsageError
+from mpirun.comm.waiting import sleeping_barrier
+from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
 
 T = TypeVar("T")
 
 
 class Stop(Exception):
-    """Every rank ends with this sentence; one of them prints it."""
+    """Every rank ends with this sentence and exit code; one of them, the speaker, prints the sentence."""
 
     def __init__(self, sentence: str, code: int, speaker: int) -> None:
+        """`speaker`: a rank; -1: nobody prints anything."""
         super().__init__(sentence)
         self.code, self.speaker = code, speaker
 
 
 def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
-    """`function()` on every rank; where it refuses on one, all raise the lowest rank's Stop."""
+    """`function()` on every rank; if it raises UsageError or RefusedFile on some, all raise the lowest rank's Stop."""
     result, refusal = None, None
     try:
         result = function()
     except (UsageError, RefusedFile) as error:
         refusal = (str(error), error.code)
-    meet(comm)
-    refusals = comm.allgather(refusal)
-    for rank, one in enumerate(refusals):
-        if one is not None:
-            raise Stop(one[0], one[1], speaker=rank)
+    sleeping_barrier(comm)
+    for rank, refused in enumerate(comm.allgather(refusal)):
+        if refused is not None:
+            raise Stop(refused[0], refused[1], speaker=rank)
     return result  # type: ignore[return-value]
 
 
-def meet(comm: MPI.Comm) -> None:
-    """A barrier in which those who wait leave the cores to those who are still to come."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-3)
-
-
 def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
-    """`function()` on rank 0, None elsewhere; where it refuses, all raise its Stop."""
+    """`function()` on rank 0, None elsewhere; its UsageError or RefusedFile is a Stop on all ranks."""
     return together(comm, lambda: function() if comm.rank == 0 else None)
 
 
 def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
-    """`function()` of rank 0, on every rank; where it refuses, all raise its Stop."""
+    """`function()` of rank 0, on every rank; its UsageError or RefusedFile is a Stop on all ranks."""
     return comm.bcast(on_rank_0(comm, function))
 
 
@@ -71,20 +67,20 @@ def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[
 
 
 @contextlib.contextmanager
-def notes(comm: MPI.Comm) -> Iterator[None]:
-    """Rank 0 says what `mpirun.frontend` warns of, in a line each; other warnings stay what they are."""
+def print_notes(comm: MPI.Comm) -> Iterator[None]:
+    """Rank 0 prints each MpirunWarning of the block as a line; other warnings are issued as ever."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for one in caught:
-        if one.category.__name__ != "MpirunWarning":
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    for warning in caught:
+        if not issubclass(warning.category, MpirunWarning):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         elif comm.rank == 0:
-            print(f"mpirun: note: {one.message}", file=sys.stderr, flush=True)
+            print(f"mpirun: note: {warning.message}", file=sys.stderr, flush=True)
 
 
-def writable(option: str, path: str) -> None:
-    """UsageError now, where a file could not be written in the end."""
+def check_writable(option: str, path: str) -> None:
+    """UsageError if a file cannot be written there; "-" is standard output."""
     folder = Path(path).resolve().parent
     wrong = "Is a directory" if Path(path).is_dir() else None if folder.is_dir() else "No such file or directory"
     if wrong is None and path != "-" and not os.access(folder, os.W_OK):

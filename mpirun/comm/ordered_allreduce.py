@@ -1,10 +1,10 @@
-"""Sums of gradients over the owners of a stage, going on while other instructions run.
+"""Allreduce in a fixed order of addition, for any element type, that goes on while other instructions run.
 
-Each member gets one slice of every row of every member, adds them up in torch
-and in the order of the rows' keys, and the slices are put together again: the
-traffic of a reduce-scatter and a gather, for any type, with the same bits on
-all members. Plain messages carry it: MPI's own sum knows no bf16 and promises
-no order.
+Each member of a group gives rows of n numbers, and every row has a key. All members get the sum of all rows, added
+in ascending order of the keys: the same bits on all of them and in every run.
+1. SCATTER: member m receives slice m of every row of the others and adds these slices up.
+2. GATHER: every member receives the sums of the other slices.
+The traffic is that of a reduce-scatter and an allgather. MPI's own reductions know no bf16 and promise no order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.transport import Done, Receive, Transport
+from mpirun.comm.transport import Receive, Transport
+from mpirun.comm.waiting import Done
 from schedgen.ir.weight_shards import LINE
 
 SCATTER, GATHER, DONE = range(3)
-GRADIENTS, EXCHANGE = (0, 1), (2, 3)  # tags of the two halves; on one group only sums with the same go on at once
+# Tags of the two phases. Sums with other tags may go on at the same time in the same group.
+GRADIENT_TAGS, SHARD_TAGS = (0, 1), (2, 3)
 
 
-class Sum:
-    """Rows of shape (n,) that lie on the members of a group; the sum replaces each member's first row."""
+class OrderedAllreduce:
+    """One sum, prepared once and started once a step; it replaces each member's first row."""
 
     def __init__(
         self,
@@ -31,29 +33,29 @@ class Sum:
         rows: Tensor,
         keys: Sequence[Sequence[int]],
         total: Tensor | None = None,
-        tags: tuple[int, int] = GRADIENTS,
+        tags: tuple[int, int] = GRADIENT_TAGS,
     ) -> None:
-        """`rows`: this member's, shape (k, n); `keys[m]`: the keys of member m's rows, k of them for this one.
+        """`rows`: this member's, shape (k, n); `keys[m]`: the keys of member m's rows, k of them for this member.
 
-        A member without rows says with `total`, shape (n,), where the sum goes.
+        `total`, shape (n,): where the sum goes on a member that has no rows.
         """
         me, members = group.rank, group.size
         self.total = rows[0] if total is None else total
         line = LINE // rows.element_size()
-        part = -(-len(self.total) // (members * line)) * line
-        slices = [slice(m * part, (m + 1) * part) for m in range(members)]
+        length = -(-len(self.total) // (members * line)) * line
+        slices = [slice(m * length, (m + 1) * length) for m in range(members)]
         others = [m for m in range(members) if m != me]
-        self.mine = self.total[slices[me]]
-        parts = rows.new_empty((sum(len(keys[m]) for m in others), len(self.mine)))
-        arrive = iter(parts)
-        row_of = {key: row[slices[me]] for key, row in zip(keys[me], rows, strict=True)}
+        self.own_slice = self.total[slices[me]]
+        received = rows.new_empty((sum(len(keys[m]) for m in others), len(self.own_slice)))
+        free_rows = iter(received)
+        slice_of = {key: row[slices[me]] for key, row in zip(keys[me], rows, strict=True)}
         self.receives: list[Receive] = []
         for m in others:
             for key in keys[m]:
-                row_of[key] = next(arrive)
-                self.receives.append(transport.receive(row_of[key], m, tags[SCATTER], group))
-        self.in_order = [row_of[key] for key in sorted(row_of)]
-        self.out = [(row[slices[m]], m) for m in others for row in rows]
+                slice_of[key] = next(free_rows)
+                self.receives.append(transport.receive(slice_of[key], m, tags[SCATTER], group))
+        self.in_order = [slice_of[key] for key in sorted(slice_of)]
+        self.scattered = [(row[slices[m]], m) for m in others for row in rows]
         self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group) for m in others]
         self.others, self.transport, self.group, self.tags = others, transport, group, tags
         self.under_way: list[Done] = []
@@ -61,51 +63,56 @@ class Sum:
 
     @property
     def done(self) -> bool:
+        """Whether `total` is the sum, and all that this member sends has left."""
         return self.phase >= DONE
 
     def start(self) -> None:
+        """Start the first phase. The rows may not change from now on until the sum is done."""
         self.phase = SCATTER
         for receive in self.receives:
             receive.start()
-        sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.out]
+        sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.scattered]
         self.under_way = [*(receive.done for receive in self.receives), *sends]
 
     def advance(self) -> None:
-        """Go on as far as messages have come."""
+        """Begin the next phase if all messages of this one are done."""
         self.under_way = [done for done in self.under_way if not done()]
         if self.under_way:
             return
         if self.phase == SCATTER:
-            first, *others = self.in_order
-            for part in others:
-                first += part
-            if first is not self.mine:
-                self.mine.copy_(first)
+            first, *later = self.in_order
+            for piece in later:
+                first += piece
+            if first is not self.own_slice:
+                self.own_slice.copy_(first)
             for receive in self.gathers:
                 receive.start()
-            sends = [self.transport.send(self.mine, m, self.tags[GATHER], self.group) for m in self.others]
+            sends = [self.transport.send(self.own_slice, m, self.tags[GATHER], self.group) for m in self.others]
             self.under_way = [*(receive.done for receive in self.gathers), *sends]
         self.phase += 1
 
 
-class Sums:
-    """Those under way. Their second halves begin in the order in which they were started, on all ranks alike."""
+class AllreduceQueue:
+    """The sums under way on a rank. They begin to gather in the order of their starts, which all ranks share."""
 
     def __init__(self, transport: Transport) -> None:
+        """From now on the polls of the transport advance the sums."""
         self.transport = transport
-        self.active: list[Sum] = []
+        self.active: list[OrderedAllreduce] = []
         transport.background = self.advance
 
-    def start(self, one: Sum) -> None:
-        one.start()
-        self.active.append(one)
+    def start(self, allreduce: OrderedAllreduce) -> None:
+        """Start a sum behind those under way."""
+        allreduce.start()
+        self.active.append(allreduce)
 
     def advance(self) -> None:
-        for one in self.active:
-            one.advance()
-            if one.phase == SCATTER:
+        """Advance all sums up to the first that still scatters."""
+        for allreduce in self.active:
+            allreduce.advance()
+            if allreduce.phase == SCATTER:
                 break
-        self.active = [one for one in self.active if not one.done]
+        self.active = [allreduce for allreduce in self.active if not allreduce.done]
 
     def finish(self) -> None:
         """Wait for all of them."""

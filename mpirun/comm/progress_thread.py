@@ -1,12 +1,10 @@
-"""The pump: MPI moves large messages only while somebody is inside MPI.
+"""Calls of MPI during computations: large messages move only while somebody is inside MPI.
 
-Between instructions the interpreter calls MPI anyway. Inside a computation
-that takes long nobody does, so there the ends of its layers do, forwards and
-backwards, at most once a millisecond; where layers themselves take long, a
-thread wakes up every millisecond. Measured, either hides nearly all of a
-transfer. Ends of layers cost nothing that shows; the thread, where every core
-has a rank, takes some percent of a computation of many small operations, and
-MPI's own progress threads a whole core.
+Between instructions the interpreter calls MPI anyway. During a computation that takes long nobody does, so:
+- a hook at the end of every layer, forward and backward, calls MPI, at most once a millisecond;
+- where single layers take long, a thread calls MPI every millisecond.
+Measured, either hides nearly all of a transfer. The hooks cost nothing measurable. The thread costs some percent of
+a computation of many small operations if every core has a rank; MPI's own progress threads cost a whole core.
 """
 
 from __future__ import annotations
@@ -19,72 +17,74 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.comm.fail_together import meet
+from mpirun.comm.waiting import sleeping_barrier
 
 PERIOD = 1e-3  # seconds between two calls
-LONG = 2e-3  # seconds without a call that are worth one
+LONG = 2e-3  # seconds: shorter computations need no call
 
 
-class Pump:
+class MessageProgress:
+    """A rank's hooks in layers, and its thread, which starts when it is first needed."""
+
     def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
-        """`poll`: what the rank's own thread calls. Collective: the other one has a communicator of its own."""
-        self.poll, self.last = poll, 0.0
-        self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        meet(comm)
+        """`poll`: what the hooks call. Collective, because the thread has a communicator of its own."""
+        self.poll, self.last_poll = poll, 0.0
+        self.threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        sleeping_barrier(comm)
         self.comm = comm.Dup()
-        self.on = False
-        self.gate = threading.Lock()  # locked: the thread waits
+        self.computing = False
+        self.gate = threading.Lock()  # while it is locked the thread sleeps
         self.gate.acquire()
         self.started = False
 
     # At the ends of layers
 
-    def put_into(self, module: nn.Module) -> None:
-        """From now on the forwards and backwards of a module's layers call MPI."""
+    def add_hooks(self, module: nn.Module) -> None:
+        """From now on the forward and the backward of each layer of a module end with a poll."""
         for layer in layers(module):
             layer.register_forward_hook(self._after_forward)
 
-    def _tick(self, _: Any = None) -> None:
+    def _poll_if_due(self, _: Any = None) -> None:
         now = time.perf_counter()
-        if now - self.last > PERIOD:
+        if now - self.last_poll > PERIOD:
             self.poll()
-            self.last = now
+            self.last_poll = now
 
-    def _after_forward(self, layer: nn.Module, given: Any, output: Any) -> None:
-        self._tick()
+    def _after_forward(self, layer: nn.Module, arguments: Any, output: Any) -> None:
+        self._poll_if_due()
         if isinstance(output, Tensor) and output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._tick)
+            output.grad_fn.register_prehook(self._poll_if_due)
 
     # In a thread
 
-    def around(self, act: Callable[[], None]) -> Callable[[], None]:
-        """`act`, with a thread that calls MPI meanwhile; `act` itself where MPI lets one thread in only."""
-        if not self.threads:
+    def with_thread(self, act: Callable[[], None]) -> Callable[[], None]:
+        """`act`, during which the thread calls MPI; `act` unchanged if MPI does not allow several threads."""
+        if not self.threads_allowed:
             return act
         if not self.started:
             self.started = True
-            threading.Thread(target=self._run, name="pump", daemon=True).start()
+            threading.Thread(target=self._run, name="mpi-progress", daemon=True).start()
 
-        def pumped() -> None:
-            self.on = True
-            if self.gate.locked():  # else the thread has not seen the last time yet
+        def act_with_thread() -> None:
+            self.computing = True
+            if self.gate.locked():  # otherwise the thread has not seen yet that it was opened the last time
                 self.gate.release()
             act()
-            self.on = False
+            self.computing = False
 
-        return pumped
+        return act_with_thread
 
     def _run(self) -> None:
         while True:
             self.gate.acquire()
-            while self.on:
+            while self.computing:
                 time.sleep(PERIOD)
-                if self.on:
+                if self.computing:
                     self.comm.Iprobe(MPI.ANY_SOURCE)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The parts of a module that have no parts; what torch.compile made is one."""
+    """The submodules without children of their own; a module that torch.compile made counts as one layer."""
     children = list(module.children())
     if not children or hasattr(module, "_orig_mod"):
         return [module]

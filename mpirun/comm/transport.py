@@ -1,18 +1,15 @@
-"""Messages: matched, non-blocking, straight from and into tensors' memory.
+"""Messages: point to point, non-blocking, straight from and into the memory of tensors.
 
-Every kind of buffer has one tag, and MPI keeps messages of one tag between
-two ranks in order, which is all that a schedule needs. Tensors travel as
-bytes of their element size, so MPI never has to know a type. Receives go to
-the same memory in every step and are persistent requests, made once.
+The tag of a message is the kind of its buffer. MPI keeps messages of one tag between two ranks in order, and a
+schedule needs no more than that. Tensors travel as integers as wide as their elements, so that MPI need not know
+their type. A receive fills the same memory in every step, so it is a persistent request that is made once.
 
-`Transport` is for memory that MPI may touch at once. `Queued` is for GPUs: a
-transfer begins when the GPU has come to where the list started it, and goes
-through host memory where MPI knows no GPUs.
+`Transport` is for memory that MPI may touch at once. `QueuedTransport` is for GPUs: a transfer begins when the GPU
+has executed the work that was launched before it, and goes through pinned host memory if MPI cannot read the GPU's.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,21 +19,16 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.device import Device, Mark
-from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
+from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
-# Integers of an element's size, so that a count stays small and bf16 travels too.
+# By bytes of an element: the integer that stands for it, so that counts stay small and bf16 travels too.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
-# Seconds for which a rank that waits asks again and again, yielding its core at every turn, before it sleeps: with
-# a core for every rank, and with more ranks than cores.
-SPIN, CROWDED_SPIN = 2e-3, 50e-6
-NAP = 50e-6  # seconds it then sleeps at a time
-IDLE = 99  # a tag that no message has: asking for it only moves others on
-
-Done = Callable[[], bool]  # whether a transfer is done; asked until it is, and MPI moves it on meanwhile
+UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
+NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
 
 
-def view(tensor: Tensor) -> list[Any]:
-    """An MPI buffer over a contiguous tensor's memory. It does not keep the tensor alive: the caller does."""
+def mpi_buffer(tensor: Tensor) -> list[Any]:
+    """What MPI calls take for a contiguous tensor: memory, count, type. It does not keep the tensor alive."""
     assert tensor.is_contiguous()
     width = tensor.element_size()
     count = tensor.numel()
@@ -44,23 +36,30 @@ def view(tensor: Tensor) -> list[Any]:
 
 
 class Receive(NamedTuple):
-    """A receive that is done once a step: `start` it, then ask whether it is `done`."""
+    """A receive that is done once a step: call `start`, then ask `done`."""
 
     start: Callable[[], None]
     done: Done
 
 
 class Transport:
+    """A rank's sends and receives, and its waits for them."""
+
     def __init__(
         self,
         comm: MPI.Intracomm,
         groups: Sequence[Sequence[int]],
         crowded: bool = True,
-        state: memoryview | None = None,
+        on_wait: Callable[[int | None], None] = lambda row: None,
     ) -> None:
-        """`crowded`: there are more ranks here than cores. `state`: where to show what is waited for."""
+        """Collective: it makes a communicator of its own and one for each group of ranks.
+
+        crowded  there are more ranks on this host than cores
+        on_wait  called when a wait begins, with the row of the instruction that started the transfer or NO_ROW, and
+                 when it ends, with None
+        """
         self.comm = comm.Dup()
-        self.state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
+        self.on_wait = on_wait
         self.spin = CROWDED_SPIN if crowded else SPIN
         world = comm.Get_group()
         self.groups = [
@@ -68,51 +67,44 @@ class Transport:
             for tag, members in enumerate(groups)
         ]
         self.waited = 0.0  # seconds, all waits together
-        self.background: Callable[[], None] | None = None  # work of several steps: `poll` goes on with it
+        self.background: Callable[[], None] | None = None  # advances allreduces: every poll calls it
 
     def group(self, index: int) -> MPI.Intracomm:
-        """The communicator of one of the schedule's groups, which this rank is in."""
+        """The communicator of a group of the schedule that this rank is a member of."""
         comm = self.groups[index]
         assert comm is not None
         return comm
 
-    def send(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Done:
-        """Start sending; the tensor must neither change nor go until that is done."""
-        return (comm or self.comm).Isend(view(tensor), peer, kind).Test
+    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
+        """Start sending; the tensor must neither change nor be freed until that is done."""
+        return (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
 
-    def receive(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Receive:
-        """A receive into a tensor's memory."""
-        request = (comm or self.comm).Recv_init(view(tensor), peer, kind)
+    def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
+        """A receive into the memory of a tensor, which the caller keeps alive; nothing arrives before its `start`."""
+        request = (comm or self.comm).Recv_init(mpi_buffer(tensor), peer, tag)
         return Receive(request.Start, request.Test)
 
-    def wait(self, done: Done, row: int = OTHERS) -> None:
-        """`row`: the instruction that started what is waited for."""
+    def wait(self, done: Done, row: int = NO_ROW) -> None:
+        """Return when a transfer is done; `row`: of the instruction that started it."""
         if not done():
             self._wait(done, row)
 
     def _wait(self, done: Done, row: int) -> None:
-        """Yields the core at every turn, then sleeps: with more ranks than cores others compute meanwhile."""
         begin = time.perf_counter()
-        self.state[WAIT] = row
-        naps = begin + self.spin
-        while not done():
-            self.poll()
-            if time.perf_counter() < naps:
-                os.sched_yield()
-            else:
-                time.sleep(NAP)
-        self.state[WAIT] = NOTHING
+        self.on_wait(row)
+        spin_then_sleep(done, self.poll, self.spin)
+        self.on_wait(None)
         self.waited += time.perf_counter() - begin
 
     def poll(self) -> None:
-        """Go on with all that is under way."""
-        self.comm.Iprobe(MPI.ANY_SOURCE, IDLE)
+        """Let MPI go on with all transfers, and the allreduces with what has arrived."""
+        self.comm.Iprobe(MPI.ANY_SOURCE, UNUSED_TAG)
         if self.background is not None:
             self.background()
 
 
-class Queued(Transport):
-    """For a GPU: transfers begin when the GPU has come to them, in the order in which they were given."""
+class QueuedTransport(Transport):
+    """For a GPU: transfers begin in the order of the calls, each when the GPU has done the work launched before."""
 
     def __init__(
         self,
@@ -120,25 +112,28 @@ class Queued(Transport):
         groups: Sequence[Sequence[int]],
         device: Device,
         crowded: bool,
-        state: memoryview | None = None,
+        on_wait: Callable[[int | None], None] = lambda row: None,
     ) -> None:
-        super().__init__(comm, groups, crowded, state)
+        """`device`: of the tensors; the others as for `Transport`."""
+        super().__init__(comm, groups, crowded, on_wait)
         self.device = device
         self.queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
 
-    def send(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Done:
+    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
+        """As `Transport.send`; a host copy is made here if MPI cannot read the GPU's memory."""
         source = tensor
         if not self.device.direct:
-            source = self._staged(tensor)
+            source = self._staging(tensor)
             source.copy_(tensor, non_blocking=True)
         begun: list[Any] = []
-        self._enqueue(lambda: begun.extend([(comm or self.comm).Isend(view(source), peer, kind), source]))
+        self._enqueue(lambda: begun.extend([(comm or self.comm).Isend(mpi_buffer(source), peer, tag), source]))
         return lambda: bool(begun) and begun[0].Test()
 
-    def receive(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Receive:
-        target = tensor if self.device.direct else self._staged(tensor)
-        request = (comm or self.comm).Recv_init(view(target), peer, kind)
-        into = tensor.data  # as a message does, unseen by autograd: a graph may have saved weights that come again
+    def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
+        """As `Transport.receive`; a message that arrives in host memory is copied to the GPU when it is done."""
+        target = tensor if self.device.direct else self._staging(tensor)
+        request = (comm or self.comm).Recv_init(mpi_buffer(target), peer, tag)
+        into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
         begun = False
 
         def begin() -> None:
@@ -160,28 +155,32 @@ class Queued(Transport):
 
         return Receive(start, done)
 
-    def _staged(self, tensor: Tensor) -> Tensor:
-        """Host memory for a tensor."""
+    def _staging(self, tensor: Tensor) -> Tensor:
+        """Host memory of the shape and type of a tensor."""
         return self.device.host(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
 
     def _enqueue(self, begin: Callable[[], None]) -> None:
         self.queue.append((self.device.mark(), begin))
-        self._begin()  # not `poll`: it may be the background that starts a transfer
+        self._begin_reached()  # not `poll`: the background may be what starts this transfer
 
     def poll(self) -> None:
-        self._begin()
+        """As `Transport.poll`, after beginning the transfers that the GPU has come to."""
+        self._begin_reached()
         super().poll()
 
-    def _begin(self) -> None:
-        """Begin what the GPU has come to."""
+    def _begin_reached(self) -> None:
         while self.queue and ((mark := self.queue[0][0]) is None or mark.reached()):
             self.queue.popleft()[1]()
 
 
-def transport(
-    comm: MPI.Intracomm, groups: Sequence[Sequence[int]], device: Device, crowded: bool, state: memoryview | None
+def make_transport(
+    comm: MPI.Intracomm,
+    groups: Sequence[Sequence[int]],
+    device: Device,
+    crowded: bool,
+    on_wait: Callable[[int | None], None],
 ) -> Transport:
-    """The one for a device."""
+    """The transport for tensors on a device. Collective."""
     if device.kind == "cpu":
-        return Transport(comm, groups, crowded, state)
-    return Queued(comm, groups, device, crowded, state)
+        return Transport(comm, groups, crowded, on_wait)
+    return QueuedTransport(comm, groups, device, crowded, on_wait)

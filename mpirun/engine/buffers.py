@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpirun.comm.transport import Done, Transport
-from mpirun.watchdog import NOTHING
+from mpirun.comm.transport import NO_ROW, Transport
+from mpirun.comm.waiting import Done
 
 Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
 
@@ -22,7 +22,7 @@ class Buffer:
     def __init__(self) -> None:
         self.value: Any = None
         self.arriving: Done | None = None
-        self.row = NOTHING
+        self.row = NO_ROW
         self.leaving: list[tuple[Done, int]] = []
 
 

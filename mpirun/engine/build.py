@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
 import mpirun.model.contract
 from mpirun.comm.fail_together import together
-from mpirun.comm.transport import transport
+from mpirun.comm.transport import NO_ROW, make_transport
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.loss import check_order
 from mpirun.engine.memory_slots import Memory
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
+from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
@@ -34,8 +35,18 @@ def interpreter(
     memory = Memory(comm, program, instructions, of)
     stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
     owned = {stage: one for stage, one in stages.items() if one.own}
-    link = transport(comm, header.groups, of.device, of.crowded, state)
-    return Interpreter(header, instructions, stages, memory, link, of, Optimizer(of.recipe, owned))
+    state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
+    transport = make_transport(comm, header.groups, of.device, of.crowded, show_waits(state))
+    return Interpreter(header, instructions, stages, memory, transport, state, of, Optimizer(of.recipe, owned))
+
+
+def show_waits(state: memoryview) -> Callable[[int | None], None]:
+    """What a transport calls when a wait begins and ends: the watchdog then sees what this rank waits for."""
+
+    def show(row: int | None) -> None:
+        state[WAIT] = NOTHING if row is None else OTHERS if row == NO_ROW else row
+
+    return show
 
 
 def _stages(

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mpirun.comm.ordered_allreduce import Sum, Sums
-from mpirun.comm.progress_thread import LONG, Pump, layers
+from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
+from mpirun.comm.progress_thread import LONG, MessageProgress, layers
 from mpirun.comm.transport import Transport
 from mpirun.engine.buffers import Buffer, Buffers
 from mpirun.engine.forward_backward import Act, Compute
@@ -54,12 +54,14 @@ class Interpreter:
         stages: dict[int, Stage],
         memory: Memory,
         transport: Transport,
+        state: memoryview,
         training: Training,
         optimizer: Optimizer,
     ) -> None:
         self.header, self.stages, self.memory, self.transport = header, stages, memory, transport
         self.rank, self.optimizer, self.walks = transport.comm.rank, optimizer, training.walks
-        self.buffers, self.sums, self.pump = Buffers(transport), Sums(transport), Pump(transport.comm, transport.poll)
+        self.buffers, self.sums = Buffers(transport), AllreduceQueue(transport)
+        self.progress = MessageProgress(transport.comm, transport.poll)
         self.partials: dict[tuple[int, int, int], Buffer] = {}  # received dw by (stage, part, sender)
         self.gradients = Gradients(header, stages, memory, self.rank)
         self.norms = Norms(header, memory.shapes, self.rank, training.canonical)
@@ -68,7 +70,7 @@ class Interpreter:
         self.versions = Versions(instructions, stages, memory, training)
         compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradients, memory, training)
         self.compute = compute
-        self.reductions: dict[int, Sum] = {}  # by stage
+        self.reductions: dict[int, OrderedAllreduce] = {}  # by stage
         self.exchanges = Exchanges(transport, header)
         self.table: dict[int, Callable[[Instruction], Act]] = {
             Op.FETCH_W: self.fetch_w,
@@ -93,7 +95,7 @@ class Interpreter:
             self.code[row] = _both(begin, self.code[row])
         for row, end in self.gradients.ends(instructions):
             self.code[row] = _both(self.code[row], end)
-        self.state = transport.state  # shows the step and the row being executed
+        self.state = state  # shows the step and the row being executed
         self.leave = False  # this rank wants to: all will, after the step
         self.sound = True  # all numbers of the step so far are finite
         self.result = Result([], 0.0, [], False)
@@ -135,10 +137,10 @@ class Interpreter:
         count = {stage: len(layers(one.module)) for stage, one in self.stages.items()}
         coarse = {job for job, spent in seconds.items() if spent / count[job[0]] > LONG}
         jobs = zip(acts, self.computes, strict=True)
-        self.code = [self.pump.around(act) if job in coarse else act for act, job in jobs]
+        self.code = [self.progress.with_thread(act) if job in coarse else act for act, job in jobs]
         for stage in {job[0] for job, spent in seconds.items() if spent > LONG and job not in coarse}:
             for one in self.versions.every(stage):
-                self.pump.put_into(one.module)
+                self.progress.add_hooks(one.module)
         return result
 
     # Messages
@@ -218,7 +220,7 @@ class Interpreter:
         if i.stage not in self.reductions:
             keys = [self.memory.keys(rank, i.stage) for rank in self.header.groups[i.peer]]
             data = self.gradients(i.stage).data
-            self.reductions[i.stage] = Sum(self.transport, self.transport.group(i.peer), data, keys)
+            self.reductions[i.stage] = OrderedAllreduce(self.transport, self.transport.group(i.peer), data, keys)
         one = self.reductions[i.stage]
 
         def act() -> None:

@@ -11,8 +11,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 import mpirun.model.contract
-from mpirun.comm.device import Device, device
-from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, notes, on_rank_0, together
+from mpirun.comm.device import Device, choose_device
+from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, together
 from mpirun.data.batches import Microbatches
 from mpirun.data.text import read_text
 from mpirun.engine.expand_shards import check_shards, sharded
@@ -50,9 +50,9 @@ def training(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Trai
     """From the options. Collective."""
     cores = _cores(comm)
     torch.set_num_threads(options.threads or max(1, int(cores)))
-    where = together(comm, lambda: device(comm, options.device))
+    where = together(comm, lambda: choose_device(comm, options.device))
     mixed = torch.bfloat16 if options.autocast else None
-    with notes(comm):
+    with print_notes(comm):
         plain = together(comm, lambda: _model(options, header))
     model = together(comm, lambda: _sharded(plain, header))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: read_text(options.text, model.length)))

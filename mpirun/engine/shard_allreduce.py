@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from mpirun.comm.ordered_allreduce import EXCHANGE, Sum
+from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
 from mpirun.comm.transport import Transport
 from mpirun.engine.buffers import Buffer
 from mpirun.model.dataflow import Like
@@ -26,7 +26,7 @@ class Exchanges:
 
     def __init__(self, transport: Transport, header: Header) -> None:
         self.transport, self.header = transport, header
-        self.sums: dict[tuple[tuple[int, ...], int, torch.dtype], Sum] = {}  # by the shards' ranks in their order
+        self.sums: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
 
     def act(self, i: Instruction, buffer: Buffer, like: Like, device: torch.device) -> Callable[[], None]:
         """What replaces the rank's part in `buffer`, of an x or g like that, by the sum."""
@@ -40,7 +40,7 @@ class Exchanges:
         if key not in self.sums:
             rows = torch.empty((1, key[1]), dtype=like.dtype, device=device)
             keys = [[ranks.index(rank)] for rank in self.header.groups[i.peer]]
-            self.sums[key] = Sum(self.transport, self.transport.group(i.peer), rows, keys, tags=EXCHANGE)
+            self.sums[key] = OrderedAllreduce(self.transport, self.transport.group(i.peer), rows, keys, tags=SHARD_TAGS)
         one, wait = self.sums[key], self.transport.wait
 
         def done() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from mpi4py import MPI
 
-from mpirun.comm.ordered_allreduce import Sum, Sums
+from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.transport import Transport
 from mpirun.engine.grad_buffer import Gradient
 from mpirun.model.contract import Model, among_shards
@@ -43,7 +43,7 @@ class Tie:
         self,
         transport: Transport,
         group: MPI.Intracomm,
-        sums: Sums,
+        sums: AllreduceQueue,
         header: Header,
         stages: tuple[int, ...],
         shared: list[dict[int, str]],
@@ -69,7 +69,7 @@ class Tie:
         keys = [[s for s, owner in zip(stages, first, strict=True) if owner == rank] for rank in ranks]
         self.gives = keys[group.rank]
         self.rows, self.total = some.new_zeros((len(self.gives), length)), some.new_zeros(length)
-        self.sum = Sum(transport, group, self.rows, keys, self.total)
+        self.sum = OrderedAllreduce(transport, group, self.rows, keys, self.total)
 
     def run(self) -> None:
         self.sums.finish()

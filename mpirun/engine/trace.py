@@ -22,7 +22,7 @@ from mpi4py import MPI
 
 from mpirun.comm.device import Device
 from mpirun.comm.fail_together import on_rank_0
-from mpirun.comm.transport import Done, Transport
+from mpirun.comm.transport import Transport
 from mpirun.engine.forward_backward import Act
 from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
@@ -108,8 +108,7 @@ class Trace:
         """Trace all walks from now on. Collective."""
         self.before = reading(self.transport)
         self.interpreter.walk_list = self.walk
-        self.wait = self.transport._wait
-        self.transport._wait = self.explained  # type: ignore[method-assign]
+        self.on_wait, self.transport.on_wait = self.transport.on_wait, self.note_cause
 
     def walk(self) -> None:
         """As Interpreter.walk, with the time between any two instructions."""
@@ -144,12 +143,12 @@ class Trace:
 
         return [finished(act) if i.op in _ON_DEVICE else act for i, act in zip(self.instructions, code, strict=True)]
 
-    def explained(self, done: Done, row: int) -> None:
-        """As Transport._wait, and notes what for. Of several waits of an instruction the last counts."""
+    def note_cause(self, row: int | None) -> None:
+        """Called when a wait begins and ends: notes what for. Of several waits of an instruction the last counts."""
         at = self.interpreter.state[ROW]
-        if at >= 0 and self.at < self.walks:
+        if row is not None and at >= 0 and self.at < self.walks:
             self.cause[self.at, at] = self._cause(row)
-        self.wait(done, row)
+        self.on_wait(row)
 
     def _cause(self, row: int) -> int:
         """An index of CAUSES; `row`: the instruction that started what is waited for."""

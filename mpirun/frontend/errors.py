@@ -17,15 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 DATA = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
-
-
-class MpirunWarning(UserWarning):
-    """What a user should know, though nothing is wrong."""
 
 
 def note(sentence: str) -> None:

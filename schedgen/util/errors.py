@@ -23,6 +23,10 @@ class RefusedFile(Exception):
         self.rule = rule
 
 
+class MpirunWarning(UserWarning):
+    """What a user of mpirun should know about a model, though nothing is wrong."""
+
+
 class SlowScheme(UserWarning):
     """A scheme's w or n fails on arrays, so it is called once for every job."""
 

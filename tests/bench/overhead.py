@@ -30,7 +30,7 @@ def measure(schedule: str) -> None:
 
     from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
-    from mpirun.comm.transport import view
+    from mpirun.comm.transport import mpi_buffer
     from mpirun.engine.stage import Saved
     from schedgen.ir.instructions import Op
 
@@ -63,7 +63,7 @@ def measure(schedule: str) -> None:
         for _ in range(100):
             plain()
     tensor = torch.zeros(interpreter.memory.shapes[0].outputs[0].size)
-    buffer = view(tensor)
+    buffer = mpi_buffer(tensor)
     receive = comm.Recv_init(buffer, MPI.PROC_NULL)
     atexit.register(receive.Free)
 

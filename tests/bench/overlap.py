@@ -2,7 +2,7 @@
 
 Two ranks, four stages that go round, activations of 4 MiB: every boundary of
 stages crosses ranks. The same training in three ways, step by step in turns:
-as it is; with every SEND waiting until the message has arrived and no pump;
+as it is; with every SEND waiting until the message has arrived and without calls of MPI during computations;
 and with messages of one element in place of whole ones, which cost next to
 nothing. Hidden is what the first saves of what the second takes more than the
 third. The simulator, given the measured profile, says how much could hide.
@@ -29,7 +29,8 @@ import mpirun.engine.build
 from mpirun import Model
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
-from mpirun.comm.transport import Done, Receive, Transport
+from mpirun.comm.transport import Receive, Transport
+from mpirun.comm.waiting import Done
 
 WIDTH, ROWS, STAGES, MICROBATCHES, STEPS = 512, 2048, 4, 8, 12
 
@@ -58,19 +59,19 @@ def wide(stages: int) -> Model:
 
 
 class Blocking(Transport):
-    def send(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Done:
-        done = super().send(tensor, peer, kind, comm)
+    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
+        done = super().send(tensor, peer, tag, comm)
         self.wait(done)
         return lambda: True
 
 
 class Tiny(Transport):
-    def send(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Done:
-        return super().send(tensor.reshape(-1)[:1], peer, kind, comm)
+    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
+        return super().send(tensor.reshape(-1)[:1], peer, tag, comm)
 
-    def receive(self, tensor: Tensor, peer: int, kind: int, comm: MPI.Intracomm | None = None) -> Receive:
+    def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
         tensor.zero_()
-        return super().receive(tensor.reshape(-1)[:1], peer, kind, comm)
+        return super().receive(tensor.reshape(-1)[:1], peer, tag, comm)
 
 
 def measure(schedule: str) -> None:
@@ -78,7 +79,9 @@ def measure(schedule: str) -> None:
     arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
-        mpirun.engine.build.transport = lambda comm, groups, device, crowded, kind=kind: kind(comm, groups, crowded)
+        mpirun.engine.build.make_transport = lambda comm, groups, device, crowded, on_wait, kind=kind: kind(
+            comm, groups, crowded, on_wait
+        )
         runs[name] = Run(comm, run_options(comm, arguments)).interpreter
         (runs[name].run if name == "blocking" else runs[name].learn)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited

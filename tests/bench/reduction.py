@@ -20,9 +20,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.ordered_allreduce import Sum, Sums
-from mpirun.comm.progress_thread import Pump
-from mpirun.comm.transport import Transport, view
+from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
+from mpirun.comm.progress_thread import MessageProgress
+from mpirun.comm.transport import Transport, mpi_buffer
 
 SIZES = (2**12, 2**16, 2**20, 2**22)  # elements of float32
 ROUNDS = 15
@@ -44,7 +44,7 @@ class Ring:
         wait = self.transport.wait
         for out, into, add in self.plan:
             target = self.into if add else self.parts[into]
-            receive = self.transport.comm.Irecv(view(target), self.before, 7).Test
+            receive = self.transport.comm.Irecv(mpi_buffer(target), self.before, 7).Test
             send = self.transport.send(self.parts[out], self.next, 7)
             wait(receive)
             wait(send)
@@ -55,8 +55,8 @@ class Ring:
 def measure() -> None:
     comm = MPI.COMM_WORLD
     torch.set_num_threads(1)
-    transport, pump = Transport(comm, (), crowded=comm.size > 2), Pump(comm, lambda: None)
-    sums = Sums(transport)
+    transport, progress = Transport(comm, (), crowded=comm.size > 2), MessageProgress(comm, lambda: None)
+    sums = AllreduceQueue(transport)
     keys = [[rank] for rank in range(comm.size)]
     a = torch.randn(500, 500)
 
@@ -64,12 +64,12 @@ def measure() -> None:
         for _ in range(4):
             torch.mm(a, a)
 
-    behind = pump.around(compute)
+    behind = progress.with_thread(compute)
     for size in SIZES:
         row, other = torch.zeros(1, size), torch.empty(size)
-        one, ring = Sum(transport, transport.comm, row, keys), Ring(transport, torch.zeros(size))
+        one, ring = OrderedAllreduce(transport, transport.comm, row, keys), Ring(transport, torch.zeros(size))
 
-        def ours(between: Callable[[], None], one: Sum = one) -> None:
+        def ours(between: Callable[[], None], one: OrderedAllreduce = one) -> None:
             sums.start(one)
             between()
             sums.finish()

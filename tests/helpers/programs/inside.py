@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 import mpirun.cli.run
 from mpirun.cli.options import RunOptions, run_options
-from mpirun.comm.device import Device, device
+from mpirun.comm.device import Device, choose_device
 from mpirun.verify.record import Mine, Record, gather
 
 WORLD = MPI.COMM_WORLD
@@ -69,12 +69,12 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 
 def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], Device]:
-    return device if late is None else lambda comm, name: Late(late == "direct", seed)
+    return choose_device if late is None else lambda comm, name: Late(late == "direct", seed)
 
 
 def run(one: dict[str, Any]) -> tuple[int, str, str]:
     out = io.StringIO()
-    late = mock.patch("mpirun.engine.setup.device", new_device(one.get("late"), WORLD.rank))
+    late = mock.patch("mpirun.engine.setup.choose_device", new_device(one.get("late"), WORLD.rank))
     with contextlib.redirect_stdout(out), late:
         made = Run(run_options(WORLD, one["arguments"]), one.get("record"))
         if (seed := one.get("delay")) is not None:

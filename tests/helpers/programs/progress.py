@@ -5,9 +5,9 @@ Rank 0 prints them as JSON:
     waiting      by rank, of a wait of 1 s: processor time / time
     transfer     of 16 MiB from rank 0 to rank 1 when both only wait: each of several times
     plain        by repetition: what rank 1 still waits for it behind a long computation
-    pumped       as `plain`, with `Pump.around` the computations of both
-    layers       as `plain`, the computations being forwards and backwards of layers that the pump is put into
-    works        whether this MPI lets two threads in, without which there is no pump
+    thread       as `plain`, with `MessageProgress.with_thread` the computations of both
+    layers       as `plain`, the computations being forwards and backwards of layers that have hooks
+    works        whether this MPI lets two threads in, without which there is no thread
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from mpirun.comm.progress_thread import Pump
+from mpirun.comm.progress_thread import MessageProgress
 from mpirun.comm.transport import Transport
 
 WORLD = MPI.COMM_WORLD
@@ -93,19 +93,19 @@ def behind(pair: MPI.Intracomm, transport: Transport, act: Callable[[], None]) -
 
 
 def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
-    """Of rank 1. Plain and pumped in turns, so that whatever else the machine does meets both."""
+    """Of rank 1. The ways take turns, so that whatever else the machine does meets both."""
     transport = Transport(pair, [])
-    pump = Pump(pair, transport.poll)
+    progress = MessageProgress(pair, transport.poll)
     act = computation(0.04)
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
-    pump.put_into(module)
+    progress.add_hooks(module)
     x = torch.rand(256, 256)
-    found: dict[str, list[float]] = {"transfer": [], "plain": [], "pumped": [], "layers": []}
+    found: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
     for repetition in range(-1, REPETITIONS):
         times = {
             "transfer": behind(pair, transport, lambda: None),
             "plain": behind(pair, transport, act),
-            "pumped": behind(pair, transport, pump.around(act)),
+            "thread": behind(pair, transport, progress.with_thread(act)),
             "layers": behind(pair, transport, lambda: module(x).sum().backward()),
         }
         if repetition >= 0:  # the first warms up
@@ -116,7 +116,10 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"waiting": waiting(Transport(WORLD, [])), "works": Pump(WORLD, lambda: None).threads}
+    result: dict[str, Any] = {
+        "waiting": waiting(Transport(WORLD, [])),
+        "works": MessageProgress(WORLD, lambda: None).threads_allowed,
+    }
     pair = WORLD.Split(WORLD.rank // 2)
     if WORLD.rank < 2:
         result |= pair.bcast(hiding(pair), 1)

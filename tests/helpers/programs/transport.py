@@ -1,4 +1,4 @@
-"""Transport, Queued and Sum on 3 ranks: one line on rank 0 for each claim that holds."""
+"""Transport, QueuedTransport and OrderedAllreduce on 3 ranks: one line on rank 0 for each claim that holds."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from late import Late
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.ordered_allreduce import Sum, Sums
-from mpirun.comm.transport import Done, Queued, Transport
+from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
+from mpirun.comm.transport import QueuedTransport, Transport
+from mpirun.comm.waiting import Done
 
 WORLD = MPI.COMM_WORLD
 GROUPS = [(0, 1, 2), (1, 2)]  # overlapping
@@ -51,13 +52,13 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
         for keys in KEYS[group]
         if WORLD.rank in members
     ]
-    made: list[tuple[Sum, Tensor]] = []
+    made: list[tuple[OrderedAllreduce, Tensor]] = []
     for group, keys, length in cases:
         mine = keys[transport.group(group).rank]
         rows = torch.empty((len(mine), length), dtype=dtype)
         total = None if mine else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
-        made.append((Sum(transport, transport.group(group), rows, keys, total), rows))
-    under_way = Sums(transport)
+        made.append((OrderedAllreduce(transport, transport.group(group), rows, keys, total), rows))
+    under_way = AllreduceQueue(transport)
     for again in range(2):
         for (group, keys, length), (one, rows) in zip(cases, made, strict=True):
             for place, key in zip(rows, keys[transport.group(group).rank], strict=True):
@@ -74,8 +75,8 @@ def in_the_background(transport: Transport) -> None:
     """A sum goes on while its members wait for something else."""
     keys = [[0], [1], [2]]
     rows = row(WORLD.rank, 1000, torch.float32)[None].clone()
-    under_way = Sums(transport)
-    under_way.start(Sum(transport, transport.group(0), rows, keys))
+    under_way = AllreduceQueue(transport)
+    under_way.start(OrderedAllreduce(transport, transport.group(0), rows, keys))
     transport.wait(lambda: not under_way.active)
     assert data(rows[0]) == data(in_key_order(keys, 1000, torch.float32))
     WORLD.Barrier()
@@ -156,7 +157,7 @@ def groups(transport: Transport) -> None:
 def in_the_stream() -> None:
     """A message holds what was written before its send, and arrives behind what reads there before its receive."""
     device = Late(direct=True, seed=WORLD.rank)
-    transport = Queued(WORLD, GROUPS, device, crowded=True)
+    transport = QueuedTransport(WORLD, GROUPS, device, crowded=True)
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     value, place, seen = torch.zeros(4), torch.zeros(4), []
     receive = transport.receive(place, before, 1)
@@ -172,8 +173,8 @@ def in_the_stream() -> None:
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "at once": lambda: Transport(WORLD, GROUPS),
-    "late": lambda: Queued(WORLD, GROUPS, Late(direct=True, seed=WORLD.rank), crowded=True),
-    "late and staged": lambda: Queued(WORLD, GROUPS, Late(direct=False, seed=WORLD.rank), crowded=True),
+    "late": lambda: QueuedTransport(WORLD, GROUPS, Late(direct=True, seed=WORLD.rank), crowded=True),
+    "late and staged": lambda: QueuedTransport(WORLD, GROUPS, Late(direct=False, seed=WORLD.rank), crowded=True),
 }
 CLAIMS: dict[str, Callable[[Transport], None]] = {
     "sums of float32": lambda transport: sums(transport, torch.float32),

@@ -1,4 +1,4 @@
-"""Messages arrive as they left, and a Sum is the sum in the order of its keys, for any type.
+"""Messages arrive as they left, and an OrderedAllreduce is the sum in the order of its keys, for any type.
 
 On memory that MPI may touch at once, and on a device that does its work late,
 with and without a copy in host memory. What is checked, and on which ranks,
