@@ -19,7 +19,7 @@ from schedgen.ir.file import parse, write
 from schedgen.ir.graph_file import read_dag
 from schedgen.ir.program import Program
 from schedgen.planner import tables
-from schedgen.planner.layer_downsets import cuts
+from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.partition import hierarchy, partition
 from schedgen.planner.pipedream import pipedream
@@ -296,13 +296,13 @@ def run_plan(options: argparse.Namespace) -> int:
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     numbers: dict[str, Any] = {}
     lines: list[str] = []
-    ways = cuts(layers)
-    if not ways.every:
+    downsets = all_downsets(layers)
+    if not downsets.complete:
         most = "more ways to cut the layers than can be tried: only those along one order are"
         print(f"schedgen: note: {display_name(options.profile)}: {most}", file=sys.stderr)
     try:
-        numbers = tables.as_json(layers, ways, levels, partition(ways, levels, options.memory))
-        lines += tables.table(numbers)
+        numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
+        lines += tables.partition_as_text(numbers)
     except UsageError as error:
         if options.partition_only:
             raise
@@ -312,8 +312,8 @@ def run_plan(options: argparse.Namespace) -> int:
         program = pipedream(layers, levels, options.microbatches, options.memory)
     if not options.partition_only:
         found = search(layers, levels, options.microbatches, options.memory, schemes=options.schemes)
-        numbers |= tables.schedules_as_json(found)
-        lines += ["", *tables.schedules(found)]
+        numbers |= tables.search_as_json(found)
+        lines += ["", *tables.search_as_text(found)]
         program = found.program
     if program is not None and options.output:
         check(program, "internal error, the compiled schedule")

@@ -10,7 +10,7 @@ import schedgen
 from schedgen.cli import commands
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
-from schedgen.planner.search import SEARCHED
+from schedgen.planner.candidates import SEARCHED
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.util.errors import one_line

@@ -1,9 +1,12 @@
 """From a profile to a plan: where to cut a model, how often to replicate each part, and which schedule runs it best.
 
-profile.py    layers with their costs, from PipeDream's files or from `mpirun profile`
-cuts.py       the ways to cut a graph of layers in two
-partition.py  PipeDream's dynamic programme over a hierarchy of workers
-stages.py     layers made into stages, with their costs
-search.py     the compiler's schemes for them, judged by the simulator
-words.py      what both found as tables and as JSON
+layer_profile.py    layers with their costs, from PipeDream's files or from `mpirun profile`
+layer_downsets.py   where a graph of layers can be cut in two
+partition.py        PipeDream's dynamic programme over a hierarchy of workers
+stage_costs.py      layers gathered into stages, with their costs
+candidates.py       the schedules to try
+candidate_bound.py  what a candidate takes at least, before it is compiled
+search.py           candidates compiled and judged by the simulator
+pipedream.py        PipeDream's own schedule for its partition
+tables.py           partitions and results as text and as JSON
 """

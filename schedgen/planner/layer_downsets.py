@@ -1,9 +1,11 @@
-"""The ways to cut a graph of layers in two: every set of layers that has with a layer all that it reads.
+"""Where a graph of layers can be cut in two: its downsets, and what the layers of each cost together.
 
-These sets are the states of PipeDream's antichain DAG, each given there by the
-layers of it that nobody in it reads. Of a chain of N layers there are N + 1.
-Layers that cost nothing at all are not asked for: a source goes with the first
-stage, a sink with the one layer that it reads.
+A downset is a set of layers that has, with a layer, all layers whose outputs it reads; a cut lies between a downset
+and the rest. Downsets are the states of PipeDream's antichain DAG, which names each by those of its layers that no
+other in it reads [Narayanan et al. 2019, PipeDream, section 3.1; optimizer]. A chain of N layers has N + 1.
+
+Layers that cost nothing make no cut of their own: a source goes with the first stage, a sink with the one layer that
+it reads.
 """
 
 from __future__ import annotations
@@ -15,51 +17,51 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.planner.layer_profile import Edge, Layers, Numbers
+from schedgen.planner.layer_profile import Edge, Floats, Layers
 
-MOST_CUTS = 2**12 + 1  # as many as the longest chain has
+MOST_DOWNSETS = 2**12 + 1  # as many as the longest chain has
 
 Flags = NDArray[np.bool_]
 
 
-class Cuts(NamedTuple):
-    """n cuts by the number of layers before them: the first has none, the last all. What lies before them:"""
+class Downsets(NamedTuple):
+    """n downsets of N layers by size: the first is empty, the last has all layers. Cut k lies behind downset k."""
 
-    layers: Flags  # (n, N)
-    seconds: Numbers  # (n,) of their forwards and backwards
-    weight: Numbers  # (n,) bytes
-    kept: Numbers  # (n,) bytes of a minibatch between forward and backward
-    crossing: Numbers  # (n,) bytes of the outputs that are read behind the cut
-    follows: Flags  # (n, n) follows[k, j]: k's layers are some of j's, but not all
-    every: bool  # False: there are more than MOST_CUTS, and these are those of one order of the layers
+    members: Flags  # (n, N): the layers of each
+    seconds: Floats  # (n,) of their forwards and backwards
+    weight: Floats  # (n,) bytes
+    kept: Floats  # (n,) bytes of a minibatch between forward and backward
+    crossing: Floats  # (n,) bytes of the outputs that layers behind the cut read
+    contains: Flags  # (n, n): contains[j, i]: j has all layers of i, and more
+    complete: bool  # False: the graph has more than MOST_DOWNSETS, and these are the prefixes of one order
 
 
-def cuts(layers: Layers) -> Cuts:
-    """All cuts, or those of one order of the layers where they are too many."""
+def all_downsets(layers: Layers) -> Downsets:
+    """All downsets, or the prefixes of one order where they are more than MOST_DOWNSETS."""
     heads = _heads(layers)
-    units = [unit for unit, head in enumerate(heads) if head == unit]  # what is cut: the head of each group of layers
-    number = {unit: at for at, unit in enumerate(units)}
+    units = [unit for unit, head in enumerate(heads) if head == unit]  # what can be cut apart: heads of groups
+    number = {unit: k for k, unit in enumerate(units)}
     edges = {(number[heads[a]], number[heads[b]]) for a, b in layers.edges if heads[a] >= 0 and heads[a] != heads[b]}
-    found = _closed(len(units), sorted(edges))
-    if found is None:
-        before = np.tri(len(units) + 1, len(units), -1, dtype=bool)
+    masks = _closed_sets(len(units), sorted(edges))
+    if masks is None:
+        of_units = np.tri(len(units) + 1, len(units), -1, dtype=bool)
     else:
         size = -(-len(units) // 8)
-        packed = np.frombuffer(b"".join(one.to_bytes(size, "little") for one in found), np.uint8)
-        before = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, : len(units)].astype(bool)
-    members = np.zeros((len(before), len(heads)), bool)
+        packed = np.frombuffer(b"".join(mask.to_bytes(size, "little") for mask in masks), np.uint8)
+        of_units = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")[:, : len(units)].astype(bool)
+    members = np.zeros((len(of_units), len(heads)), bool)
     for layer, head in enumerate(heads):
-        members[:, layer] = before[:, number[head]] if head >= 0 else before.any(axis=1)
-    return _cuts(layers, members, found is not None)
+        members[:, layer] = of_units[:, number[head]] if head >= 0 else of_units.any(axis=1)
+    return _with_costs(layers, members, masks is not None)
 
 
-def in_order(layers: Layers) -> Cuts:
-    """The cuts of the layers' order: before the k-th lie the first k layers."""
+def prefixes(layers: Layers) -> Downsets:
+    """The downsets along the layers' order: the k-th has the first k layers."""
     count = len(layers.names)
-    return _cuts(layers, np.tri(count + 1, count, -1, dtype=bool), False)
+    return _with_costs(layers, np.tri(count + 1, count, -1, dtype=bool), False)
 
 
-def _cuts(layers: Layers, members: Flags, every: bool) -> Cuts:
+def _with_costs(layers: Layers, members: Flags, complete: bool) -> Downsets:
     crossing = np.zeros(len(members))
     consumers: list[list[int]] = [[] for _ in layers.names]
     for producer, consumer in layers.edges:
@@ -67,30 +69,32 @@ def _cuts(layers: Layers, members: Flags, every: bool) -> Cuts:
     for layer, readers in enumerate(consumers):
         if layers.activation[layer] and readers:
             crossing[members[:, layer] & ~members[:, readers].all(axis=1)] += layers.activation[layer]
-    one = members.astype(np.float64)
-    return Cuts(
-        members, one @ layers.seconds, one @ layers.weight, one @ layers.kept, crossing, _follows(members), every
-    )
+    ones = members.astype(np.float64)
+    seconds, weight, kept = (ones @ amount for amount in (layers.seconds, layers.weight, layers.kept))
+    missing = (~members).astype(np.float32) @ members.astype(np.float32).T  # [j, i]: how many of i's layers j lacks
+    contains: Flags = missing == 0
+    np.fill_diagonal(contains, False)
+    return Downsets(members, seconds, weight, kept, crossing, contains, complete)
 
 
 def _heads(layers: Layers) -> list[int]:
-    """By layer: the layer that it always lies with; itself, or -1 for the first stage."""
-    read: list[list[int]] = [[] for _ in layers.names]
+    """By layer: the layer that is always on the same side of a cut; itself, or -1 for the first stage."""
+    producers: list[list[int]] = [[] for _ in layers.names]
     consumed = {producer for producer, _ in layers.edges}
     for producer, consumer in layers.edges:
-        read[consumer].append(producer)
+        producers[consumer].append(producer)
     free = (layers.seconds == 0) & (layers.weight == 0) & (layers.kept == 0)
-    heads = list(range(len(read)))
-    for layer, producers in enumerate(read):
-        if free[layer] and not producers:
+    heads = list(range(len(producers)))
+    for layer, inputs in enumerate(producers):
+        if free[layer] and not inputs:
             heads[layer] = -1
-        elif free[layer] and len(producers) == 1 and layer not in consumed:
-            heads[layer] = heads[producers[0]]
+        elif free[layer] and len(inputs) == 1 and layer not in consumed:
+            heads[layer] = heads[inputs[0]]
     return heads
 
 
-def _closed(count: int, edges: Sequence[Edge]) -> list[int] | None:
-    """All sets of 0..count-1 with the producers of what is in them, as bits, smallest first; None: more than MOST_CUTS.
+def _closed_sets(count: int, edges: Sequence[Edge]) -> list[int] | None:
+    """The downsets of nodes 0..count-1 as bit masks, smallest first; None where they are more than MOST_DOWNSETS.
 
     `edges` lead upwards.
     """
@@ -101,26 +105,18 @@ def _closed(count: int, edges: Sequence[Edge]) -> list[int] | None:
     for a, b in edges:
         producers[b] |= 1 << a
         consumers[a].append(b)
-    found = {0: tuple(one for one in range(count) if not producers[one])}  # a set, and what could be next in it
-    last, every = found, [0]
-    while last:
-        following: dict[int, tuple[int, ...]] = {}
-        for one, ready in last.items():
-            for new in ready:
-                larger = one | 1 << new
-                if larger not in following:
-                    freed = (other for other in consumers[new] if not producers[other] & ~larger)
-                    following[larger] = tuple(sorted({*ready, *freed} - {new}))
-                    if len(every) + len(following) > MOST_CUTS:
+    masks = [0]
+    largest = {0: tuple(node for node in range(count) if not producers[node])}  # mask -> nodes that can join it
+    while largest:
+        larger: dict[int, tuple[int, ...]] = {}
+        for mask, ready in largest.items():
+            for node in ready:
+                grown = mask | 1 << node
+                if grown not in larger:
+                    freed = (reader for reader in consumers[node] if not producers[reader] & ~grown)
+                    larger[grown] = tuple(sorted({*ready, *freed} - {node}))
+                    if len(masks) + len(larger) > MOST_DOWNSETS:
                         return None
-        every += sorted(following)
-        last = following
-    return every
-
-
-def _follows(before: Flags) -> Flags:
-    """Whether one set is a part of another, for all pairs."""
-    outside = before.astype(np.float32) @ (~before).astype(np.float32).T  # how many of k's layers j has not
-    part: Flags = outside == 0
-    np.fill_diagonal(part, False)
-    return part
+        masks += sorted(larger)
+        largest = larger
+    return masks

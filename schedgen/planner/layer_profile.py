@@ -1,17 +1,15 @@
-"""Layers and what they cost, read from a file: PipeDream's own format, or the JSON that `mpirun profile` writes.
+"""Layers and what they cost, read from a profile in PipeDream's format or in the JSON that `mpirun profile` writes.
 
-PipeDream's profiler writes a line a layer and, behind them, a line an edge,
-which begins with a tab:
+PipeDream's profiler writes one line for each layer and, behind these, one line for each edge, which begins with a tab:
 
     node2 -- ReLU -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=0.0
         node1 -- node2
 
-Times are milliseconds, sizes are bytes; an activation_size may be a list in
-brackets, which is its sum. As in PipeDream's optimizer an input costs nothing,
-and so does a __getitem__ that nobody reads: it is a part of what its layer gives.
+Times are milliseconds and sizes are bytes. An activation_size may be a list in brackets, which stands for its sum.
+As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that nobody reads, because it is a part of
+its layer's output.
 
-In the JSON each stage is a layer, in a chain, so a model is profiled with as
-many stages as it may be cut into.
+In the JSON the stages are a chain of layers, so a model is profiled with as many stages as it may be cut into.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.cost import by_stage
 from schedgen.simulator.cost import Machine, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
 
-Numbers = NDArray[np.float64]
+Floats = NDArray[np.float64]
 Edge = tuple[int, int]
 
 MOST_BYTES = 2**26  # of a file
 MOST_LAYERS = 2**12
 MOST_EDGES = 2**17
 
-_NAMES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _LAYER = re.compile(
     r"(\S+) -- (.*) -- forward_compute_time=([^,]*), backward_compute_time=([^,]*), activation_size=([^,]*), "
     r"parameter_size=(\S*)(?: -- stage_id=\S*)?"
@@ -48,43 +46,45 @@ _EDGE = re.compile(r"\t(\S+) -- (\S+)")
 
 
 class Layers(NamedTuple):
-    """N layers in a topological order, and what one minibatch costs in each."""
+    """N layers in a topological order, and what a minibatch costs in each."""
 
     names: tuple[str, ...]
     edges: tuple[Edge, ...]  # (producer, consumer)
-    times: Mapping[str, Numbers]  # seconds of F and B, or of F, I and W, by layer
+    times: Mapping[str, Floats]  # direction (F and B, or F, I and W) -> seconds by layer
     machine: Machine  # bytes by layer; alpha and beta are 0 where the file does not say
 
     @property
-    def seconds(self) -> Numbers:
-        """Of forward and backward together, shape (N,)."""
+    def seconds(self) -> Floats:
+        """Seconds of forward and backward together, shape (N,)."""
         return sum(self.times.values(), np.zeros(len(self.names)))
 
     @property
-    def activation(self) -> Numbers:
+    def activation(self) -> Floats:
+        """Bytes of each layer's output, shape (N,)."""
         return by_stage(self.machine.activation, len(self.names))
 
     @property
-    def weight(self) -> Numbers:
+    def weight(self) -> Floats:
+        """Bytes of each layer's parameters, shape (N,)."""
         return by_stage(self.machine.weight, len(self.names))
 
     @property
-    def kept(self) -> Numbers:
-        """Bytes of a minibatch between its forward and its backward, weights apart: the output, and what is saved."""
+    def kept(self) -> Floats:
+        """Bytes of a minibatch between its forward and its backward: the output and what is saved, shape (N,)."""
         return self.activation + by_stage(self.machine.saved, len(self.names))
 
 
 def read_layers(name: str) -> Layers:
-    """The layers in the file `name`. Raises RefusedFile, with the line, for what is neither of the two formats."""
+    """The layers in the file `name`; RefusedFile, with the line, where it has neither of the two formats."""
     text = read_text(name, MOST_BYTES)
     name = display_name(name)
-    layers = _json(text, name) if text.lstrip()[:1] in ("{", "[") else _pipedream(text, name)
+    layers = _parse_json(text, name) if text.lstrip()[:1] in ("{", "[") else _parse_pipedream(text, name)
     if not layers.seconds.sum() > 0:
         raise RefusedFile(f"{name}: none of its layers takes any time")
     return layers
 
 
-def _json(text: str, name: str) -> Layers:
+def _parse_json(text: str, name: str) -> Layers:
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -96,102 +96,99 @@ def _json(text: str, name: str) -> Layers:
     if not 1 <= count <= MOST_LAYERS:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_LAYERS}")
     try:
-        times, machine = read_profile(text, name, count)
+        times, machine = read_profile(text, name, count, counted="its first list is of")
     except UsageError as error:
-        raise RefusedFile(str(error).replace("the schedule has", "its first list is of")) from None
-    chain = tuple(itertools.pairwise(range(count)))
-    return Layers(tuple(map(str, range(count))), chain, _arrays(times, count), machine)
-
-
-def _arrays(times: Mapping[str, Amount], count: int) -> dict[str, Numbers]:
-    return {direction: by_stage(time, count) for direction, time in times.items()}
+        raise RefusedFile(str(error)) from None
+    by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}
+    return Layers(tuple(map(str, range(count))), tuple(itertools.pairwise(range(count))), by_layer, machine)
 
 
 class _Node(NamedTuple):
+    """A layer's line in PipeDream's format."""
+
     name: str
     description: str
-    numbers: list[float]  # as _NAMES
+    numbers: list[float]  # as _FIELDS
 
 
-def _pipedream(text: str, name: str) -> Layers:
+def _parse_pipedream(text: str, name: str) -> Layers:
     nodes: dict[str, _Node] = {}
     edges: dict[tuple[str, str], None] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.startswith("\t"):
-                edges[_edge(line.rstrip(), nodes)] = None
+                edges[_parse_edge(line.rstrip(), nodes)] = None
             elif line.strip():
-                node = _node(line.rstrip())
+                node = _parse_layer(line.rstrip())
                 if node.name in nodes:
                     raise ValueError(f"{clip(node.name)} is there twice")
                 nodes[node.name] = node
-            for things, most, words in ((nodes, MOST_LAYERS, "layers"), (edges, MOST_EDGES, "edges")):
-                if len(things) > most:
-                    raise ValueError(f"more than {most} {words}")
+            for entries, limit, plural in ((nodes, MOST_LAYERS, "layers"), (edges, MOST_EDGES, "edges")):
+                if len(entries) > limit:
+                    raise ValueError(f"more than {limit} {plural}")
         except ValueError as error:
             raise RefusedFile(f"{name}:{number}: {error}") from None
-    order = _sorted(nodes, edges)
+    order = _topological_order(nodes, edges)
     if order is None:
         raise RefusedFile(f"{name}: its edges go in a circle")
-    place = {node: at for at, node in enumerate(order)}
-    consumed, produced = {a for a, _ in edges}, {b for _, b in edges}
-    table = np.zeros((len(order), len(_NAMES)))
-    for at, node in enumerate(nodes[one] for one in order):
-        an_input = node.description.startswith("Input") and node.name not in produced
-        a_part = node.description.startswith("__getitem__") and node.name not in consumed
-        table[at] = 0.0 if an_input or a_part else node.numbers
+    index = {layer: k for k, layer in enumerate(order)}
+    producers, consumers = {a for a, _ in edges}, {b for _, b in edges}
+    table = np.zeros((len(order), len(_FIELDS)))
+    for k, node in enumerate(nodes[layer] for layer in order):
+        is_input = node.description.startswith("Input") and node.name not in consumers
+        is_unread_part = node.description.startswith("__getitem__") and node.name not in producers
+        table[k] = 0.0 if is_input or is_unread_part else node.numbers
     forward, backward, activation, weight = table.T.copy()
     return Layers(
         tuple(order),
-        tuple(sorted((place[a], place[b]) for a, b in edges)),
+        tuple(sorted((index[a], index[b]) for a, b in edges)),
         {"F": forward / 1e3, "B": backward / 1e3},
         Machine(activation=activation, weight=weight, saved=0),
     )
 
 
-def _node(line: str) -> _Node:
-    found = _LAYER.fullmatch(line)
-    if found is None:
-        raise ValueError(
-            f"not a layer, NAME -- DESCRIPTION -- {'=..., '.join(_NAMES)}=..., nor an edge: '{clip(line)}'"
-        )
+def _parse_layer(line: str) -> _Node:
+    match = _LAYER.fullmatch(line)
+    if match is None:
+        form = f"NAME -- DESCRIPTION -- {'=..., '.join(_FIELDS)}=..."
+        raise ValueError(f"not a layer, {form}, nor an edge: '{clip(line)}'")
     numbers = []
-    for what, text in zip(_NAMES, found.groups()[2:], strict=True):
+    for field, text in zip(_FIELDS, match.groups()[2:], strict=True):
         parts = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
         try:
             value = math.fsum(map(float, parts))
         except (ValueError, OverflowError):
             value = -1.0
         if not 0 <= value < 1e18:
-            raise ValueError(f"{what} should be a number from 0 to 1e18, not '{clip(text)}'")
+            raise ValueError(f"{field} should be a number from 0 to 1e18, not '{clip(text)}'")
         numbers.append(value)
-    return _Node(found[1], found[2], numbers)
+    return _Node(match[1], match[2], numbers)
 
 
-def _edge(line: str, nodes: Mapping[str, _Node]) -> tuple[str, str]:
-    found = _EDGE.fullmatch(line)
-    if found is None:
+def _parse_edge(line: str, nodes: Mapping[str, _Node]) -> tuple[str, str]:
+    match = _EDGE.fullmatch(line)
+    if match is None:
         raise ValueError(f"not an edge, a tab and NAME -- NAME: '{clip(line.strip())}'")
-    for one in found.groups():
-        if one not in nodes:
-            raise ValueError(f"no layer above is called '{clip(one)}'")
-    return found[1], found[2]
+    for layer in match.groups():
+        if layer not in nodes:
+            raise ValueError(f"no layer above is called '{clip(layer)}'")
+    return match[1], match[2]
 
 
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """node2 before node10."""
+def _natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A sort key by which node2 comes before node10."""
     parts = re.findall(r"([0-9]{1,18})|([^0-9]+|[0-9])", name)
     return tuple((0, int(digits), "") if digits else (1, 0, other) for digits, other in parts)
 
 
-def _sorted(nodes: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[str] | None:
+def _topological_order(nodes: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[str] | None:
     """All nodes, producers before consumers and else by name; None where there is no such order."""
     consumers: dict[str, list[str]] = {node: [] for node in nodes}
     waits = dict.fromkeys(consumers, 0)
     for producer, consumer in edges:
         consumers[producer].append(consumer)
         waits[consumer] += 1
-    ready = [(_natural(node), node) for node, count in waits.items() if not count]
+    ready = [(_natural_key(node), node) for node, count in waits.items() if not count]
     heapq.heapify(ready)
     order: list[str] = []
     while ready:
@@ -200,5 +197,5 @@ def _sorted(nodes: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[str]
         for consumer in consumers[node]:
             waits[consumer] -= 1
             if not waits[consumer]:
-                heapq.heappush(ready, (_natural(consumer), consumer))
+                heapq.heappush(ready, (_natural_key(consumer), consumer))
     return order if len(order) == len(waits) else None

@@ -1,4 +1,4 @@
-"""PipeDream's own schedule: the partition that makes its slowest stage fastest, as 1F1B-RR without a flush."""
+"""PipeDream's own schedule: its partition, run as 1F1B-RR without a flush [Narayanan et al. 2019, section 3.2]."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Sequence
 
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.program import Program
-from schedgen.planner.layer_downsets import in_order
+from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level, partition
-from schedgen.planner.search import ratios
-from schedgen.planner.stage_costs import staged
+from schedgen.planner.search import cost_ratios
+from schedgen.planner.stage_costs import stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import UsageError
 
 
 def pipedream(layers: Layers, levels: Sequence[Level], microbatches: int, memory: float = math.inf) -> Program:
-    """Layers are cut along their order; raises UsageError where no partition fits or there are too few microbatches."""
-    order = in_order(layers)
-    found = partition(order, levels, memory)
-    replicas = tuple(stage.replicas for stage in found.stages)
+    """The program, with layers cut along their order; UsageError where no partition fits or microbatches are too few.
+
+    `memory`: the most bytes that the partition may have on a worker.
+    """
+    order = prefixes(layers)
+    stages = partition(order, levels, memory).stages
+    replicas = tuple(stage.replicas for stage in stages)
     if microbatches < max(replicas):
         raise UsageError(f"--microbatches {microbatches}: the partition has a stage of {max(replicas)} replicas")
     sizes = Sizes(len(replicas), microbatches, replicas=replicas)
-    cut = staged(layers, order, [stage.end for stage in found.stages], min(level.bandwidth for level in levels))
+    costs = stage_costs(layers, order, [stage.end for stage in stages], min(level.bandwidth for level in levels))
     scheme = load("pipedream", sizes)
-    scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(cut.layers)})
-    return compile_scheme(scheme, sizes, cost=ratios(cut.durations(scheme.split)))
+    scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
+    return compile_scheme(scheme, sizes, cost=cost_ratios(costs.durations(scheme.split)))

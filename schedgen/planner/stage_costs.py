@@ -1,4 +1,4 @@
-"""Layers made into stages: what a stage costs, for the simulator, and the cuts that balance so many stages."""
+"""Layers gathered into stages: what each stage costs in the simulator, and the cuts that balance S stages."""
 
 from __future__ import annotations
 
@@ -9,77 +9,75 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.cost import Amount, by_stage
-from schedgen.planner.layer_downsets import Cuts
-from schedgen.planner.layer_profile import Layers, Numbers
-from schedgen.planner.partition import Partition, straight
+from schedgen.planner.layer_downsets import Downsets
+from schedgen.planner.layer_profile import Floats, Layers
+from schedgen.planner.partition import unreplicated
 from schedgen.simulator.cost import Machine
 
-SHORTEST = 1e-5  # of the longest job: a stage of layers that take no time takes that
+SHORTEST = 1e-5  # of the longest job: what a stage takes whose layers take no time
 
 
-class Staged(NamedTuple):
-    """A model cut into S stages, in the order of its layers."""
+class StageCosts(NamedTuple):
+    """The costs of S stages that follow each other in the order of the layers."""
 
-    layers: tuple[int, ...]  # how many each stage has
-    times: Mapping[str, Numbers]  # seconds by direction and stage: F and B, or F, I and W
+    layer_counts: tuple[int, ...]  # by stage
+    times: Mapping[str, Floats]  # direction (F and B, or F, I and W) -> seconds by stage
     machine: Machine  # bytes by stage
 
-    def durations(self, split: bool) -> dict[str, Numbers]:
-        """Of the directions a schedule has; where nobody measured the halves of a backward, each takes half of it."""
+    def durations(self, split: bool) -> dict[str, Floats]:
+        """Seconds by stage of a schedule's directions; a B of unmeasured halves gives each half of its time."""
         if split and "B" in self.times:
             return {"F": self.times["F"], "I": self.times["B"] / 2, "W": self.times["B"] / 2}
         return dict(self.times)
 
 
-def balanced(layers: Layers, cuts: Cuts, bandwidth: float, most: int) -> list[list[Staged]]:
-    """By number of stages, from 1 to `most`: the cuts whose slowest stage, and whose slowest stage or transfer, is
-    fastest. `cuts`: those of the layers' order."""
-    every = zip(straight(cuts, math.inf, most), straight(cuts, bandwidth, most), strict=True)
-    return [[staged(layers, cuts, one, bandwidth) for one in dict.fromkeys(_ends(p) for p in both)] for both in every]
+def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
+    """For 1, 2, ... `most` stages: the costs for which the slowest stage, and for which the slowest stage or transfer
+    to the next, is fastest; one entry where these agree. `prefixes`: those of the layers' order."""
+    pairs = zip(unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most), strict=True)
+    ends = [dict.fromkeys(tuple(stage.end for stage in partition.stages) for partition in pair) for pair in pairs]
+    return [[stage_costs(layers, prefixes, cuts, bandwidth) for cuts in distinct] for distinct in ends]
 
 
-def _ends(found: Partition) -> tuple[int, ...]:
-    return tuple(stage.end for stage in found.stages)
+def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwidth: float) -> StageCosts:
+    """The costs of stages that end at cuts `ends`, with links of `bandwidth` bytes a second.
 
-
-def staged(layers: Layers, cuts: Cuts, ends: Sequence[int], bandwidth: float) -> Staged:
-    """Stages that end at these cuts, with links of one bandwidth.
-
-    Inside a stage, what layers hand on is saved between forward and backward,
-    and the gradient of it is alive while the backward runs.
+    What layers hand on inside a stage is saved between forward and backward, and its gradient is alive while the
+    backward runs.
     """
     begins = [0, *ends[:-1]]
+    spans = list(zip(begins, ends, strict=True))
     count = len(layers.names)
     machine = layers.machine
     half, step, saved = (by_stage(amount, count) for amount in (machine.half, machine.step, machine.saved))
     owned = layers.weight if machine.owned is None else by_stage(machine.owned, count)
-    inner = np.array([layers.activation[i:j].sum() for i, j in zip(begins, ends, strict=True)])
-    x = cuts.crossing[list(ends)].copy()
+    outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
+    x = prefixes.crossing[list(ends)].copy()
     x[-1] = layers.activation[-1]
-    # Of what crosses the cut behind a stage, what comes from its own layers.
-    own = np.array([_own(layers, i, j) for i, j in zip(begins, ends, strict=True)])
-    widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in zip(begins, ends, strict=True)])
+    # A layer before the stage may have outputs that cross the cut behind it, too; these are not the stage's own.
+    leaving = np.array([_leaving(layers, i, j) for i, j in spans])
+    widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in spans])
 
-    def total(amount: Numbers) -> Numbers:
-        sums: Numbers = np.add.reduceat(amount, begins)
+    def total(amount: Floats) -> Floats:
+        sums: Floats = np.add.reduceat(amount, begins)
         return sums
 
-    given = machine.workspace if isinstance(machine.workspace, Mapping) else dict.fromkeys("FBIW", machine.workspace)
+    spaces = machine.workspace
     workspace: dict[str, Amount] = {}
-    for direction, amount in given.items():
+    for direction, amount in (spaces if isinstance(spaces, Mapping) else dict.fromkeys("FBIW", spaces)).items():
         largest = np.maximum.reduceat(by_stage(amount, count), begins)
         workspace[direction] = np.rint(largest + (2 * widest if direction in "BI" else 0))
     times = {direction: total(seconds) for direction, seconds in layers.times.items()}
     longest = max(float(seconds.max()) for seconds in times.values())
-    return Staged(
-        tuple(j - i for i, j in zip(begins, ends, strict=True)),
+    return StageCosts(
+        tuple(j - i for i, j in spans),
         {direction: np.maximum(seconds, SHORTEST * longest) for direction, seconds in times.items()},
         Machine(
             alpha=machine.alpha,
             beta=1 / bandwidth,
-            activation=np.rint(x),  # bytes are whole
+            activation=np.rint(x),  # bytes are whole numbers
             weight=np.rint(total(layers.weight)),
-            saved=np.rint(total(saved) + np.maximum(inner - own, 0)),
+            saved=np.rint(total(saved) + np.maximum(outputs - leaving, 0)),
             half=np.rint(total(half)),
             workspace=workspace,
             owned=np.rint(total(owned)),
@@ -88,8 +86,8 @@ def staged(layers: Layers, cuts: Cuts, ends: Sequence[int], bandwidth: float) ->
     )
 
 
-def _own(layers: Layers, begin: int, end: int) -> float:
-    """Bytes of the outputs of layers begin to end - 1 that layers behind read; of the last layer, its output."""
+def _leaving(layers: Layers, begin: int, end: int) -> float:
+    """Bytes of the outputs of layers begin..end-1 that later layers read; the last layer's output leaves, too."""
     read = {a for a, b in layers.edges if begin <= a < end <= b}
     if end == len(layers.names):
         read.add(end - 1)

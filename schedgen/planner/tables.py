@@ -1,4 +1,4 @@
-"""A partition and what a search found, in words and as JSON."""
+"""A partition and the result of a search as JSON, and as lines of text."""
 
 from __future__ import annotations
 
@@ -6,120 +6,115 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from schedgen.planner.layer_downsets import Cuts
+from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.partition import Level, Partition, data_parallel
-from schedgen.planner.search import Found
+from schedgen.planner.partition import Level, Partition, data_parallel_seconds
+from schedgen.planner.search import SearchResult
 from schedgen.util.errors import clip
 
 
-def as_json(layers: Layers, cuts: Cuts, levels: Sequence[Level], found: Partition) -> dict[str, Any]:
-    """Seconds a minibatch, bytes."""
-    workers = math.prod(level.components for level in levels)
+def partition_as_json(
+    layers: Layers, downsets: Downsets, levels: Sequence[Level], partition: Partition
+) -> dict[str, Any]:
+    """The partition and each of its stages; times are seconds a minibatch, weights and memory are bytes a worker."""
     stages = []
-    for one in found.stages:
-        lie = cuts.layers[one.end] & ~cuts.layers[one.begin]
+    for stage in partition.stages:
+        members = downsets.members[stage.end] & ~downsets.members[stage.begin]
         kept, weight, seconds = (
-            float(sums[one.end] - sums[one.begin]) for sums in (cuts.kept, cuts.weight, cuts.seconds)
+            float(sums[stage.end] - sums[stage.begin]) for sums in (downsets.kept, downsets.weight, downsets.seconds)
         )
         stages.append(
             {
-                "layers": [name for name, inside in zip(layers.names, lie, strict=True) if inside],
-                "replicas": one.replicas,
+                "layers": [name for name, inside in zip(layers.names, members, strict=True) if inside],
+                "replicas": stage.replicas,
                 "compute": seconds,
                 "weight": weight,
-                "in_flight": one.in_flight,
-                "memory": one.in_flight * (kept + weight),
-                "time": one.seconds,
-                "transfer": one.transfer,
+                "in_flight": stage.in_flight,
+                "memory": stage.in_flight * (kept + weight),
+                "time": stage.seconds,
+                "transfer": stage.transfer,
             }
         )
-    times = [max(one.seconds, one.transfer) for one in found.stages]
-    slowest = times.index(found.seconds)
-    alone, parallel = float(cuts.seconds[-1]), data_parallel(cuts, levels)
+    times = [max(stage.seconds, stage.transfer) for stage in partition.stages]
+    slowest = times.index(partition.seconds)
+    one_worker, data_parallel = float(downsets.seconds[-1]), data_parallel_seconds(downsets, levels)
     return {
-        "workers": workers,
+        "workers": math.prod(level.components for level in levels),
         "topology": [level.components for level in levels],
         "bandwidth": [level.bandwidth for level in levels],
-        "stage_time": found.seconds,
-        "noam": found.stages[0].in_flight,
+        "stage_time": partition.seconds,
+        "noam": partition.stages[0].in_flight,
         "bottleneck": {
             "stage": slowest,
-            "what": "time" if found.stages[slowest].seconds == found.seconds else "transfer",
+            "what": "time" if partition.stages[slowest].seconds == partition.seconds else "transfer",
         },
-        "one_worker_time": alone,
-        "data_parallel_time": parallel,
-        "speedup_over_one_worker": alone / found.seconds,
-        "speedup_over_data_parallel": parallel / found.seconds,
-        "all_cuts": cuts.every,
+        "one_worker_time": one_worker,
+        "data_parallel_time": data_parallel,
+        "speedup_over_one_worker": one_worker / partition.seconds,
+        "speedup_over_data_parallel": data_parallel / partition.seconds,
+        "all_cuts": downsets.complete,
         "stages": stages,
     }
 
 
-def table(numbers: dict[str, Any]) -> Iterator[str]:
-    """The same to read: a row a stage, then the whole."""
-    titles = (
-        "stage",
-        "layers",
-        "replicas",
-        "compute s",
-        "weights",
-        "in flight",
-        "memory",
-        "time s",
-        "transfer s",
-    )
-    rows = [titles]
-    for number, one in enumerate(numbers["stages"]):
-        weight, memory = (_bytes(one[what]) for what in ("weight", "memory"))
-        compute, time, transfer = (f"{one[what]:.4g}" for what in ("compute", "time", "transfer"))
+def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
+    """What `partition_as_json` returns as lines: one for each stage, then those of the whole pipeline."""
+    rows = [("stage", "layers", "replicas", "compute s", "weights", "in flight", "memory", "time s", "transfer s")]
+    for number, stage in enumerate(numbers["stages"]):
+        weight, memory = (_bytes(stage[key]) for key in ("weight", "memory"))
+        compute, time, transfer = (f"{stage[key]:.4g}" for key in ("compute", "time", "transfer"))
+        replicas, in_flight = str(stage["replicas"]), str(stage["in_flight"])
         rows.append(
-            (str(number), _names(one["layers"]), str(one["replicas"]), compute, weight, str(one["in_flight"]), memory,
-             time, transfer)
-        )  # fmt: skip
-    yield from _columns(rows, 2)
+            (str(number), _name_range(stage["layers"]), replicas, compute, weight, in_flight, memory, time, transfer)
+        )
+    yield from _aligned(rows, 2)
     slowest = numbers["bottleneck"]["stage"]
-    what = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
+    cause = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
     yield ""
-    yield f"{'stage time':18}{numbers['stage_time']:.6g} s a minibatch; the bottleneck is stage {slowest}: {what}"
+    yield f"{'stage time':18}{numbers['stage_time']:.6g} s a minibatch; the bottleneck is stage {slowest}: {cause}"
     noam = numbers["noam"]
     yield f"{'NOAM':18}{noam} minibatch{'es' * (noam != 1)} that each replica of stage 0 has in flight"
-    for key, words in (("one_worker", "one worker"), ("data_parallel", "data parallelism")):
+    for key, label in (("one_worker", "one worker"), ("data_parallel", "data parallelism")):
         times = f"{numbers[f'speedup_over_{key}']:.3g}"
-        yield f"{words:18}{numbers[f'{key}_time']:.6g} s, {'the same' if times == '1' else f'{times} times that'}"
+        yield f"{label:18}{numbers[f'{key}_time']:.6g} s, {'the same' if times == '1' else f'{times} times that'}"
 
 
-def schedules_as_json(found: Found) -> dict[str, Any]:
-    """What a search found: `schedules`, the front, the fastest first."""
+def search_as_json(result: SearchResult) -> dict[str, Any]:
+    """The front, the fastest first, and how many schedules were searched and simulated."""
     return {
-        "schedules": [row._asdict() for row in found.front],
-        "searched": found.schedules,
-        "simulated": found.simulated,
+        "schedules": [schedule._asdict() for schedule in result.front],
+        "searched": result.schedules,
+        "simulated": result.simulated,
     }
 
 
-def schedules(found: Found) -> Iterator[str]:
-    """The same to read."""
+def search_as_text(result: SearchResult) -> Iterator[str]:
+    """The same as lines: one for each schedule of the front, then the counts."""
     rows = [("scheme", "stages", "replicas", "recompute", "step s", "memory")]
-    for one in found.front:
-        replicas = str(one.replicas) if isinstance(one.replicas, int) else clip("-".join(map(str, one.replicas)))
-        again = "all" if one.recompute else "none"
-        rows.append((one.scheme, str(one.stages), replicas, again, f"{one.step_time:.4g}", _bytes(one.peak_bytes)))
-    yield from _columns(rows, 1)
-    layers = "-".join(map(str, found.front[0].layers))
+    for schedule in result.front:
+        replicas = (
+            str(schedule.replicas)
+            if isinstance(schedule.replicas, int)
+            else clip("-".join(map(str, schedule.replicas)))
+        )
+        recompute = "all" if schedule.recompute else "none"
+        time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
+        rows.append((schedule.scheme, str(schedule.stages), replicas, recompute, time, memory))
+    yield from _aligned(rows, 1)
+    layers = "-".join(map(str, result.front[0].layers))
     yield ""
-    yield f"{found.schedules} schedules, {found.simulated} simulated; the stages of the first have {layers} layers"
+    yield f"{result.schedules} schedules, {result.simulated} simulated; the stages of the first have {layers} layers"
 
 
-def _columns(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """Cells under each other, those of the first columns to the left."""
+def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """Rows of cells under each other, the first `left` columns aligned to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))
-        yield "  ".join(cell.ljust(width) if at < left else cell.rjust(width) for at, (cell, width) in cells)
+        yield "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in cells)
 
 
-def _names(names: Sequence[str]) -> str:
+def _name_range(names: Sequence[str]) -> str:
     first, last = clip(names[0]), clip(names[-1])
     return first if len(names) == 1 else f"{first} to {last} ({len(names)})"
 

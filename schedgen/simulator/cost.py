@@ -60,13 +60,13 @@ def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
 
 
 def read_profile(
-    text: str, name: str, stages: int, edges: int = 0, header: Header | None = None
+    text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
 ) -> tuple[dict[str, Amount], Machine]:
     """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
     F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
-    Raises UsageError for anything else.
+    Raises UsageError for anything else; `counted` says in it where the numbers of stages and edges come from.
     """
     try:
         values = json.loads(text)
@@ -81,6 +81,7 @@ def read_profile(
         and all(_is_numbers(value) for value in values.values())
     ):
         values = of_shards(values, header)
+    of_stages = f"{counted} {stages} stages"
     for key, value in values.items():
         if key not in (*names, *Machine._fields):
             raise UsageError(f"{name}: there is no cost '{clip(key)}'")
@@ -88,12 +89,12 @@ def read_profile(
             for direction, amount in value.items():
                 if direction not in DIRECTION.values():
                     raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{clip(direction)}'")
-                _check(amount, f"{name}: workspace of {direction}", stages)
+                _check(amount, f"{name}: workspace of {direction}", stages, of_stages)
             continue
         if key == "apart":
-            _check(value, f"{name}: apart", edges, what_for="edges")
+            _check(value, f"{name}: apart", edges, f"{counted} {edges} edges")
             continue
-        numbers = _check(value, f"{name}: {key}", stages, single=key in ("alpha", "beta"))
+        numbers = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < one < 1e12 for one in numbers):
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
     machine = Machine(**{key: value for key, value in values.items() if key in Machine._fields})
@@ -108,11 +109,11 @@ def _is_numbers(value: Any) -> bool:
     return all(type(one) in (int, float) and 0 <= one < 1e18 for one in every)
 
 
-def _check(value: Any, what: str, count: int, single: bool = False, what_for: str = "stages") -> list[float]:
+def _check(value: Any, what: str, count: int, counted: str, single: bool = False) -> list[float]:
     """The numbers in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
     numbers: list[float] = value if isinstance(value, list) else [value]
     if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
         raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
     if numbers is value and len(numbers) != count:
-        raise UsageError(f"{what} has {len(numbers)} numbers, but the schedule has {count} {what_for}")
+        raise UsageError(f"{what} has {len(numbers)} numbers, but {counted}")
     return numbers

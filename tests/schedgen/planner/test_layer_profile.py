@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schedgen.planner.layer_downsets import cuts
+from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import MOST_BYTES, MOST_LAYERS, read_layers
 from schedgen.util.errors import RefusedFile
 
@@ -59,8 +59,8 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
         "\ta -- b", "\tb -- c", "\tb -- d", "\td -- e",
     )  # fmt: skip
     assert found.seconds.tolist() == [0, 0.003, 0, 0, 0.003] and found.activation.tolist() == [0, 3, 0, 5, 3]
-    one = cuts(found)
-    assert [np.flatnonzero(row).tolist() for row in one.layers] == [[], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    one = all_downsets(found)
+    assert [np.flatnonzero(row).tolist() for row in one.members] == [[], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert one.crossing.tolist() == [0, 3, 5, 0]
 
 
@@ -68,11 +68,11 @@ def test_what_crosses_a_cut_is_what_is_read_behind_it(read):
     """A residual connection: a's output crosses as long as d has not read it."""
     found = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
                  "\ta -- b", "\tb -- c", "\tc -- d", "\ta -- d")  # fmt: skip
-    assert cuts(found).crossing.tolist() == [0, 1, 11, 101, 0]
+    assert all_downsets(found).crossing.tolist() == [0, 1, 11, 101, 0]
 
 
 def test_vgg16_has_a_cut_behind_each_layer_but_the_input():
-    assert len(cuts(read_layers(str(VGG16))).seconds) == 41
+    assert len(all_downsets(read_layers(str(VGG16))).seconds) == 41
 
 
 def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
@@ -152,7 +152,7 @@ def test_no_damage_to_a_profile_ends_in_a_traceback(tmp_path):
             data[at : at + rng.choice((0, 1, 30))] = rng.choice((b"", b"\n", b"\t", b"-", b"\xff", b"9" * 30, b", "))
         path.write_bytes(data)
         try:
-            cuts(read_layers(str(path)))
+            all_downsets(read_layers(str(path)))
         except RefusedFile as error:
             assert str(path) in str(error)
             refused += 1

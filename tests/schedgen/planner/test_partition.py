@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import schedgen.util.jit
-from schedgen.planner.layer_downsets import MOST_CUTS, cuts
+from schedgen.planner.layer_downsets import MOST_DOWNSETS, all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.partition import Level, data_parallel, partition, straight
+from schedgen.planner.partition import Level, data_parallel_seconds, partition, unreplicated
 from schedgen.simulator.cost import Machine
 from schedgen.util.errors import UsageError
 
@@ -105,7 +105,7 @@ def test_it_is_as_good_as_trying_everything(sizes, chain):
         layers = drawn(rng, chain)
         levels = [Level(m, rng.choice((0.5, 2.0, 7.0))) for m in sizes]
         held = (layers.kept + layers.weight).sum()
-        found = cuts(layers)
+        found = all_downsets(layers)
         for memory in (math.inf, rng.uniform(0.3, 1.5) * held):
             best = brute_force(layers, levels, memory)
             if math.isinf(best):
@@ -129,9 +129,9 @@ def test_straight_partitions_are_as_good_as_trying_every_place_for_the_cuts():
     rng = random.Random("straight")
     for _ in range(40):
         layers = drawn(rng, chain=True)
-        found = cuts(layers)
+        found = all_downsets(layers)
         last = len(found.seconds) - 1
-        every = straight(found, 2.0, 4)
+        every = unreplicated(found, 2.0, 4)
         assert len(every) == min(4, last)
         for stages, one in enumerate(every, start=1):
             assert len(one.stages) == stages
@@ -189,9 +189,9 @@ def test_levels_are_charged_as_the_formula_says():
     """Two layers of 4 s, 2 x 2 workers: copies of both on each pair, or a pair each."""
     one = profile([4, 4], [10, 10], [6, 0], [(0, 1)])
     fast, slow = Level(2, 100.0), Level(2, 10.0)
-    both = data_parallel(cuts(one), [fast, slow])
+    both = data_parallel_seconds(all_downsets(one), [fast, slow])
     assert both == ((8 + 4 * 20 / (2 * 100)) / 2 + 4 * 20 / (2 * 10)) / 2
-    found = partition(cuts(one), [fast, slow])
+    found = partition(all_downsets(one), [fast, slow])
     assert [stage.replicas for stage in found.stages] == [2, 2]
     assert found.seconds == pytest.approx((4 + 4 * 10 / (2 * 100)) / 2)  # 2 * 6 / 10 s to hand over is less
 
@@ -201,14 +201,14 @@ def test_kernels_plan_alike_as_python_and_compiled(monkeypatch):
     results = []
     for small in (10**12, 0):
         monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
-        results.append(partition(cuts(layers), [Level(4, 1e10), Level(2, 1e9)], 3e10))
+        results.append(partition(all_downsets(layers), [Level(4, 1e10), Level(2, 1e9)], 3e10))
     assert results[0] == results[1]
 
 
 def test_a_graph_with_too_many_cuts_is_cut_along_one_order(run, tmp_path):
     """13 layers that do not read each other have 2**13 closed sets."""
     wide = 13
-    assert 2**wide > MOST_CUTS
+    assert 2**wide > MOST_DOWNSETS
     lines = [f"node{at} -- L -- forward_compute_time=1, backward_compute_time=1, activation_size=1, parameter_size=1"
              for at in range(wide + 2)]  # fmt: skip
     lines += [f"\tnode0 -- node{at + 1}\n\tnode{at + 1} -- node{wide + 1}" for at in range(wide)]

@@ -12,11 +12,13 @@ import pytest
 from schedgen.checker import check
 from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.instructions import Op
-from schedgen.planner.layer_downsets import in_order
+from schedgen.planner.candidate_bound import candidate_bound
+from schedgen.planner.candidates import candidates, replicated
+from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import Level, partition
-from schedgen.planner.search import _bound, _rows, candidates, replicated, search
-from schedgen.planner.stage_costs import balanced, staged
+from schedgen.planner.search import _simulated, search
+from schedgen.planner.stage_costs import balanced, stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.cost import Machine
@@ -60,8 +62,8 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
     tight = 0
     with compiled_always():
         for one in every:
-            bound = _bound(one)
-            for row, _ in _rows(one):
+            bound = candidate_bound(one)
+            for row, _ in _simulated(one):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, one
                 tight += bound.seconds > 0.99 * row.step_time
     assert tight > 5  # or it would leave nothing out
@@ -96,7 +98,7 @@ def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
     assert sum(best["layers"]) == 8 and len(best["layers"]) == best["stages"] == header["stages"]
     assert best["peak_bytes"] <= 1.2e8
     # The costs of the stages, in a profile of their own.
-    cut = staged(read_layers(str(profile)), in_order(layers), np.cumsum(best["layers"]).tolist(), 1e9)
+    cut = stage_costs(read_layers(str(profile)), prefixes(layers), np.cumsum(best["layers"]).tolist(), 1e9)
     one = {"alpha": 1e-5, "beta": 1e-9}
     split = "W" in json.loads(path.read_text())["order"]["cost"]
     one |= {name: times.tolist() for name, times in cut.durations(split).items()}
@@ -125,8 +127,8 @@ def test_a_stage_costs_what_its_layers_cost():
     times = {"F": np.array([1.0, 2, 3, 4]), "B": np.array([2.0, 4, 6, 8])}
     # Layer 3 reads layer 1, too: its output crosses the cut behind layer 2 as well.
     layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (1, 3), (2, 3)), times, machine)
-    cut = staged(layers, in_order(layers), (2, 3, 4), bandwidth=4.0)
-    assert cut.layers == (2, 1, 1) and cut.machine.beta == 0.25
+    cut = stage_costs(layers, prefixes(layers), (2, 3, 4), bandwidth=4.0)
+    assert cut.layer_counts == (2, 1, 1) and cut.machine.beta == 0.25
     expected = {
         "activation": [7, 7 + 9, 1],
         "weight": [3, 3, 4],
@@ -148,9 +150,9 @@ def test_a_stage_costs_what_its_layers_cost():
 
 def test_stages_are_balanced_with_and_without_their_transfers():
     layers = model()
-    order = in_order(layers)
+    order = prefixes(layers)
     every = balanced(layers, order, 1e9, 8)
-    assert [cut.layers for cut in every[7]] == [(1,) * 8]
+    assert [cut.layer_counts for cut in every[7]] == [(1,) * 8]
     for stages, found in enumerate(every, start=1):
         times = [sum(cut.times.values()).max() for cut in found]
         choices = itertools.combinations(range(1, 8), stages - 1)
@@ -175,7 +177,7 @@ def test_replicas_of_a_pipeline_run_side_by_side(name):
 
 def test_pipedream_s_partition_is_a_schedule_too():
     layers = read_layers(str(VGG16))
-    found = partition(in_order(layers), [Level(4, 1e9)])
+    found = partition(prefixes(layers), [Level(4, 1e9)])
     sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in found.stages))
     program = compile_scheme(load("1f1b-rr", sizes), sizes)
     check(program)

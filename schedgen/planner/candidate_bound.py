@@ -1,0 +1,81 @@
+"""A lower bound on a candidate's time and memory from its placement and order, before it is compiled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from schedgen.compiler.place import place, priorities
+from schedgen.ir.cost import by_stage
+from schedgen.ir.instructions import B, F, Ints, W
+from schedgen.planner.candidates import Candidate
+from schedgen.planner.layer_profile import Floats
+from schedgen.planner.stage_costs import StageCosts
+from schedgen.simulator.lower_bounds import window
+
+
+class CandidateBound(NamedTuple):
+    """No schedule of a candidate takes fewer seconds a step, or fewer bytes on the worker that needs most."""
+
+    seconds: float
+    bytes: float
+
+
+def candidate_bound(candidate: Candidate) -> CandidateBound:
+    """The bound for all its stage costs."""
+    scheme, sizes = candidate.scheme, candidate.sizes
+    shape = (sizes.stages, sizes.microbatches, 3 if scheme.split else 2)
+    weights, compute, *_ = place(scheme, *shape)
+    n = priorities(scheme, *shape) if scheme.mode == "strict" else None
+    bounds = [_bound(candidate, costs, weights[..., 0], compute[..., 0], n) for costs in candidate.costs]
+    return CandidateBound(min(bound.seconds for bound in bounds), min(bound.bytes for bound in bounds))
+
+
+def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
+    """`weights` and `compute`: each job's workers, shape (D, S, B); `n`: its priority, None where that is no order."""
+    S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
+    lengths = np.array(list(costs.durations(candidate.scheme.split).values()))
+    if len(lengths) > len(compute):  # measured halves of a backward that the scheme does not split
+        lengths = np.array([lengths[F], lengths[B] + lengths[W]])
+    recompute = lengths[F] if candidate.recompute else np.zeros(S)
+    owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
+    x, weight, saved, step = (
+        by_stage(amount, S) for amount in (machine.activation, machine.weight, machine.saved, machine.step)
+    )
+    message = machine.alpha + machine.beta * x[:-1]
+    sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
+    owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
+    for s in range(S):
+        owners = np.zeros(workers, bool)
+        owners[np.unique(weights[:, s])] = True
+        owns[owners] += owned[s] + weight[s]
+        steps[owners] += step[s]
+        guests = np.zeros(workers, bool)
+        guests[np.unique(compute[:, s])] = True
+        guests &= ~owners
+        receives[guests] += machine.alpha + machine.beta * weight[s]
+        copies[guests] = np.maximum(copies[guests], 2 * weight[s])  # the copy and its gradient
+        for d, (a, b) in ((F, (s - 1, s)), (B, (s, s - 1))):
+            if s:
+                crosses = compute[d, a] != compute[d, b]
+                sends += message[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
+                receives += message[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
+    kept = np.concatenate([[0.0], x[:-1]]) + (0 if candidate.recompute else saved)
+    latency = window(compute, lengths, recompute, message, workers) + steps.max()
+    seconds = float(max(latency, sends.max(), receives.max()))
+    return CandidateBound((1 - 1e-9) * seconds, float((owns + copies + _saved(kept, compute, workers, n)).max()))
+
+
+def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:
+    """Bytes that each worker saves for backwards at its peak, `kept` for a job by stage; without an order, for one."""
+    peak = np.zeros(workers)
+    bytes = np.broadcast_to(kept[:, None], compute.shape[1:])
+    if n is None:
+        np.maximum.at(peak, compute[F].ravel(), bytes.ravel())
+        return peak
+    worker = compute[: B + 1].ravel()
+    order = np.lexsort((n[: B + 1].ravel(), worker))
+    alive = np.cumsum(np.concatenate([bytes.ravel(), -bytes.ravel()])[order])  # each worker's sum ends at 0
+    np.maximum.at(peak, worker[order], alive)
+    return peak

@@ -1,0 +1,105 @@
+"""The schedules that a search tries: every scheme that fits, in every number of replicas and stages.
+
+A pipeline of P workers may run W/P times side by side, each time with its share of the microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from schedgen.planner.layer_downsets import prefixes
+from schedgen.planner.layer_profile import Layers
+from schedgen.planner.partition import Level, partition
+from schedgen.planner.stage_costs import StageCosts, balanced, stage_costs
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
+
+CHUNKS = (2, 4, 8)  # stages a worker, of schemes that go round the workers several times
+STAGES = (1, 2, 4, 8, 16, 32, 64)  # of schemes that put any number of stages on a worker
+
+# Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, pipedream-flush, which is 1f1b,
+# and pipedream, which does not train the same because it does not flush.
+PIPELINES = {
+    **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
+    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
+    **dict.fromkeys(("interleaved-1f1b", "looped-bfs", "breadth-first"), CHUNKS),
+}
+GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> what it is called where each worker is a group
+SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")
+
+
+class Candidate(NamedTuple):
+    """A schedule to try, with one or two ways to gather the layers into its stages."""
+
+    name: str
+    replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
+    recompute: bool  # of all stages, or none
+    scheme: Scheme
+    sizes: Sizes
+    costs: Sequence[StageCosts]
+
+
+def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> Iterator[Candidate]:
+    """Every candidate on all workers, with and without recomputation; all links are as slow as the slowest level's."""
+    workers = math.prod(level.components for level in levels)
+    bandwidth = min(level.bandwidth for level in levels)
+    order = prefixes(layers)
+    by_stages = balanced(layers, order, bandwidth, min(len(layers.names), workers * CHUNKS[-1]))
+    for name, pipeline, replicas in _pipelines(workers, microbatches, len(by_stages)):
+        try:
+            scheme = load(name, pipeline)
+        except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
+            continue
+        if replicas > 1 and pipeline.groups is None and name not in GROUPED.values():
+            scheme = replicated(scheme, replicas, workers // replicas)
+        sizes = pipeline._replace(microbatches=microbatches, workers=workers)
+        for recompute in (False, True):
+            yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
+    stages = partition(order, levels).stages
+    by_stage = tuple(stage.replicas for stage in stages)
+    if len(by_stage) > 1 and microbatches >= max(by_stage):
+        sizes = Sizes(len(by_stage), microbatches, workers, replicas=by_stage)
+        costs = stage_costs(layers, order, [stage.end for stage in stages], bandwidth)
+        for recompute in (False, True):
+            yield Candidate("1f1b-rr", by_stage, recompute, load("1f1b-rr", sizes), sizes, [costs])
+
+
+def _pipelines(workers: int, microbatches: int, most: int) -> Iterator[tuple[str, Sizes, int]]:
+    """(scheme, sizes of one pipeline, number of pipelines) up to `most` stages, also where the scheme refuses them."""
+    for D in (D for D in range(1, workers + 1) if workers % D == 0 and microbatches >= D):
+        P = workers // D
+        if P > 1:
+            for name, chunks in PIPELINES.items():
+                for stages in (P * v for v in chunks if P * v <= most):
+                    yield name, Sizes(stages, -(-microbatches // D), P), D
+        for name, ungrouped in GROUPED.items():
+            if P > 1:
+                for stages in (P * v for v in (1, *CHUNKS) if P * v <= most):
+                    yield name, Sizes(stages, microbatches, workers, D), D
+            else:
+                for stages in (S for S in STAGES if S <= most):
+                    yield ungrouped, Sizes(stages, microbatches, workers), D
+
+
+def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:
+    """D replicas of a scheme of `workers` side by side: microbatch b is number b // D of replica b mod D."""
+    D = replicas
+
+    def w(s: Any, b: Any, d: Any) -> Any:
+        weights, compute = scheme.w(s, b // D, d)
+        return weights + workers * (b % D), compute + workers * (b % D)
+
+    def of_replica(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return function and (lambda s, b: function(s, b // D))
+
+    return scheme._replace(
+        workers=D * workers,
+        w=w,
+        n=lambda s, b, d: scheme.n(s, b // D, d),
+        whole=of_replica(scheme.whole),
+        paired=of_replica(scheme.paired),
+        parameters={**scheme.parameters, "replicas": D},
+    )
