@@ -25,7 +25,7 @@ WRONG = {
     "mpirun-rooms": ("mpirun/engine/setup.py", "mpirun.verify"),
     "model-without-mpi": ("mpirun/data/text.py", "mpi4py"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),
-    "watchdog-process": ("mpirun/watchdog/state.py", "numpy"),
+    "watchdog-process": ("mpirun/watchdog/rank_state.py", "numpy"),
 }
 
 

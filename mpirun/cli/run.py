@@ -32,7 +32,7 @@ from mpirun.verify import delayed_updates, one_process
 from mpirun.verify.compare import compare, directionless, tolerance
 from mpirun.verify.record import Mine, Pieces, Record, gather, named, put_together
 from mpirun.watchdog import BEAT, PHASE, ROW, VERIFYING
-from mpirun.watchdog.watch import Watch
+from mpirun.watchdog.rank_side import Watchdog
 from schedgen.util.errors import UsageError, one_line
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
@@ -49,9 +49,9 @@ class Run:
         self.whole = given.whole if options.trace else None
         self.header = self.program.header
         self.instructions = self.program.instructions(comm.rank)
-        self.watch = Watch(comm, self.first_line, self.instructions, options.timeout)
+        self.watchdog = Watchdog(comm, self.first_line, self.instructions, options.timeout)
         with contextlib.ExitStack() as end:
-            end.push(self.watch)  # if this fails; else in the end of the training
+            end.push(self.watchdog)  # if this fails; else in the end of the training
             self._set_up(given.sha256)
             self.end = end.pop_all()
 
@@ -66,7 +66,7 @@ class Run:
         self.tokens = self.training.batches.tokens
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(measure(self.training.device.torch)) if options.memory else None
-        self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watch.state)
+        self.interpreter = interpreter(comm, self.program, self.instructions, self.training, self.watchdog.state)
         self.writer = self._writer(found, sha256) if found or options.save else None
         self.progress = on_rank_0(comm, self._progress)
         self.asked: float | None = None  # when this rank was asked to leave
@@ -77,7 +77,7 @@ class Run:
             print(self.training.device.description, flush=True)
 
     def _writer(self, found: Manifest | None, sha256: str) -> CheckpointWriter:
-        comm, options, one, state = self.comm, self.options, self.interpreter, self.watch.state
+        comm, options, one, state = self.comm, self.options, self.interpreter, self.watchdog.state
         writer = together(
             comm, lambda: CheckpointWriter(comm, self.header, self.training, one.stages, one.optimizer, state, sha256)
         )
@@ -93,7 +93,7 @@ class Run:
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
-        row = self.watch.state[ROW]
+        row = self.watchdog.state[ROW]
         return "" if row < 0 else f"line {self.first_line + row}: {self.instructions[row]}: "
 
     def execute(self) -> int:
@@ -183,11 +183,11 @@ class Run:
         return mine
 
     def _beat(self) -> None:
-        self.watch.state[BEAT] += 1
+        self.watchdog.state[BEAT] += 1
 
     def _verify(self, record: Mine) -> int:
         options = self.options
-        self.watch.state[PHASE] = VERIFYING
+        self.watchdog.state[PHASE] = VERIFYING
         for stage in self.interpreter.optimizer.stages.values():
             for via, part in stage.own.items():
                 record.parameters.update(named(stage, via, part))

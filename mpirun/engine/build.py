@@ -28,7 +28,7 @@ def interpreter(
     of: Training,
     state: memoryview | None = None,
 ) -> Interpreter:
-    """`program`: this rank's rows; `instructions`: the same one by one; `state`: for the guard. Collective."""
+    """`program`: this rank's rows; `instructions`: the same one by one; `state`: for the watchdog. Collective."""
     header = program.header
     if of.model.loss_of == "minibatch":
         together(comm, lambda: check_order(header, instructions))

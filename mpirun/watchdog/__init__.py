@@ -1,16 +1,21 @@
-"""The guard: a process beside the ranks of a host, which says what a rank that died or hangs cannot say.
+"""The watchdog: a process beside the ranks of a host, which says what a rank that died or hangs cannot say.
 
-Ranks show in shared memory what they are doing: `watch` is a rank's side of it
-and starts the guard, `process` is the guard, `state` says what ranks do in
-words, `link` joins the guards of several hosts. All but `watch` use Python's
-own library only, so that a guard is there at once and stays small.
+`rank_side`   what a rank shows in shared memory, and how its host's watchdog is started
+`process`     the watchdog's loop: it looks at the ranks of its host, and ends them where one has died or none moves
+`rank_state`  what a rank does, in words
+`hang`        which rank the others wait for
+`hosts`       connections to the watchdogs of other hosts, and which host is silent
 
-What a rank shows are 64-bit words:
+All but `rank_side` import Python's own library only, so that a watchdog is there at once and stays small.
+
+A rank shows `WORDS` 64-bit words. These are their indices:
 """
 
 PHASE, STEP, ROW, WAIT, BEAT = range(5)
 WORDS = 8
+# Values of PHASE, and how messages call them.
 SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED = range(6)
 PHASES = ("setting up", "training", "saving a checkpoint", "verifying", "done", "failed")
-# WAIT: the row of the transfer or sum that is waited for, or one of these.
+# ROW: the instruction that the rank executes, or NOTHING. WAIT: the row of the transfer or sum that it waits for, or
+# NOTHING, or OTHERS: something that all ranks take part in. BEAT: counts up where no row changes for long.
 NOTHING, OTHERS = -1, -2

@@ -76,7 +76,7 @@ echo "== srun: a rank is killed"
 srun -K1 --mpi=pmi2 -N2 -n4 "$bin/python" "${train[@]}" --steps 100000 &> "$dir/killed.log" &
 srun=$!
 await 180 grep -q "^step 1/" "$dir/killed.log" || fail "the ranks do not start"
-kill -KILL "$(ranks 2 | xargs ps --format=pid=,args= --pid | awk '/ -m mpirun / { print $1 }')" # and not its guard
+kill -KILL "$(ranks 2 | xargs ps --format=pid=,args= --pid | awk '/ -m mpirun / { print $1 }')" # and not its watchdog
 begin=$(now)
 await 60 ended $srun || fail "srun is still there 60 s after a rank was killed"
 code=0

@@ -58,7 +58,7 @@ def test_it_happened_in_the_second_step(failure):
 
 
 def test_the_end_is_explained(failure, traces):
-    """By rank, line, instruction and reason; one that is killed cannot speak, and the guard does it."""
+    """By rank, line, instruction and reason; one that is killed cannot speak, and the watchdog does it."""
     result = failure.result
     assert "Traceback" not in result.err
     (message,) = result.ours

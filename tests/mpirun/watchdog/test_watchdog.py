@@ -1,6 +1,6 @@
-"""The guard beside the ranks of a host: whom it blames, and how guards of several hosts agree.
+"""The watchdog beside the ranks of a host: whom it blames, and how watchdogs of several hosts agree.
 
-Hosts are processes here, and their ranks are processes that sleep: the guard knows them by their memory alone.
+Hosts are processes here, and their ranks are processes that sleep: the watchdog knows them by their memory alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import time
 import pytest
 
 from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.process import REPORT
-from mpirun.watchdog.state import culprit
-from mpirun.watchdog.watch import COMMAND
+from mpirun.watchdog.rank_side import COMMAND
 
 LINES = [
     '{"op": "RECV", "buf": "x.0.0", "from": 0}',
@@ -51,11 +51,11 @@ def state(rank: int, peer: int | None, process: str = "asleep") -> dict[str, obj
     ],
 )
 def test_the_reason_of_a_hang(states, sentence):
-    assert culprit(states) == sentence
+    assert explain_hang(states) == sentence
 
 
 class Host:
-    """A guard, and ranks that do nothing."""
+    """A watchdog, and ranks that do nothing."""
 
     def __init__(self, name: str, numbers: list[int], limit: float, server: socket.socket | None, port: int) -> None:
         self.port = port
@@ -76,36 +76,36 @@ class Host:
             }
             for k in range(len(numbers)):
                 self.show(k, TRAINING, 4, 1, NOTHING)
-            self.guard = subprocess.Popen(
+            self.watchdog = subprocess.Popen(
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
                 text=True,
             )
-            self.guard.stdin.write(json.dumps(plan) + "\n")
-            self.guard.stdin.flush()
+            self.watchdog.stdin.write(json.dumps(plan) + "\n")
+            self.watchdog.stdin.flush()
 
     def show(self, k: int, phase: int, step: int, row: int, wait: int) -> None:
         words = self.words[k * WORDS : (k + 1) * WORDS]
         words[PHASE], words[STEP], words[ROW], words[WAIT] = phase, step, row, wait
 
     def ended(self, within: float) -> str:
-        """What the guard said, once it and its ranks have ended."""
+        """What the watchdog said, once it and its ranks have ended."""
         deadline = time.monotonic() + within
         for one in self.ranks:
             one.wait(deadline - time.monotonic())
-        self.guard.stdin.close()
-        self.guard.wait(deadline - time.monotonic())
-        return self.guard.stderr.read()
+        self.watchdog.stdin.close()
+        self.watchdog.wait(deadline - time.monotonic())
+        return self.watchdog.stderr.read()
 
     def kill(self) -> None:
-        for one in (*self.ranks, self.guard):
+        for one in (*self.ranks, self.watchdog):
             one.kill()
             one.wait()
         with contextlib.suppress(BrokenPipeError):
-            self.guard.stdin.close()
-        self.guard.stderr.close()
+            self.watchdog.stdin.close()
+        self.watchdog.stderr.close()
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_as_long_as_one_rank_anywhere_moves_it_is_no_hang(hosts):
     for step in range(60):
         b.show(0, TRAINING, step, 1, NOTHING)
         time.sleep(0.1)
-    assert a.guard.poll() is None and b.guard.poll() is None
+    assert a.watchdog.poll() is None and b.watchdog.poll() is None
     assert a.ended(20).startswith("mpirun: nothing has moved for 3 s: ")
 
 
@@ -172,9 +172,9 @@ def test_a_rank_that_speaks_itself_is_not_spoken_for(hosts):
 
 
 def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
-    """A guard that is stopped answers as little as one behind a cut cable."""
+    """A watchdog that is stopped answers as little as one behind a cut cable."""
     a, b = hosts(limit=3)
-    b.guard.send_signal(signal.SIGSTOP)
+    b.watchdog.send_signal(signal.SIGSTOP)
     for k in (0, 1):  # a goes on meanwhile
         a.show(k, TRAINING, 9, 1, NOTHING)
     said = a.ended(20)
@@ -182,7 +182,7 @@ def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
         "b has not answered for 3 s: it is down, or the network is; the other ranks are"
     )
     assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  rank 0 on a", "  rank 1 on a"]
-    b.guard.send_signal(signal.SIGCONT)
+    b.watchdog.send_signal(signal.SIGCONT)
     b.ended(20)
 
 
@@ -208,4 +208,4 @@ def test_strangers_and_rubbish_do_no_harm(hosts):
         with socket.create_connection(("127.0.0.1", b.port), 3) as stranger:
             stranger.sendall(rubbish)
             time.sleep(0.2)
-    assert all(one.poll() is None for one in (a.guard, b.guard, *a.ranks, *b.ranks))
+    assert all(one.poll() is None for one in (a.watchdog, b.watchdog, *a.ranks, *b.ranks))

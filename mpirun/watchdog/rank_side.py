@@ -1,4 +1,7 @@
-"""A rank's side of the guard: what it shows of itself, and how guards are started."""
+"""A rank's side of the watchdog: the words that it shows of itself, and the start of its host's watchdog.
+
+The first rank of a host starts the process, and writes it a plan: a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,15 @@ _SCRIPT = f"import sys; sys.path.insert(0, {_PLACE!r}); from mpirun.watchdog.pro
 COMMAND = [sys.executable, "-I", "-S", "-c", _SCRIPT]
 
 
-class Watch:
-    """`state` is this rank's words; whoever does something writes there what."""
+class Watchdog:
+    """`state` is this rank's words: whoever does something writes there what."""
 
     def __init__(self, comm: MPI.Intracomm, first_line: int, instructions: Sequence[Instruction], limit: float) -> None:
-        """`limit`: seconds that nothing may move on any rank; 0: nobody watches. Collective."""
-        self.guard: subprocess.Popen[bytes] | None = None
+        """`first_line`: of the instructions in the file; `limit`: seconds in which some rank has to move. Collective.
+
+        Without a limit, 0, no process is started.
+        """
+        self.process: subprocess.Popen[bytes] | None = None
         self.state = memoryview(bytearray(_BYTES)).cast("q")
         if limit > 0:
             here = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
@@ -47,17 +53,16 @@ class Watch:
         self.state[ROW] = self.state[WAIT] = NOTHING
 
     def _start(
-        self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction],
-        limit: float,
-    ) -> None:  # fmt: skip
-        leader = here.rank == 0
-        file = together(comm, lambda: _memory(here.size) if leader else None)
+        self, comm: MPI.Intracomm, here: MPI.Comm, first_line: int, instructions: Sequence[Instruction], limit: float
+    ) -> None:
+        """`here`: the ranks of this host."""
+        file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
         words = _mapped(here.bcast(file.name if file is not None else None))
         self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
-        mine = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
-        ranks = here.gather(mine)  # all have the file open now
+        rank = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
+        ranks = here.gather(rank)  # all have the file open now
         server = socket.create_server(("", 0)) if comm.rank == 0 and here.size < comm.size else None
-        where = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
+        server_at = comm.bcast((_addresses(), server.getsockname()[1], secrets.token_hex()) if server else None)
         if file is None:
             return
         Path(file.name).unlink()
@@ -67,49 +72,51 @@ class Watch:
             "timeout": limit,
             "memory": file.fileno(),
             "listen": server.fileno() if server else None,
-            **dict(zip(("addresses", "port", "token"), where or ([], 0, ""), strict=True)),
+            **dict(zip(("addresses", "port", "token"), server_at or ([], 0, ""), strict=True)),
             "ranks": ranks,
         }
-        self.guard = subprocess.Popen(
+        self.process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[file.fileno(), *([server.fileno()] if server else [])],
             start_new_session=True,  # what ends the ranks should not end it: it speaks for them
         )
-        assert self.guard.stdin is not None
-        self.guard.stdin.write(json.dumps(plan).encode() + b"\n")
-        self.guard.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(plan).encode() + b"\n")
+        self.process.stdin.flush()
         file.close()
         if server is not None:
             server.close()
 
     def failed(self) -> None:
-        """This rank ends now and says itself why."""
+        """Show that this rank ends now and says itself why."""
         self.state[PHASE] = FAILED
 
     def close(self) -> None:
-        """This rank is done."""
+        """Show that this rank is done; wait for the process, if it is this rank's, to end."""
         self.state[PHASE] = DONE
-        if self.guard is not None:
-            assert self.guard.stdin is not None
-            self.guard.stdin.close()
+        if self.process is not None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.guard.wait(2)
+                self.process.wait(2)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """The rank is done, also where all ranks stop together, or it fails."""
         if error is None or isinstance(error, Stop):
             self.close()
         else:
-            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the guard speaks
+            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the watchdog speaks
                 time.sleep(1)
             self.failed()
 
-    def __enter__(self) -> Self:
-        return self
 
-
-def _memory(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
+def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of so many ranks, in memory where a host has such a folder."""
     for folder in ("/dev/shm", None):
         with contextlib.suppress(OSError):
@@ -129,11 +136,11 @@ def _mapped(name: str) -> memoryview:
 
 
 def _addresses() -> list[str]:
-    """Of this host, IPv4, the loopback interface's last."""
-    found = []
+    """The IPv4 addresses of this host, the loopback interface's last."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(reply[20:24]))
-    return sorted(found, key=lambda address: address.startswith("127."))
+                addresses.append(socket.inet_ntoa(reply[20:24]))
+    return sorted(addresses, key=lambda address: address.startswith("127."))

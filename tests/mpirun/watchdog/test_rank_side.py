@@ -1,4 +1,4 @@
-"""Where ranks show what they do."""
+"""The file in which ranks show what they do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpirun.watchdog.watch import _memory
+from mpirun.watchdog.rank_side import _shared_file
 from schedgen.util.errors import RefusedFile
 
 
@@ -27,10 +27,10 @@ def full(*folders: Path):
 def test_a_full_dev_shm_is_found_before_it_is_a_bus_error(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full(Path("/dev/shm")))
-    with _memory(2) as file:
+    with _shared_file(2) as file:
         assert Path(file.name).parent == tmp_path
     monkeypatch.setattr(os, "posix_fallocate", full(Path("/dev/shm"), tmp_path))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(RefusedFile, match="the guard"):
-        _memory(2)
+        _shared_file(2)
     assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,37 @@
+"""Which rank the others wait for, in a job in which nothing moves."""
+
+from __future__ import annotations
+
+import itertools
+
+from mpirun.watchdog.rank_state import State
+
+
+def explain_hang(states: list[State]) -> str:
+    """Which rank all others wait for in the end, or the circle in which they wait for each other."""
+    by_rank = {state["rank"]: state for state in states}
+
+    def next_of(rank: int) -> int | None:
+        """The rank that a rank waits for: in a sum the first one that has not come to it."""
+        peer: int | None = by_rank[rank]["peer"]
+        if peer != -1:
+            return peer
+        late = [state["rank"] for state in states if state["peer"] != -1]
+        return min(late, default=None)
+
+    path = [min(by_rank)]
+    stopped = [state["rank"] for state in states if state["process"] in ("stopped", "gone")]
+    if stopped:  # a rank may wait and be stopped
+        path = stopped[:1]
+    else:
+        while (peer := next_of(path[-1])) is not None:
+            if peer in path:
+                circle = [*path[path.index(peer) :], peer]
+                return ", ".join(f"rank {a} waits for rank {b}" for a, b in itertools.pairwise(circle))
+            if peer not in by_rank:
+                return f"rank {path[-1]} waits for rank {peer}, whose host does not answer"
+            path.append(peer)
+    last = by_rank[path[-1]]
+    if last["peer"] == -1:
+        return "all ranks are in a sum that does not end"
+    return f"rank {last['rank']} on {last['host']} is {last['process']}, and others wait for it"

@@ -1,0 +1,101 @@
+"""What a rank does, in words: from its words in shared memory and from what the kernel says of its process."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, NamedTuple
+
+from mpirun.watchdog import BEAT, DONE, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+
+LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
+ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
+
+# Of a rank, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, in words), peer
+# (the rank that it waits for; None: for none, -1: for all that are behind), process (what that does), moved (seconds
+# since it last did).
+State = dict[str, Any]
+
+
+class OsProcess(NamedTuple):
+    """What the kernel says of a process."""
+
+    pid: int
+    name: str
+    letter: str  # of its state
+    parent: int
+    started: int  # in clock ticks since the boot: with the pid it tells processes apart
+
+
+def os_process(pid: int) -> OsProcess | None:
+    """None for one that has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            name, _, rest = file.read().decode(errors="replace").partition("(")[2].rpartition(")")
+    except OSError:
+        return None
+    fields = rest.split()
+    return None if fields[0] in "ZXx" else OsProcess(pid, name, fields[0], int(fields[1]), int(fields[19]))
+
+
+def launcher(pid: int) -> OsProcess | None:
+    """The nearest process above one that is an mpiexec; None where there is none."""
+    process = os_process(pid)
+    for _ in range(16):
+        if process is None or process.name.startswith(LAUNCHERS):
+            return process
+        process = os_process(process.parent)
+    return None
+
+
+class Rank:
+    """A rank of this host."""
+
+    def __init__(self, number: int, pid: int, first_line: int, lines: list[str], words: memoryview) -> None:
+        """`lines`: its instructions; `first_line`: of the first of them in the schedule; `words`: what it shows."""
+        self.number, self.pid, self.first_line, self.lines, self.words = number, pid, first_line, lines, words
+        self.seen: tuple[int, ...] = ()
+        self.moved = time.monotonic()
+        self.gone = False
+        self.reported = False  # by the kernel, when it ends: a look finds ranks in the order of their numbers
+
+    def look(self) -> None:
+        """Note when it moves: when its words change."""
+        seen = (self.words[PHASE], self.words[STEP], self.words[ROW], self.words[BEAT])
+        if seen != self.seen:
+            self.seen, self.moved = seen, time.monotonic()
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it has said that it is done."""
+        return bool(self.words[PHASE] == DONE)
+
+    def _line(self, row: int) -> str:
+        return f"line {self.first_line + row}: {self.lines[row]}"
+
+    def state(self, host: str) -> State:
+        """What it does now; `host`: the name of this one."""
+        phase, row, wait = self.words[PHASE], self.words[ROW], self.words[WAIT]
+        at, waits, peer = PHASES[phase], None, None
+        if phase == TRAINING:
+            at = f"step {self.words[STEP] + 1}"
+            if 0 <= row < len(self.lines):
+                at = f"{at}: {self._line(row)}"
+        if wait == OTHERS or (wait >= 0 and wait == row):
+            waits, peer = "the other ranks", -1
+        elif 0 <= wait < len(self.lines):
+            instruction = json.loads(self.lines[wait])
+            waits, peer = self._line(wait), instruction.get("from", instruction.get("to", -1))
+        process = None if self.gone else os_process(self.pid)
+        activity = "gone" if process is None else ACTIVITIES.get(process.letter, "alive")
+        moved = time.monotonic() - self.moved
+        return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
+                "moved": moved}  # fmt: skip
+
+
+def in_a_line(state: State) -> str:
+    """A rank's state in a line."""
+    activity = "" if state["process"] == "gone" else f", {state['process']}"
+    if state["waits"]:
+        activity = f", waiting for {state['waits']}"
+    return f"rank {state['rank']} on {state['host']}: {state['at']}{activity}"
