@@ -34,8 +34,9 @@ from schedgen.report.draw import Scene, scene, terminal, usual
 from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.measured_run import measured, read_trace
-from schedgen.report.torch_csv import read_actions, write_actions
+from schedgen.report.torch_csv import as_torch_csv
 from schedgen.schemes import describe, load
+from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.template import new
 from schedgen.simulator.cost import Machine, read_profile
@@ -56,7 +57,7 @@ def _scheme(options: argparse.Namespace) -> tuple[Scheme, Sizes]:
                 raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
         sizes = Sizes(**given)
         return load(options.scheme, sizes, options.tensor), sizes
-    scheme, sizes = read_actions(read_text(options.scheme), options.scheme)
+    scheme, sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
     for name, value in given.items():
         if value not in (None, getattr(sizes, name)):
             raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
@@ -248,7 +249,7 @@ def run_export(options: argparse.Namespace) -> int:
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
     if options.to == "csv":
-        files = [("", write_actions(program).encode())]
+        files = [("", as_torch_csv(program).encode())]
     elif options.to == "chrome":
         found = events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
         files = [("", trace(found))]

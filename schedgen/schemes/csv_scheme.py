@@ -1,0 +1,126 @@
+"""A scheme read from CSV as torch's pipelining writes it: one row a rank, one compute action a cell, as in 2F0.
+
+An action is stage, type and microbatch; the types are F forward, B unsplit backward, and I and W its halves. A cell may
+be empty (a bubble) or hold several actions at once, as in (0F1;3B0)OVERLAP_F_B, which run one after the other here.
+Actions of lowered schedules that concern messages and sharding (SEND_F, UNSHARD, ...) are left out, because torch and
+schedgen each lower for themselves.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.instructions import DIRECTIONS, B, F, W
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import RefusedFile, clip
+
+_LOWERED = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})|(\d{1,9})(?:" + "|".join(_LOWERED) + r")(\d{0,9})")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_DIRECTION = {"F": F, "B": B, "I": B, "W": W}
+
+
+class _Action(NamedTuple):
+    """A cell, or a part of one."""
+
+    stage: int
+    letter: str  # F, B, I or W
+    mb: int
+    rank: int
+
+
+class _Jobs(NamedTuple):
+    """The jobs in the order of the file; a B of a split schedule is an I and, right behind it, a W."""
+
+    direction: NDArray[np.int64]
+    stage: NDArray[np.int64]
+    mb: NDArray[np.int64]
+    rank: NDArray[np.int64]
+
+
+def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
+    """The scheme by which every rank runs its row of the file `name` from left to right, and its sizes.
+
+    Raises RefusedFile, with line and cell, for what is no action, and for jobs that are missing or there twice.
+    """
+    actions, ranks = _parse(text, name)
+    split = any(action.letter in "IW" for action in actions)
+    jobs, unsplit = _jobs(actions, split)
+    S, batches, directions = int(jobs.stage.max()) + 1, int(jobs.mb.max()) + 1, 3 if split else 2
+    _check_complete(jobs, S, batches, directions, name)
+    n, worker = np.empty((2, directions, S, batches), np.int64)
+    index = (jobs.direction, jobs.stage, jobs.mb)
+    n[index], worker[index] = np.arange(len(jobs.rank)), jobs.rank
+    is_unsplit = np.zeros((S, batches), np.bool_)
+    is_unsplit[unsplit[0], unsplit[1]] = True
+    stem = Path(name).stem
+    if not stem.isprintable():
+        raise RefusedFile(f"{clip(name)}: a scheme is called as its file is, and that is not printable")
+
+    def w(s: Any, b: Any, d: Any) -> Any:
+        return worker[d, s, b], worker[d, s, b]
+
+    def unsplit_backward(s: Any, b: Any) -> Any:
+        return is_unsplit[s, b]
+
+    def in_file_order(s: Any, b: Any, d: Any) -> Any:
+        return n[d, s, b]
+
+    scheme = Scheme(stem, ranks, w, in_file_order, stem, "strict", split, unsplit_backward if split else None)
+    return scheme, Sizes(S, batches, ranks)
+
+
+def _parse(text: str, name: str) -> tuple[list[_Action], int]:
+    """The actions in the order of the file, and the number of ranks."""
+    actions: list[_Action] = []
+    try:
+        lines = list(csv.reader(io.StringIO(text), strict=True))
+    except csv.Error as error:
+        raise RefusedFile(f"{name}: not CSV: {error}") from None
+    for rank, cells in enumerate(lines):
+        for column, cell in enumerate(cells, start=1):
+            overlapped = _OVERLAPPED.fullmatch(cell.strip())
+            for part in overlapped[1].split(";") if overlapped else [cell]:
+                if not part.strip():
+                    continue
+                match = _ACTION.fullmatch(part.strip())
+                if match is None:
+                    reason = "not an action, a stage, one of F, B, I, W and a microbatch, as in 2F0"
+                    raise RefusedFile(f"{name}:{rank + 1}: cell {column}: '{clip(part)}' is {reason}")
+                if match[2]:
+                    actions.append(_Action(int(match[1]), match[2], int(match[3]), rank))
+    if not actions:
+        raise RefusedFile(f"{name}: it has no action of the form 2F0")
+    return actions, len(lines)
+
+
+def _jobs(actions: list[_Action], split: bool) -> tuple[_Jobs, NDArray[np.int64]]:
+    """The jobs, and [stages, microbatches] of the backwards that a split schedule leaves unsplit, shape (2, n)."""
+    jobs, unsplit = [], []
+    for stage, letter, mb, rank in actions:
+        jobs.append((_DIRECTION[letter], stage, mb, rank))
+        if split and letter == "B":
+            jobs.append((W, stage, mb, rank))
+            unsplit.append((stage, mb))
+    return _Jobs(*np.array(jobs, np.int64).T), np.array(unsplit, np.int64).reshape(-1, 2).T
+
+
+def _check_complete(jobs: _Jobs, S: int, batches: int, directions: int, name: str) -> None:
+    """Refuse the file unless every job of S stages and so many microbatches is in it exactly once."""
+    key = np.sort((jobs.direction * S + jobs.stage) * batches + jobs.mb)
+    twice = np.flatnonzero(key[1:] == key[:-1])
+    missing = directions * S * batches > len(key)
+    if not len(twice) and not missing:
+        return
+    number = int(key[twice[0]]) if len(twice) else int(np.argmax(np.append(key, -1) != np.arange(len(key) + 1)))
+    node, b = divmod(number, batches)
+    job = f"{DIRECTIONS[directions][node // S]} of stage {node % S} and microbatch {b}"
+    sizes = f"{S} stages and {batches} microbatches"
+    raise RefusedFile(f"{name}: {job} is there twice" if len(twice) else f"{name}: {sizes}, but no {job}")
