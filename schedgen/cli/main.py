@@ -1,43 +1,142 @@
-"""The `schedgen` command: parses, calls, and answers what goes wrong.
+"""The `schedgen` command: finds the subcommand, runs it, and answers what goes wrong.
 
-Exit codes: 0 done; 1 the file is refused; 2 wrong usage, or sizes and
-functions that make no schedule. Those of `diff` are diff(1)'s: 0 the same, 1
-they differ, 2 trouble. An error is one sentence on stderr.
+Exit codes: 0 done; 1 a file is refused; 2 wrong usage, or sizes and functions that make no schedule. Those of `diff`
+are diff(1)'s: 0 the same, 1 they differ, 2 trouble. An error is one sentence on stderr.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-from schedgen.cli.options import parser
+import schedgen
+from schedgen.cli import make_schedules, options, read_schedules
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.progress import allow
 
 
+class Command(NamedTuple):
+    """A subcommand."""
+
+    name: str
+    options: type[Any]  # a dataclass of options.py
+    run: Callable[[Any], int]  # of these options; the exit code
+    summary: str
+    example: str
+    refused: int = 1  # exit code where a file is refused or cannot be read
+    exit_codes: str = ""  # what its exit codes say, if not what all others' do
+
+
+COMMANDS = (
+    Command(
+        "compile", options.CompileOptions, make_schedules.run_compile, "write the schedule of a scheme",
+        "schedgen compile 1f1b --stages 4 --microbatches 8 -o 1f1b.json",
+    ),
+    Command(
+        "check", options.CheckOptions, read_schedules.run_check, "prove schedules right, or say what is wrong",
+        "schedgen check 1f1b.json",
+    ),
+    Command(
+        "seal", options.SealOptions, read_schedules.run_seal, "re-hash and re-format a schedule edited by hand",
+        "schedgen seal 1f1b.json",
+    ),
+    Command(
+        "stats", options.StatsOptions, read_schedules.run_stats, "latency, bubble, memory and messages",
+        "schedgen stats 1f1b.json --json",
+    ),
+    Command(
+        "simulate", options.SimulateOptions, read_schedules.run_simulate, "execute a schedule against a cost model",
+        "schedgen simulate 1f1b.json --cost F=1,B=2 --alpha 0.01 --beta 1e-9 --activation 1000000 --trace trace.json",
+    ),
+    Command(
+        "draw", options.DrawOptions, read_schedules.run_draw, "a picture of a schedule, or of two on one time axis",
+        "schedgen draw gpipe.json 1f1b.json --alpha 0.1 -o both.html",
+    ),
+    Command(
+        "export", options.ExportOptions, read_schedules.run_export, "write a schedule for other tools",
+        "schedgen export 1f1b.json --to chrome -o trace.json",
+    ),
+    Command(
+        "diff", options.DiffOptions, read_schedules.run_diff, "what changed between two schedules",
+        "schedgen diff old.json new.json", 2, "exit code: 0 nothing, 1 they differ, 2 trouble",
+    ),
+    Command(
+        "compare", options.CompareOptions, make_schedules.run_compare, "all schemes that fit, side by side",
+        "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory 12",
+    ),
+    Command(
+        "plan", options.PlanOptions, make_schedules.run_plan,
+        "where to cut a model, and the schedules that train it best",
+        "schedgen plan profile.json --workers 2 --bandwidth 1.25e9 --microbatches 4 -o plan.json",
+    ),
+    Command(
+        "new", options.NewOptions, make_schedules.run_new, "write a scheme of your own to begin with",
+        "schedgen new mine",
+    ),
+    Command(
+        "schemes", options.SchemesOptions, make_schedules.run_schemes, "the built-in schemes and their parameters",
+        "schedgen schemes",
+    ),
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors in one line: the sentence and where to read more."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
+
+
+def parser() -> Parser:
+    """What reads the command line; `command` of what it returns is the Command."""
+    top = Parser(
+        prog="schedgen",
+        description="Static schedules for distributed training, as text.",
+        epilog="schedgen COMMAND --help: its options and an example",
+    )
+    top.add_argument("--version", action="version", version=f"schedgen {schedgen.__version__}")
+    subparsers = top.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description="; ".join(filter(None, (command.summary, command.exit_codes))),
+            epilog=f"example: {command.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.set_defaults(command=command)
+        sub.add_argument("-q", "--quiet", action="store_true", help="no progress bars on a terminal")
+        options.add_arguments(sub, command.options)
+    return top
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `schedgen ARGUMENTS`, or those of this process; the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
-    options = parser().parse_args(arguments)
-    allow(options.quiet)
-    trouble: int = options.trouble
+    values = vars(parser().parse_args(arguments))
+    allow(values["quiet"])
+    command: Command = values["command"]
     try:
-        code: int = options.run(options)
+        code = command.run(options.read(command.options, values))
         sys.stdout.flush()
         return code
     except (UsageError, RefusedFile) as error:
         print(f"schedgen: {one_line(error)}", file=sys.stderr)
-        return max(error.code, trouble)
+        return max(error.code, command.refused)
     except BrokenPipeError:  # the reader of our output has gone, as in `schedgen stats F | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
-        name = error.filename or getattr(options, "output", None) or "standard output"
+        name = error.filename or values.get("output") or "standard output"
         print(f"schedgen: {one_line(name)}: {error.strerror}", file=sys.stderr)
-        return trouble
+        return command.refused
     except (KeyboardInterrupt, MemoryError) as error:
         print(f"schedgen: {type(error).__name__}", file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else trouble
+        return 130 if isinstance(error, KeyboardInterrupt) else command.refused

@@ -12,7 +12,6 @@ import fuzz
 
 import schedgen.checker.files
 import schedgen.cli.main
-import schedgen.cli.options
 import schedgen.ir.file
 import schedgen.ir.validate
 
@@ -38,7 +37,7 @@ def a_search_without_end() -> None:
 
 
 def an_error_in_the_words_of_the_file() -> None:
-    schedgen.cli.main.one_line = schedgen.cli.options.one_line = str
+    schedgen.cli.main.one_line = str
 
 
 def a_hash_that_is_not_compared() -> None:

@@ -1,0 +1,167 @@
+"""Commands that make schedules or schemes: compile, compare, plan, new, schemes.
+
+Each takes its options, prints or writes what was asked for, and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+from schedgen.checker import check
+from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions
+from schedgen.compiler.compile import compile_scheme
+from schedgen.ir.file import write
+from schedgen.ir.graph_file import read_dag
+from schedgen.ir.program import Program
+from schedgen.planner import tables
+from schedgen.planner.layer_downsets import all_downsets
+from schedgen.planner.layer_profile import read_layers
+from schedgen.planner.partition import hierarchy, partition
+from schedgen.planner.pipedream import pipedream
+from schedgen.planner.search import search
+from schedgen.report.compare import as_json, compare, table
+from schedgen.report.compare_plot import plot
+from schedgen.schemes import describe, load
+from schedgen.schemes.csv_scheme import scheme_from_csv
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.template import new
+from schedgen.util.errors import SlowScheme, UsageError
+from schedgen.util.files import display_name, open_output, read_text
+
+
+def run_compile(options: CompileOptions) -> int:
+    """Write the schedule of a scheme, once it is proved; notes on stderr say what was slow."""
+    dag, stages = None, options.stages
+    if options.graph is not None:
+        dag = read_dag(read_text(options.graph), display_name(options.graph))
+        if stages not in (None, dag.stages):
+            raise UsageError(f"--stages {stages}: {display_name(options.graph)} has {dag.stages}")
+        stages = dag.stages
+    scheme, sizes = _scheme(options, stages)
+    tied = options.tied
+    if dag is not None:
+        if options.parts > 1:
+            raise UsageError(
+                f"{display_name(options.graph or '')} says what stages read, and --parts makes chains of them"
+            )
+        scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
+        tied = [*tied, *map(list, dag.tied)]
+    if options.layers is not None:
+        if len(options.layers) != sizes.stages * options.parts:
+            count = sizes.stages * options.parts
+            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {count} stages")
+        scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(options.layers)})
+    everything = range(sizes.stages * options.parts)
+    with warnings.catch_warnings(record=True) as slow:
+        warnings.simplefilter("always", SlowScheme)
+        program = compile_scheme(
+            scheme,
+            sizes,
+            mode=options.mode,
+            n=options.n,
+            cost=options.cost,
+            weight_slots=options.weight_slots,
+            fan_out=options.fan_out,
+            prefetch=options.prefetch,
+            recompute=everything if isinstance(options.recompute, str) else options.recompute,
+            memory=options.memory_limit,
+            tied=tied,
+            updates=options.updates,
+            tensor=options.tensor,
+            whole=options.whole,
+            parts=options.parts,
+        )
+    _write_checked(program, options.output)
+    for warning in slow:
+        if issubclass(warning.category, SlowScheme):
+            print(f"schedgen: note: {warning.message}", file=sys.stderr)
+    return 0
+
+
+def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
+    """The scheme to compile, and for what sizes: a CSV file has its own."""
+    asked = {name: getattr(options, name) for name in Sizes._fields} | {"stages": stages}
+    if not options.scheme.endswith(".csv"):
+        for name in ("stages", "microbatches"):
+            if asked[name] is None:
+                raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
+        sizes = Sizes(**asked)
+        return load(options.scheme, sizes, options.tensor), sizes
+    scheme, sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
+    for name, value in asked.items():
+        if value not in (None, getattr(sizes, name)):
+            raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
+    return scheme, sizes
+
+
+def _write_checked(program: Program, output: str) -> None:
+    """Write what was compiled, unless the checker refuses it."""
+    check(program, "internal error, the compiled schedule")
+    with open_output(output) as out:
+        write(program, out)
+
+
+def run_compare(options: CompareOptions) -> int:
+    """Print, or plot, what every scheme that fits takes."""
+    sizes = Sizes(options.stages, options.microbatches, options.workers)
+    comparison = compare(sizes, options.cost, options.memory)
+    if not comparison.rows:
+        reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
+        raise UsageError(f"no scheme fits: {reasons}")
+    if options.output:
+        title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
+        with open_output(options.output) as out:
+            plot(comparison, title, out)
+    if options.output != "-":
+        print(json.dumps(as_json(comparison), indent=1) if options.json else "\n".join(table(comparison)))
+    return 0
+
+
+def run_plan(options: PlanOptions) -> int:
+    """Print where to cut a model and the schedules that no other beats; write the fastest."""
+    layers = read_layers(options.profile)
+    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
+    if options.microbatches is None and (options.output or not options.partition_only):
+        raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
+    numbers: dict[str, Any] = {}
+    lines: list[str] = []
+    downsets = all_downsets(layers)
+    if not downsets.complete:
+        most = "more ways to cut the layers than can be tried: only those along one order are"
+        print(f"schedgen: note: {display_name(options.profile)}: {most}", file=sys.stderr)
+    try:
+        numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
+        lines += tables.partition_as_text(numbers)
+    except UsageError as error:
+        if options.partition_only:
+            raise
+        print(f"schedgen: note: {error}", file=sys.stderr)
+    program = None
+    if options.microbatches is not None:
+        if not options.partition_only:
+            best = search(layers, levels, options.microbatches, options.memory, schemes=options.schemes)
+            numbers |= tables.search_as_json(best)
+            lines += ["", *tables.search_as_text(best)]
+            program = best.program
+        elif options.output:
+            program = pipedream(layers, levels, options.microbatches, options.memory)
+    if program is not None and options.output:
+        _write_checked(program, options.output)
+    if options.output != "-":
+        print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
+    return 0
+
+
+def run_new(options: NewOptions) -> int:
+    """Write a scheme to begin with."""
+    print(f"{new(options.name)}: its w and n are yours to edit; its first lines say how to compile it")
+    return 0
+
+
+def run_schemes(_: SchemesOptions) -> int:
+    """Print the built-in schemes."""
+    print(describe())
+    return 0

@@ -1,0 +1,219 @@
+"""Commands that read schedules: check, seal, stats, simulate, draw, export, diff.
+
+Each takes its options, prints or writes what was asked for, and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from schedgen.checker.files import checked
+from schedgen.cli.options import (
+    CheckOptions,
+    CostOptions,
+    DiffOptions,
+    DrawOptions,
+    ExportOptions,
+    SealOptions,
+    SimulateOptions,
+    StatsOptions,
+)
+from schedgen.ir.cost import Amount
+from schedgen.ir.file import parse, write
+from schedgen.ir.program import Program
+from schedgen.report.chakra import chakra
+from schedgen.report.chrome_trace import events, trace
+from schedgen.report.diff import coloured, diff
+from schedgen.report.draw import Scene, scene, terminal, usual
+from schedgen.report.draw.colours import TRANSFER_COLOURS
+from schedgen.report.draw.page import page
+from schedgen.report.measured_run import measured, read_trace
+from schedgen.report.torch_csv import as_torch_csv
+from schedgen.simulator.cost import Machine, read_profile
+from schedgen.simulator.memory_plan import measured as bytes_of
+from schedgen.simulator.simulate import Simulation, report, simulate
+from schedgen.simulator.stats import cycles, stats, summary, table
+from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline, simulated
+from schedgen.util.errors import RefusedFile, UsageError, one_line
+from schedgen.util.files import display_name, open_output, read_bytes, read_text
+
+
+def run_check(options: CheckOptions) -> int:
+    """Prove the files one after the other, and print a line for each."""
+    for name in options.files:
+        program = checked(name)
+        header = program.header
+        print(
+            f"{display_name(name)}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
+            "every job once, no deadlock, every gradient at every owner"
+        )
+    return 0
+
+
+def run_seal(options: SealOptions) -> int:
+    """Write a schedule again, in the form and with the hash that readers ask for."""
+    try:
+        text = read_bytes(options.file).decode()
+    except UnicodeDecodeError as error:
+        raise RefusedFile(f"{display_name(options.file)}: not text: byte {error.start}") from None
+    program = parse(text, display_name(options.file))
+    with open_output(options.file) as out:
+        write(program, out)
+    return 0
+
+
+def run_stats(options: StatsOptions) -> int:
+    """Print what a schedule does and takes, or the cycles of its jobs, or the seconds of a run."""
+    program = checked(options.file)
+    if options.cycles and options.measured:
+        raise UsageError("--cycles are those of a simulation: leave --measured out")
+    if options.measured:
+        numbers = measured(program, _read_trace(options.measured, program))
+        shown = {key: value for key, value in numbers.items() if key != "profile"}
+        print(json.dumps(numbers, indent=1) if options.json else summary(shown))
+        return 0
+    cost, machine = _read_profile(options.profile, program) if options.profile else (options.cost, None)
+    if options.cycles:
+        rows = cycles(program, cost)
+        print(json.dumps([cycle._asdict() for cycle in rows]) if options.json else "\n".join(map(str, rows)))
+        return 0
+    numbers = stats(program, cost, machine)
+    print(json.dumps(numbers, indent=1) if options.json else table(numbers))
+    return 0
+
+
+class _Execution(NamedTuple):
+    """A schedule simulated with the costs that a command was given, and its measured walks."""
+
+    program: Program
+    run: Simulation
+    machine: Machine
+    walks: list[Timeline]  # of --measured
+    seconds: bool  # whether the simulation's time is in seconds
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulation's, in microseconds where it is in seconds."""
+        return simulated(self.program, self.run, 1e6 if self.seconds else 1.0)
+
+
+def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
+    """Simulate the schedule in a file with the options' costs; without any, with those of --measured."""
+    program = checked(name)
+    cost, machine = _costs(options, program)
+    walks = _read_trace(options.measured, program) if options.measured else []
+    if walks and not (options.cost or options.profile):
+        times = measured(program, walks)["profile"]
+        cost, machine = times, machine._replace(step=times.pop("step"))
+    seconds = bool(options.profile or (walks and not options.cost))
+    return _Execution(program, simulate(program, cost, machine), machine, walks, seconds)
+
+
+def run_simulate(options: SimulateOptions) -> int:
+    """Print what a simulation says, and write its trace."""
+    execution = _execute(options, options.file)
+    if options.trace:
+        slices = events(execution.program, [execution.timeline], SIMULATED)
+        slices += events(execution.program, execution.walks, MEASURED) if execution.walks else []
+        with open_output(options.trace) as out:
+            out.write(trace(slices))
+    numbers = report(execution.program, execution.run)
+    print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
+    return 0
+
+
+def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
+    """Durations of jobs and the machine, of the options that say what they cost."""
+    if options.profile:
+        return _read_profile(options.profile, program)
+    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
+    return options.cost or program.header.cost, machine
+
+
+def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machine]:
+    """Durations of jobs and the machine, of a profile."""
+    header = program.header
+    return read_profile(read_text(name), display_name(name), header.stages, len(header.graph.edges), header)
+
+
+def _read_trace(name: str, program: Program) -> list[Timeline]:
+    """The walks of a measured trace."""
+    return read_trace(read_text(name), display_name(name), program)
+
+
+def run_draw(options: DrawOptions) -> int:
+    """Draw one or two schedules, in the terminal or into a file."""
+    if options.other and options.measured:
+        raise UsageError("--measured belongs to one schedule: give a single FILE")
+    form = Path(options.output).suffix if options.output else None
+    if form not in (None, ".svg", ".png", ".html"):
+        raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
+    scenes = _scenes(options, [name for name in (options.file, options.other) if name])
+    by = options.by or usual(scenes)
+    if options.output is None or form is None:
+        terminal.show(scenes, by)
+    elif form == ".html":
+        with open_output(options.output) as out:
+            out.write(page(scenes, by, options.transfers))
+    else:
+        from schedgen.report.draw.figure import figure
+
+        with open_output(options.output) as out:
+            figure(scenes, out, form[1:], by, tuple(TRANSFER_COLOURS) if options.transfers else ())
+    return 0
+
+
+def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
+    """What there is to draw of every file; what was measured comes before its simulation."""
+    files = [one_line(Path(display_name(name)).name) for name in names]
+    scenes = []
+    for name, file in zip(names, files, strict=True):
+        label = Path(file).stem if len(set(files)) == len(files) else one_line(display_name(name))
+        execution = _execute(options, name)
+        program, header = execution.program, execution.program.header
+        sizes = bytes_of(execution.machine, header.stages, len(header.graph.edges))
+        if execution.walks:
+            scenes.append(scene("measured", file, program, execution.walks[-1], sizes, seconds=True))
+            label = "simulated"
+        seconds = execution.seconds or bool(execution.walks)
+        scenes.append(scene(label, file, program, execution.timeline, sizes, seconds))
+    return scenes
+
+
+def run_export(options: ExportOptions) -> int:
+    """Write a schedule in another tool's form."""
+    program = checked(options.file)
+    cost, machine = _costs(options, program)
+    unit = 1e6 if options.profile else 1.0
+    files: Iterable[tuple[str, bytes]]
+    if options.to == "csv":
+        files = [("", as_torch_csv(program).encode())]
+    elif options.to == "chrome":
+        slices = events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
+        files = [("", trace(slices))]
+    elif options.output == "-":
+        raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")
+    else:
+        files = chakra(program, cost, machine, unit)
+    for end, data in files:
+        with open_output(options.output + end) as out:
+            out.write(data)
+    return 0
+
+
+def run_diff(options: DiffOptions) -> int:
+    """Print what differs between two schedules; the exit code says whether anything does."""
+    names = (one_line(display_name(name)) for name in (options.a, options.b))
+    lines = diff(checked(options.a), checked(options.b), *names)
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        lines = coloured(lines)
+    differ = 0
+    for line in lines:
+        differ = 1
+        print(line)
+    return differ
