@@ -1,40 +1,138 @@
-"""A minibatch, nested as it may be, cut into microbatches along its batch dimension."""
+"""The microbatches of a step: each made by itself, or chunks of a minibatch that is made as a whole.
+
+In: the training text, and the run's seed, the step and the microbatch's number. A microbatch depends on nothing else,
+so that any rank can make it. Out: a `Microbatch`, the leaves of its input and its target.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from schedgen.util.errors import UsageError, clip
 
-Dims = Any  # an int or None, or a pytree of them whose leaves stand for whole parts of the minibatch
+MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
+Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
+
+
+class Minibatch(NamedTuple):
+    """`Model.batch` of a model whose minibatch is made as a whole and then cut into microbatches.
+
+    make  (text, rng) -> (input, target) of a step, any pytrees; `rng` is seeded by the run's seed and the step.
+    dims  the dimension along which tensors are cut: a number for all, or a pair of pytrees of numbers; tensors with
+          None go to every microbatch uncut. Where samples do not divide, the first microbatches have one more; all
+          samples have the same weight in the loss.
+    check raises UsageError where the model cannot take the leaves of a microbatch's input.
+    """
+
+    make: MakeBatch
+    dims: Dims = 0
+    check: Callable[[list[Any]], None] | None = None
+
+
+class Microbatch(NamedTuple):
+    """What one forward and backward through all stages is about."""
+
+    leaves: list[Any]  # of the input, flattened as a pytree
+    target: Any
+    loss_divisor: float  # minibatch's samples / this one's samples: its loss counts 1 / loss_divisor in the mean
+
+
+class Microbatches:
+    """All microbatches of a run."""
+
+    def __init__(self, batch: MakeBatch | Minibatch, text: Tensor, seed: int, count: int) -> None:
+        """`batch` is the model's; `text`: uint8, shape (bytes,); `count` microbatches a step."""
+        self.batch, self.text, self.seed, self.count = batch, text, seed, count
+        self.chunked_step = -1  # the step of `chunks`, where `batch` is a Minibatch
+        self.chunks: list[Microbatch] = []
+
+    def __call__(self, step: int, number: int) -> Microbatch:
+        """Microbatch `number` of a step; UsageError where the model's batch is none, or cannot be cut."""
+        if not isinstance(self.batch, Minibatch):
+            pair = self.batch(self.text, np.random.default_rng([self.seed, step, number]))
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise UsageError(f"the model's batch should return a pair (input, target), not {type(pair).__name__}")
+            return Microbatch(pytree.tree_leaves(pair[0]), pair[1], self.count)
+        if step != self.chunked_step:
+            self.chunks = self._chunks(self.batch, step)
+            self.chunked_step = step
+        return self.chunks[number]
+
+    def _chunks(self, batch: Minibatch, step: int) -> list[Microbatch]:
+        pair = batch.make(self.text, np.random.default_rng([self.seed, step]))
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise UsageError(f"the minibatch should be a pair (input, target), not {type(pair).__name__}")
+        samples = sample_count(pair, batch.dims)
+        chunks = [
+            Microbatch(pytree.tree_leaves(data), target, samples / sample_count((data, target), batch.dims))
+            for data, target in chunk(pair, self.count, batch.dims)
+        ]
+        if batch.check is not None:
+            for microbatch in chunks:
+                batch.check(microbatch.leaves)
+        return chunks
+
+    def _of_all_sizes(self) -> list[Microbatch]:
+        """Microbatches of the first step, of which every size occurs: all, or one where all have the same."""
+        return [self(0, number) for number in (range(self.count) if isinstance(self.batch, Minibatch) else [0])]
+
+    @property
+    def tokens(self) -> int:
+        """Elements of the first step's targets; of a microbatch those of the largest tensor in its target."""
+        targets = [pytree.tree_leaves(microbatch.target) for microbatch in self._of_all_sizes()]
+        sizes = [max((x.numel() for x in leaves if isinstance(x, Tensor)), default=0) for leaves in targets]
+        return sum(sizes) * (self.count // len(sizes))
+
+    @property
+    def loss_weights(self) -> list[float]:
+        """By microbatch, the weight of its loss in the mean over the minibatch; they sum to 1."""
+        divisors = [microbatch.loss_divisor for microbatch in self._of_all_sizes()]
+        return [1 / divisor for divisor in divisors] * (self.count // len(divisors))
+
+    @property
+    def input_shapes(self) -> list[list[Any]]:
+        """By microbatch of the first step, the shapes of its input's leaves; None of one that is no tensor."""
+        shapes = [
+            [tuple(x.shape) if isinstance(x, Tensor) else None for x in microbatch.leaves]
+            for microbatch in self._of_all_sizes()
+        ]
+        return shapes * (self.count // len(shapes))
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """A pytree with its tensors on a device."""
+    return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), values)
 
 
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:
     """`count` microbatches, views, nested as the minibatch; if samples do not divide, the first have one more.
 
-    `dims`: the batch dimension of all tensors, or of each or of each part of `tree`; None: whole in every
-    microbatch, as what is no tensor always is.
+    What has None in `dims`, or is no tensor, goes to every microbatch uncut. UsageError where samples are too few.
     """
     if count < 1:
         raise UsageError(f"{count} microbatches: there should be one at least")
-    size = samples(tree, dims)
-    if size < count:
-        raise UsageError(f"the minibatch has {size} samples, too few for {count} microbatches")
+    samples = sample_count(tree, dims)
+    if samples < count:
+        raise UsageError(f"the minibatch has {samples} samples, too few for {count} microbatches")
     leaves, spec = pytree.tree_flatten(tree)
     pieces = [
         [leaf] * count if dim is None else leaf.tensor_split(count, dim)
-        for leaf, dim in zip(leaves, of_leaves(tree, dims), strict=True)
+        for leaf, dim in zip(leaves, leaf_dims(tree, dims), strict=True)
     ]
     return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
 
 
-def samples(tree: Any, dims: Dims = 0) -> int:
-    """How many samples a minibatch has."""
+def sample_count(tree: Any, dims: Dims = 0) -> int:
+    """The samples of a minibatch; UsageError where its tensors have different numbers of them."""
     first: tuple[int, str] | None = None
-    for (path, leaf), dim in zip(pytree.tree_leaves_with_path(tree), of_leaves(tree, dims), strict=True):
+    for (path, leaf), dim in zip(pytree.tree_leaves_with_path(tree), leaf_dims(tree, dims), strict=True):
         if dim is None:
             continue
         where = f"the minibatch{pytree.keystr(path)}"
@@ -50,28 +148,26 @@ def samples(tree: Any, dims: Dims = 0) -> int:
     return first[0]
 
 
-def of_leaves(tree: Any, dims: Dims) -> list[int | None]:
-    """The batch dimension of each leaf."""
-    found = _spread(tree, dims)
-    for one in found:
-        if one is not None and type(one) is not int:
-            raise UsageError(f"dims: {one!r} is neither a dimension nor None")
+def leaf_dims(tree: Any, dims: Dims) -> list[int | None]:
+    """The batch dimension of each leaf; None of one that is not cut. UsageError where `dims` are not nested alike."""
+    spread = _spread(tree, dims)
+    for dim in spread:
+        if dim is not None and type(dim) is not int:
+            raise UsageError(f"dims: {dim!r} is neither a dimension nor None")
     leaves = pytree.tree_leaves(tree)
-    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, found, strict=True)]
+    return [dim if isinstance(leaf, Tensor) else None for leaf, dim in zip(leaves, spread, strict=True)]
 
 
 def _spread(tree: Any, dims: Dims) -> list[Any]:
-    """What of `dims` stands for each leaf; dicts go by their keys."""
-    if isinstance(dims, dict) and isinstance(tree, dict) and dims.keys() == tree.keys():
-        return [one for key, value in tree.items() for one in _spread(value, dims[key])]
-    if isinstance(dims, tuple | list) and type(dims) is type(tree) and len(dims) == len(tree):
-        return [one for value, of_value in zip(tree, dims, strict=True) for one in _spread(value, of_value)]
-    _, spec = pytree.tree_flatten(tree)
-    try:
-        by_key = isinstance(dims, dict) and isinstance(tree, dict)  # and the keys are others
-        found = None if by_key else pytree._broadcast_to_and_flatten(dims, spec)
-    except ValueError:
-        found = None
-    if found is None:
-        raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")
-    return found
+    """The entry of `dims` that stands for each leaf; dicts are matched by key."""
+    if isinstance(dims, dict) and isinstance(tree, dict):
+        if dims.keys() == tree.keys():
+            return [dim for key, part in tree.items() for dim in _spread(part, dims[key])]
+    elif isinstance(dims, tuple | list) and type(dims) is type(tree) and len(dims) == len(tree):
+        return [dim for part, part_dims in zip(tree, dims, strict=True) for dim in _spread(part, part_dims)]
+    else:
+        with suppress(ValueError):
+            spread = pytree._broadcast_to_and_flatten(dims, pytree.tree_structure(tree))
+            if spread is not None:
+                return spread
+    raise UsageError(f"dims: {clip(repr(dims))} is not nested as the minibatch")

@@ -1,18 +1,12 @@
-"""torch's mixed precision as a context that may be off."""
+"""Mixed precision: the region in which a run with `--autocast` computes its forwards and losses."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 
-@contextlib.contextmanager
-def autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """`torch.autocast` to `dtype` on a type of device (cpu, cuda); None: the block computes in its own types."""
-    if dtype is None:
-        yield
-        return
-    with torch.autocast(device_type, dtype=dtype):
-        yield
+def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """`torch.autocast` to `dtype` on a type of device (cpu, cuda); None: the region computes in the tensors' types."""
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)

@@ -1,4 +1,8 @@
-"""What every rank knows of all stages without having them: found on fake tensors, without data or messages."""
+"""What every rank knows of all stages without building them: shapes and types, memory, which layers draw.
+
+`infer_shapes` runs all stages once on fake tensors, which have shapes but no data: it sends no messages and needs
+little memory.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +15,41 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
-from mpirun.data.batches import Microbatch
+from mpirun.data.microbatches import Microbatch
 from mpirun.model.autocast import autocast
-from mpirun.model.contract import Model, build
-from mpirun.model.dataflow import Input, Like, Reads, Source
-from mpirun.model.parallel_layers import Cut, cuts
-from mpirun.model.rng import Watch
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Model
+from mpirun.model.dataflow import Input, Reads, Source, TensorSpec
+from mpirun.model.parallel_layers import ShardedDim, sharded_dims
+from mpirun.model.rng import RandomLayerFinder
 from schedgen.util.errors import UsageError, raised
 
 ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
 
 
-class Shape(NamedTuple):
+class StageShape(NamedTuple):
     """What every rank knows of a stage: its outputs on one microbatch, and its trained parameters."""
 
-    outputs: tuple[Like, ...]
-    names: tuple[str, ...]  # of the trained parameters
-    weights: int = 0  # bytes of all of them, flat
-    overwrites: bool = False  # whether it changes its inputs in place
-    aliases: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
-    draws: tuple[str, ...] = ()  # layers that draw random numbers
-    loss: int = 0  # the last stage: bytes of the loss, which is its x
+    outputs: tuple[TensorSpec, ...]
+    parameter_names: tuple[str, ...]  # of the trained parameters
+    weight_bytes: int = 0  # of all of them, flat
+    overwrites_inputs: bool = False  # whether it changes its inputs in place
+    aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
+    random_layers: tuple[str, ...] = ()  # layers that draw random numbers
+    loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
     layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
-    type: torch.dtype = torch.float32  # of the trained parameters
-    cuts: Mapping[str, Cut] = {}  # the parameters that shards have their share of
-    stage: int = -1  # of the model, where the schedule's stage is a shard of it
+    dtype: torch.dtype = torch.float32  # of the trained parameters
+    sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters that are divided among shards
+    model_stage: int = -1  # the stage of the model function of which this is a shard or replica
 
 
-def whole(outputs: Sequence[Tensor]) -> Any:
+def loss_input(outputs: Sequence[Tensor]) -> Any:
     """The last stage's outputs as the loss takes them."""
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[tuple[int, torch.Size]], int]:
-    """Where each parameter lies in the stage's flat weights, with its shape, and their number of elements."""
+    """Where each parameter begins in the stage's flat weights, with its shape, and their length; all in elements."""
     step = ALIGN // dtype.itemsize
     layout, end = [], 0
     for parameter in parameters:
@@ -53,7 +58,7 @@ def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[
     return layout, end
 
 
-class _Forgetful(FakeTensorConverter):
+class _NoMemo(FakeTensorConverter):
     """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
 
     def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
@@ -61,108 +66,137 @@ class _Forgetful(FakeTensorConverter):
 
 
 def fake_mode() -> FakeTensorMode:
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # stages given as modules, and tensors they refer to
-    fake.fake_tensor_converter = _Forgetful()
+    """A mode in which modules are built and run without data; real tensors that they refer to become fake."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.fake_tensor_converter = _NoMemo()
     return fake
 
 
-def shapes(model: Model, reads: Reads, batch: Microbatch, mixed: torch.dtype | None = None) -> list[Shape]:
-    """What every stage gives, found by running all stages on fake tensors: no data, no messages.
+def infer_shapes(
+    model: Model, reads: Reads, batch: Microbatch, autocast_dtype: torch.dtype | None = None
+) -> list[StageShape]:
+    """By stage, its shape on this microbatch, found by running all stages and the loss on fake tensors.
 
-    `reads`: what each stage reads; `mixed`: the type that torch's autocast computes in.
+    UsageError where a stage, or the loss, cannot take what it reads, or does not return what the contract says.
     """
-    leaves, target = batch.leaves, batch.target
-    for stage, source in ((s, one) for s, sources in enumerate(reads) for one in sources if isinstance(one, Input)):
-        if source.leaf >= len(leaves):
-            raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(leaves)}")
+    for stage, sources in enumerate(reads):
+        for source in sources:
+            if isinstance(source, Input) and source.leaf >= len(batch.leaves):
+                raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(batch.leaves)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
     fake = fake_mode()
-    outputs: list[list[Tensor]] = []
-    found: list[Shape] = []
+    outputs: list[Sequence[Tensor]] = []
+    shapes: list[StageShape] = []
     for stage, entry in enumerate(model.stages):
-        with nullcontext() if _is_real(entry) else fake:  # a fake mode cannot copy real tensors
-            module = build(model, stage, 0)
+        with nullcontext() if _has_tensors(entry) else fake:  # a fake mode cannot copy real tensors
+            module = build_stage(model, stage, 0)
         with fake, torch.no_grad():
-            watch = Watch(module, list(entry) if isinstance(entry, Mapping) else [])
-            inputs = [_source(one, outputs, leaves, stage) for one in reads[stage]]
+            finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
+            inputs = [_argument(source, outputs, batch.leaves, stage) for source in reads[stage]]
             inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
-            versions = [x._version for x in inputs if isinstance(x, Tensor)]
-            try:
-                with autocast("cpu", mixed), watch:
-                    output = module(*inputs)
-            except (Exception, SystemExit) as error:
-                raise UsageError(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
-        every = [output] if isinstance(output, Tensor) else output
-        if not isinstance(every, (list, tuple)) or not every or not all(isinstance(x, Tensor) for x in every):
-            raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(output).__name__}")
-        split = model.shards > 1 and stage // model.shards in model.split
-        if split and watch.found:
-            raise UsageError(
-                f"stage {stage // model.shards} of the model is split, but draws random numbers, as dropout does: "
-                "that belongs into a stage that is whole"
-            )
-        if split and len(every) > 1:
-            raise UsageError(f"stage {stage // model.shards} of the model is split: it should return one tensor")
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        parameters = [parameter for _, parameter in named]
-        dtype = parameters[0].dtype if parameters else torch.float32
-        layout, size = flat_layout(parameters, dtype)
-        found.append(
-            Shape(
-                tuple(Like(tuple(x.shape), x.dtype) for x in every),
-                tuple(name for name, _ in named),
-                size * dtype.itemsize,
-                overwrites=versions != [x._version for x in inputs if isinstance(x, Tensor)],
-                aliases=_aliases(every, [*inputs, *module.parameters(), *module.buffers()]),
-                draws=tuple(watch.found),
-                layout=tuple(layout),
-                type=dtype,
-                cuts=cuts(module),
-                stage=stage // model.shards if model.shards > 1 else -1,
+            versions = _versions(inputs)
+            with autocast("cpu", autocast_dtype), finder:
+                outputs.append(_outputs(module, inputs, stage))
+        shapes.append(
+            _parameter_shape(module)._replace(
+                outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
+                overwrites_inputs=versions != _versions(inputs),
+                aliased_outputs=_aliased(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
+                random_layers=tuple(finder.random_layers),
+                model_stage=stage // model.tensor_parallel if model.tensor_parallel > 1 else -1,
             )
         )
-        if split and stage % model.shards and found[-1].outputs != found[-2].outputs:
-            (one,), (other,) = found[-2].outputs, found[-1].outputs
-            raise UsageError(
-                f"shards of stage {stage // model.shards} of the model are parts of a sum, but one gives "
-                f"{one.dtype} of shape {one.size}, another {other.dtype} of shape {other.size}"
-            )
-        outputs.append(list(every))
-    if model.loss_of == "minibatch":  # what it is a loss of is not here
-        return found
-    try:
-        with autocast("cpu", mixed):
-            loss = model.loss(whole([torch.zeros(one.size, dtype=one.dtype) for one in found[-1].outputs]), target)
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError("the loss should be one number")
-    last = len(found) - model.shards
-    return found[:last] + [one._replace(loss=loss.element_size()) for one in found[last:]]
+        if model.shard_of(stage).count > 1:
+            _check_shard(stage % model.tensor_parallel, shapes)
+    if model.loss_of == "minibatch":  # its outputs are those of all microbatches
+        return shapes
+    loss_bytes = _loss_bytes(model, shapes[-1].outputs, batch.target, autocast_dtype)
+    last = len(shapes) - model.tensor_parallel
+    return shapes[:last] + [shape._replace(loss_bytes=loss_bytes) for shape in shapes[last:]]
 
 
-def _is_real(entry: object) -> bool:
-    """Whether a stage, or a layer of it, is a module that is there already."""
+def _has_tensors(entry: object) -> bool:
+    """Whether a stage, or a layer of it, is a module that is there already, or is copied from one (`real`)."""
     return isinstance(entry, nn.Module) or any(
         getattr(make, "real", False) for make in (entry.values() if isinstance(entry, Mapping) else [entry])
     )
 
 
-def _aliases(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
-    taken = {x.untyped_storage()._cdata for x in others if isinstance(x, Tensor)}
-    return tuple(index for index, x in enumerate(outputs) if x.untyped_storage()._cdata in taken)
-
-
-def _source(one: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:
-    if isinstance(one, Input):
-        return leaves[one.leaf]
-    if one.output < len(outputs[one.stage]) and outputs[one.stage][one.output].is_complex():
+def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:
+    if isinstance(source, Input):
+        return leaves[source.leaf]
+    produced = outputs[source.stage]
+    if source.output >= len(produced):
         raise UsageError(
-            f"stage {stage} reads complex numbers, output {one.output} of stage {one.stage}, which are not sent: "
+            f"stage {stage} reads output {source.output} of stage {source.stage}, which returns {len(produced)}"
+        )
+    if produced[source.output].is_complex():
+        raise UsageError(
+            f"stage {stage} reads complex numbers, output {source.output} of stage {source.stage}, which are not sent: "
             "send torch.view_as_real of them"
         )
-    if one.output >= len(outputs[one.stage]):
+    return produced[source.output]
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    """What of each tensor increases whenever it is changed in place."""
+    return [x._version for x in values if isinstance(x, Tensor)]
+
+
+def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:
+    try:
+        returned = module(*inputs)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
+    outputs = [returned] if isinstance(returned, Tensor) else returned
+    if not isinstance(outputs, (list, tuple)) or not outputs or not all(isinstance(x, Tensor) for x in outputs):
+        raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(returned).__name__}")
+    return outputs
+
+
+def _aliased(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
+    storages = {x.untyped_storage()._cdata for x in others if isinstance(x, Tensor)}
+    return tuple(index for index, x in enumerate(outputs) if x.untyped_storage()._cdata in storages)
+
+
+def _parameter_shape(module: nn.Module) -> StageShape:
+    """Of its trained parameters only."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    parameters = list(trained.values())
+    dtype = parameters[0].dtype if parameters else torch.float32
+    layout, size = flat_layout(parameters, dtype)
+    return StageShape(
+        (), tuple(trained), size * dtype.itemsize, layout=tuple(layout), dtype=dtype, sharded_dims=sharded_dims(module)
+    )
+
+
+def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
+    """UsageError where the last of `shapes`, shard `index` of its stage, is no term of a sum over the shards."""
+    shape = shapes[-1]
+    name = f"stage {shape.model_stage} of the model"
+    if shape.random_layers:
         raise UsageError(
-            f"stage {stage} reads output {one.output} of stage {one.stage}, which returns {len(outputs[one.stage])}"
+            f"{name} is split, but draws random numbers, as dropout does: that belongs into a stage that is whole"
         )
-    return outputs[one.stage][one.output]
+    if len(shape.outputs) > 1:
+        raise UsageError(f"{name} is split: it should return one tensor")
+    if index and shape.outputs != shapes[-2].outputs:
+        (before,), (output,) = shapes[-2].outputs, shape.outputs
+        raise UsageError(
+            f"shards of {name} are parts of a sum, but one gives "
+            f"{before.dtype} of shape {before.size}, another {output.dtype} of shape {output.size}"
+        )
+
+
+def _loss_bytes(
+    model: Model, outputs: Sequence[TensorSpec], target: Any, autocast_dtype: torch.dtype | None
+) -> int:
+    """Of the loss, computed from outputs that are zero."""
+    try:
+        with autocast("cpu", autocast_dtype):
+            loss = model.loss(loss_input([torch.zeros(spec.size, dtype=spec.dtype) for spec in outputs]), target)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise UsageError("the loss should be one number")
+    return loss.element_size()

@@ -1,0 +1,141 @@
+"""The model that `--model MODULE:FUNCTION` names: import it, call it with the number of stages, check what it returns.
+
+Out: a `Model` whose fields are what the contract says. Every mistake in it is a UsageError of one sentence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral
+
+import torch
+from torch import nn
+
+from mpirun.data.microbatches import Minibatch
+from mpirun.model.contract import Layers, Model
+from schedgen.util.errors import UsageError, raised
+
+
+def load_model(name: str, stages: int, seed: int, layers: Sequence[int] | None = None) -> Model:
+    """The model `name` (MODULE:FUNCTION) in `stages` stages.
+
+    `layers`: the function is asked for sum(layers) stages, of which each stage joins so many; None: one each.
+    """
+    if layers is not None:
+        return join_stages(load_model(name, sum(layers), seed), layers)
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise UsageError(f"--model {name}: should be MODULE:FUNCTION")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--model {name}: cannot import {module_name}: {raised(error)}") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"--model {name}: {module_name} has no function {function_name}")
+    torch.manual_seed(seed)  # for models that return modules, not functions
+    try:
+        model = function(stages)
+    except UsageError as error:
+        raise UsageError(f"--model {name}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--model {name}: {function_name}({stages}) raised {raised(error)}") from None
+    if not isinstance(model, Model):
+        raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
+    try:
+        return _checked(model, stages)
+    except UsageError as error:
+        raise UsageError(f"--model {name}: {error}") from None
+
+
+def join_stages(model: Model, layers: Sequence[int]) -> Model:
+    """The model with stages that join, one behind the other, so many of its own."""
+    stages: list[Layers] = []
+    stage_of: list[int] = []
+    parts = iter(model.stages)
+    for stage, count in enumerate(layers):
+        merged: dict[str, Callable[[], nn.Module]] = {}
+        for part in itertools.islice(parts, count):
+            if not isinstance(part, Mapping):
+                raise UsageError("the schedule joins stages of the model, but they are not given by their layers")
+            if twice := merged.keys() & part.keys():
+                raise UsageError(f"the schedule joins stages of the model, but two layers are called {min(twice)}")
+            merged |= part
+            stage_of.append(stage)
+        stages.append(merged)
+    return model._replace(
+        split=[stage_of[stage] for stage in model.split if layers[stage_of[stage]] == 1],
+        stages=stages,
+        tied=[[(stage_of[stage], name) for stage, name in tie] for tie in model.tied],
+    )
+
+
+def _checked(model: Model, stages: int) -> Model:
+    """The same, its numbers Python's own; UsageError where a field is not what it should be."""
+    _check_stages(model, stages)
+    make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
+    for field, function in (("loss", model.loss), ("batch", make)):
+        if not callable(function):
+            raise UsageError(f"{field} should be a function, not {type(function).__name__}")
+    if not isinstance(model.length, Integral) or model.length < 1:
+        raise UsageError(f"length should be a number of bytes, not {model.length!r}")
+    if not isinstance(model.loss_of, str) or model.loss_of not in ("microbatch", "minibatch"):
+        raise UsageError(f"loss_of should be microbatch or minibatch, not {model.loss_of!r}")
+    if not isinstance(model.split, Collection) or isinstance(model.split, str):
+        raise UsageError(f"split should be a list, not {type(model.split).__name__}")
+    for stage in model.split:
+        if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
+            raise UsageError(f"splits stage {stage!r}, which is none before the last: that is whole")
+    _check_ties(model, stages)
+    if model.reads is not None:
+        _check_list("reads", model.reads)
+        for sources in model.reads:
+            _check_list("what a stage reads", sources)
+    return model._replace(
+        length=int(model.length),
+        split=sorted({int(stage) for stage in model.split}),
+        tied=[[(int(stage), name) for stage, name in tie] for tie in model.tied],
+        tensor_parallel=1,
+    )
+
+
+def _check_stages(model: Model, stages: int) -> None:
+    _check_list("stages", model.stages)
+    if len(model.stages) != stages:
+        raise UsageError(f"has {len(model.stages)} stages, not the {stages} that it is asked for")
+    for stage, entry in enumerate(model.stages):
+        layers = entry.items() if isinstance(entry, Mapping) else [("stage", entry)]
+        if not layers or not all(isinstance(name, str) and callable(layer) for name, layer in layers):
+            raise UsageError(f"stage {stage} should be layers by name, a function or a module, not {entry!r:.80}")
+        for name, layer in layers:
+            if not name or "." in name:
+                raise UsageError(f"stage {stage} has a layer called {name!r}, which no module can be")
+            tensors = [*layer.named_parameters(), *layer.named_buffers()] if isinstance(layer, nn.Module) else []
+            for tensor_name, tensor in tensors:
+                if tensor.is_meta:
+                    raise UsageError(f"stage {stage} has no values for {tensor_name}, which is on the meta device")
+
+
+def _check_ties(model: Model, stages: int) -> None:
+    _check_list("tied", model.tied)
+    seen: set[tuple[int, str]] = set()
+    for tie in model.tied:
+        _check_list("a tie", tie)
+        if not tie:
+            raise UsageError("a tie has no places")
+        for place in tie:
+            pair = isinstance(place, Sequence) and len(place) == 2
+            if not pair or not isinstance(place[0], Integral) or not isinstance(place[1], str):
+                raise UsageError(f"a tie is of pairs (stage, name), not {place!r}")
+            if not 0 <= place[0] < stages:
+                raise UsageError(f"ties {place[1]} of stage {place[0]}, but there are {stages} stages")
+            if tuple(place) in seen:
+                raise UsageError(f"ties {place[1]} of stage {place[0]} twice")
+            seen.add((place[0], place[1]))
+
+
+def _check_list(what: str, value: object) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise UsageError(f"{what} should be a list, not {type(value).__name__}")
