@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed.pipelining import pipe_split
 
-    from mpirun.data.batches import Minibatch
+    from mpirun.data.microbatches import Minibatch
     from mpirun.frontend.batch_coupling import batch_coupled
     from mpirun.frontend.split_layers import split_layers
     from mpirun.frontend.split_module import split
@@ -30,7 +30,7 @@ __all__ = [
 _MODULES = {
     "Cut": "mpirun.frontend.split_result",
     "Input": "mpirun.model.dataflow",
-    "Minibatch": "mpirun.data.batches",
+    "Minibatch": "mpirun.data.microbatches",
     "Model": "mpirun.model.contract",
     "MpirunWarning": "schedgen.util.errors",
     "Value": "mpirun.model.dataflow",

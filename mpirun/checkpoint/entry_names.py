@@ -5,18 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from mpirun.engine.stage import Stage
-from mpirun.model.contract import Model, entry_name, shard_of
+from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Shard
 
 
 def parameter_entries(model: Model, stage: Stage) -> list[str | None]:
     """The entry of each of a stage's parameters; None for one that is written with another stage."""
     firsts = {key: tie[0][0] for tie in model.tied for key in tie}
-    shard = shard_of(model, stage.index)
+    shard = model.shard_of(stage.index)
     entries: list[str | None] = []
     for name in stage.names:
-        entry = entry_name(model, stage.index, name)
-        if shard.count > 1 and name in stage.shape.cuts:
+        entry = model.entry_name(stage.index, name)
+        if shard.count > 1 and name in stage.shape.sharded_dims:
             entries.append(shard_entry(entry, shard))
         else:
             entries.append(entry if firsts.get((stage.index, name), stage.index) == stage.index else None)
@@ -32,7 +32,7 @@ def untrained_entries(model: Model, stage: Stage) -> dict[str, Tensor]:
     """The frozen parameters and buffers of a stage's module by entry: the tensors themselves."""
     trained = {parameter.data_ptr() for parameter in stage.module.parameters() if parameter.requires_grad}
     return {
-        entry_name(model, stage.index, name): value
+        model.entry_name(stage.index, name): value
         for name, value in stage.module.state_dict().items()
         if name.endswith("_extra_state") or value.data_ptr() not in trained
     }

@@ -23,8 +23,8 @@ from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import Piece, pieces
-from mpirun.model.contract import Model, entry_name, shard_of
-from mpirun.model.parallel_layers import Cut
+from mpirun.model.contract import Model
+from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError
 
 
@@ -84,11 +84,11 @@ class _StageReader:
     """Restores one stage."""
 
     def __init__(self, folder: Path, model: Model, stage: Stage) -> None:
-        self.folder, self.model, self.stage, self.shard = folder, model, stage, shard_of(model, stage.index)
-        self.entries = [entry_name(model, stage.index, name) for name in stage.names]
+        self.folder, self.model, self.stage, self.shard = folder, model, stage, model.shard_of(stage.index)
+        self.entries = [model.entry_name(stage.index, name) for name in stage.names]
         shapes = [shape for _, shape in stage.layout]
         self.shapes = dict(zip(self.entries, shapes, strict=True)) if stage.own else {}
-        cuts, names = stage.shape.cuts, zip(stage.names, self.entries, strict=True)
+        cuts, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
         self.cuts = {entry: cuts[name] for name, entry in names if name in cuts}
 
     def restore_weights(self, weights: Entries) -> None:
@@ -130,15 +130,15 @@ class _StageReader:
         return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.spans[via])]
 
     def _checked(
-        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, cut: Cut | None
+        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, cut: ShardedDim | None
     ) -> Tensor:
         """An entry's value, or this shard's share of one that is cut; UsageError unless that is as in the model."""
         if value is None:
             raise UsageError(f"{self.folder}: has no {entry}: is it of another model?")
-        expected = tuple(shape) if cut is None else cut.whole(shape, self.shard)
+        expected = tuple(shape) if cut is None else cut.full_shape(shape, self.shard)
         if value.shape != expected or value.dtype != dtype:
             raise UsageError(
                 f"{self.folder}: {entry} is {value.dtype} of shape {tuple(value.shape)}, "
                 f"but the model's is {dtype} of shape {expected}"
             )
-        return value if cut is None else cut.part(value, self.shard)
+        return value if cut is None else cut.share(value, self.shard)

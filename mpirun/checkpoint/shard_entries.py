@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import read_entries
-from mpirun.model.parallel_layers import Cut
+from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError
 
 _SHARE = re.compile(r"(.+)@(\d{1,9})/(\d{1,9})(\.[^.@]+)?")
@@ -33,7 +33,7 @@ class Entries:
         """All names, of parameters in shares as of others."""
         return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
-    def read(self, names: Sequence[str], cuts: Mapping[str, Cut]) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str], cuts: Mapping[str, ShardedDim]) -> dict[str, Tensor]:
         """Whole entries, without those that are missing; `cuts`: how those that may be in shares were cut.
 
         UsageError where shares do not fit together.
@@ -46,7 +46,7 @@ class Entries:
                 values[name] = self._joined(name, [shares[entry] for entry in entries], cuts.get(name))
         return values
 
-    def _joined(self, name: str, shares: Sequence[Tensor], cut: Cut | None) -> Tensor:
+    def _joined(self, name: str, shares: Sequence[Tensor], cut: ShardedDim | None) -> Tensor:
         if not shares[0].dim():  # a number that all shards have
             return shares[0]
         try:

@@ -26,7 +26,6 @@ from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import pieces
-from mpirun.model.contract import entry_name, is_copy
 from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
@@ -67,9 +66,10 @@ class CheckpointWriter:
     def _check_entries(self, untrained: list[str]) -> None:
         model = self.setup.plain
         first_shards = self.setup.shapes[:: self.header.tensor_parallel.degree]
-        counts = Counter(entry_name(model, s, name) for s, shape in enumerate(first_shards) for name in shape.names)
+        names = ((s, name) for s, shape in enumerate(first_shards) for name in shape.parameter_names)
+        counts = Counter(model.entry_name(*key) for key in names)
         counts.update(list(self.first_stage) if self.setup.model.named else untrained)
-        tied = {entry_name(model, *key) for tie in model.tied for key in tie}
+        tied = {model.entry_name(*key) for tie in model.tied for key in tie}
         for entry, count in counts.items():
             if entry.endswith("_extra_state"):
                 raise UsageError(f"the model has {entry}: checkpoints hold parameters and buffers only")
@@ -142,7 +142,7 @@ class CheckpointWriter:
         for index, shape in enumerate(self.setup.shapes):
             if self.header.weight_shards.parts(index) == (-1,):
                 continue
-            own = self._own_pieces(index, len(shape.names))
+            own = self._own_pieces(index, len(shape.parameter_names))
             for of_parameter, (_, size) in zip(own, shape.layout, strict=True):
                 of_ranks = self.comm.gather(of_parameter, root=self._writing_rank(index))
                 if of_ranks is not None:
@@ -170,7 +170,7 @@ class CheckpointWriter:
         weights: Values = {}
         kept: Values = {}
         for index, stage in self.stages.items():
-            if self._writing_rank(index) != self.comm.rank or is_copy(self.setup.model, index):
+            if self._writing_rank(index) != self.comm.rank or self.setup.model.is_replica(index):
                 continue
             if index in divided:
                 values = divided[index]

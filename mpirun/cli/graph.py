@@ -6,8 +6,8 @@ from mpi4py import MPI
 
 from mpirun.cli.options import GraphOptions
 from mpirun.comm.fail_together import on_rank_0, print_notes
-from mpirun.model import dataflow
-from mpirun.model.contract import load
+from mpirun.model.dataflow import graph_file_text, stage_graph
+from mpirun.model.load_model import load_model
 from schedgen.ir.stage_graph import chain
 from schedgen.util.files import open_output
 
@@ -31,8 +31,9 @@ class Graph:
 
     def _write(self) -> None:
         stages = range(self.options.stages)
-        model = load(self.options.model, len(stages), seed=0)
+        model = load_model(self.options.model, len(stages), seed=0)
         producers = [[p for p, c in chain(len(stages)) if c == stage] for stage in stages]
-        dag = dataflow.dag(model.wiring(producers, 1), ([stage for stage, _ in tie] for tie in model.tied))
+        reads = model.resolved_reads(producers, 1)
+        graph = stage_graph(reads, ([stage for stage, _ in tie] for tie in model.tied))
         with open_output(self.options.output) as out:
-            out.write(dataflow.text(dag).encode())
+            out.write(graph_file_text(graph).encode())

@@ -112,7 +112,7 @@ class Profile:
         gc.enable()
         self.at = None
         stages = range(len(self.training.shapes))
-        weight = [shape.weights for shape in self.training.shapes]
+        weight = [shape.weight_bytes for shape in self.training.shapes]
         return {
             "activation": [found[Op.FWD, s][0].defined for s in stages],
             **self._apart(),
@@ -128,10 +128,8 @@ class Profile:
 
     def _apart(self) -> dict[str, list[int]]:
         """Bytes by edge, where some stage's consumers read different parts of its output."""
-        header, wires = self.programs[0].header, self.training.wires[0]
-        return (
-            {"apart": [wires.x(*edge).like.bytes for edge in header.graph.edges]} if header.graph.per_consumer else {}
-        )
+        graph, dataflow = self.programs[0].header.graph, self.training.dataflows[0]
+        return {"apart": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
 
     # Seconds
 

@@ -102,8 +102,8 @@ class Run:
             return self._train()
 
     def _progress(self) -> Progress:
-        options = self.options
-        return Progress(self.begun, options.setup.steps, self.tokens, self.training.batches.weights, options.metrics)
+        options, loss_weights = self.options, self.training.batches.loss_weights
+        return Progress(self.begun, options.setup.steps, self.tokens, loss_weights, options.metrics)
 
     def _train(self) -> int:
         options, setup, interpreter = self.options, self.options.setup, self.interpreter

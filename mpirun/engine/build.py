@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
 
-import mpirun.model.contract
 from mpirun.comm.fail_together import together
 from mpirun.comm.transport import NO_ROW, make_transport
 from mpirun.engine.interpreter import Interpreter
@@ -15,6 +14,7 @@ from mpirun.engine.memory_slots import Memory
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
+from mpirun.model.build_stage import build_stage
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind
@@ -63,7 +63,7 @@ def _stages(
     }
     stages = {}
     for stage in sorted(needed):
-        module = mpirun.model.contract.build(of.model, stage, of.seed)
+        module = build_stage(of.model, stage, of.seed)
         place = None if stage in owned else memory.weights(stage)
         stages[stage] = Stage(
             module,
@@ -76,5 +76,5 @@ def _stages(
             header.weight_shards.parts(stage),
             mine[stage],
         )
-        stages[stage].shared = mpirun.model.contract.shared_before(of.model, stage, stages[stage].names)
+        stages[stage].shared = of.model.tied_to_earlier(stage, stages[stage].names)
     return stages

@@ -10,9 +10,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpirun.model.contract import Layers, Model, build
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Layers, Model
 from mpirun.model.dataflow import Source, Value
-from mpirun.model.parallel_layers import Shard, cuts
+from mpirun.model.parallel_layers import Shard, sharded_dims
 from mpirun.model.shapes import fake_mode
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
@@ -57,12 +58,12 @@ def sharded(model: Model, count: int) -> Model:
             else:
                 stages.append(partial(_shard, entry, shard))
     reads = None if model.reads is None else [_of_shard(one, t, count) for one in model.reads for t in range(count)]
-    many = model._replace(stages=stages, tied=[], reads=reads, shards=count)
+    many = model._replace(stages=stages, tied=[], reads=reads, tensor_parallel=count)
     for stage in model.split:  # what is not cut is shared by all that have it
         with fake_mode():
-            of_shards = [build(many, stage * count + t, 0) for t in range(count)]
+            of_shards = [build_stage(many, stage * count + t, 0) for t in range(count)]
         names = [{name for name, one in module.named_parameters() if one.requires_grad} for module in of_shards]
-        shared = set.intersection(*names) - set(cuts(of_shards[0]))
+        shared = set.intersection(*names) - set(sharded_dims(of_shards[0]))
         ties += [
             [(stage * count + t, name) for t in range(count)]
             for name, _ in of_shards[0].named_parameters()
@@ -77,10 +78,10 @@ def _shard(make: Callable[..., nn.Module], shard: Shard) -> nn.Module:
         return make()
     whole = make()
     part = make(shard=shard)
-    of_part = cuts(part)
+    of_part = sharded_dims(part)
     values = dict(itertools.chain(whole.named_parameters(), whole.named_buffers()))
     with torch.no_grad():
         for name, one in itertools.chain(part.named_parameters(), part.named_buffers()):
             if name in values:
-                one.copy_(of_part[name].part(values[name], shard) if name in of_part else values[name])
+                one.copy_(of_part[name].share(values[name], shard) if name in of_part else values[name])
     return part

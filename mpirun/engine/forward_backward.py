@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mpirun.data.batches import Microbatch, moved
+from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.engine.buffers import Buffers
 from mpirun.engine.grad_buffer import Gradient
 from mpirun.engine.loss import WholeLoss
@@ -18,8 +18,8 @@ from mpirun.engine.setup import Training
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import Finish, Saved, Stage
 from mpirun.engine.weight_versions import Versions
-from mpirun.model.dataflow import Bundle, Like
-from mpirun.model.shapes import whole
+from mpirun.model.dataflow import Bundle, TensorSpec
+from mpirun.model.shapes import loss_input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind, Op
 
@@ -47,7 +47,7 @@ class Compute:
         training: Training,
     ) -> None:
         self.header, self.stages, self.buffers, self.gradient, self.memory = header, stages, buffers, gradient, memory
-        self.of, self.wires, self.versions = training, training.wires, versions  # wires by microbatch
+        self.of, self.dataflows, self.versions = training, training.dataflows, versions  # dataflows by microbatch
         self.now, self.walk = 0, 0  # the step being executed, and how often it has been through the list
         self.jobs: dict[tuple[int, int], Job] = {}
         self.batches: dict[int, Microbatch] = {}
@@ -65,9 +65,9 @@ class Compute:
         vias = self.header.graph.output_consumers(i.stage)
         given = [self.buffers(Kind.X, i.stage, i.mb, via) for via in vias]
         if not self.header.graph.consumers[i.stage]:  # the loss
-            bundles = [Bundle([0], [Like((), torch.float32)])]
+            bundles = [Bundle([0], [TensorSpec((), torch.float32)])]
         else:
-            bundles = [self.wires[i.mb].bundle(Kind.X, i.stage, via) for via in vias]
+            bundles = [self.dataflows[i.mb].bundle(Kind.X, i.stage, via) for via in vias]
         if len(bundles) == 1 and bundles[0].indices == (0,):
             (one,) = given
 
@@ -97,10 +97,10 @@ class Compute:
         stage, weights, job, mb = self._stage(i), self._weights(i), self._job(i), i.mb
         producers = self.header.graph.producers[i.stage]
         inputs = [self.buffers(Kind.X, p, mb, self.header.graph.output_consumer(p, i.stage)) for p in producers]
-        wires = self.wires[mb]
-        bundles = [wires.x(p, i.stage) for p in producers]
+        dataflow = self.dataflows[mb]
+        bundles = [dataflow.x(p, i.stage) for p in producers]
         plain = all(len(bundle.indices) == 1 for bundle in bundles)
-        arguments, like = wires.arguments(i.stage), wires.outputs[i.stage]
+        arguments, like = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         read = self._reader(mb, save) if arguments.reads_input else None
         inner = self.header.graph.consumers[i.stage] or self._ends_in_whole_loss(i)
         finish = None if inner else self._scaled_loss(i, save)
@@ -112,7 +112,7 @@ class Compute:
             if not plain:
                 given = [x for message, bundle in zip(given, bundles, strict=True) for x in bundle.unpack(message)]
             leaves = () if read is None else read().leaves
-            stage.draws.at = (self.of.seed, self.now, self.walk * self.header.microbatches + mb)
+            stage.layer_rng.at = (self.of.seed, self.now, self.walk * self.header.microbatches + mb)
             outputs, saved = stage.forward(given, finish, save, lambda values: arguments(values, leaves), like)
             if saved is not None:
                 job.saved = saved
@@ -143,12 +143,12 @@ class Compute:
 
         def finish(outputs: list[Tensor]) -> Tensor:
             batch = read()
-            loss = self.of.model.loss(whole(outputs), batch.target).reshape(())
+            loss = self.of.model.loss(loss_input(outputs), batch.target).reshape(())
             if save and not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
             if i.op == Op.FWD and i.stage == first:  # other shards have the same
                 self.losses[mb] = loss.detach()
-            return loss / (1 if versions else batch.parts)
+            return loss / (1 if versions else batch.loss_divisor)
 
         return finish
 
@@ -163,7 +163,7 @@ class Compute:
             if mb not in self.batches:
                 number = self.walk * self.header.microbatches + mb
                 device = self.of.device.torch
-                self.batches[mb] = moved(self.of.batches(self.now, number), device)
+                self.batches[mb] = to_device(self.of.batches(self.now, number), device)
             last = not save or self.readers[mb] is me
             return self.batches.pop(mb) if last else self.batches[mb]
 
@@ -231,7 +231,7 @@ class Compute:
         shares = [
             self.buffers(Kind.G, i.stage, i.mb, self.header.graph.gradient_consumer(i.stage, c)) for c in consumers
         ]
-        bundles = [self.wires[i.mb].g(i.stage, c) for c in consumers]
+        bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
         ready, count = self.buffers.ready, len(self.of.shapes[i.stage].outputs)
         if len(shares) == count == len(bundles[0].indices) == 1:
             return lambda: [ready(shares[0])]
@@ -250,11 +250,13 @@ class Compute:
         """What hands on the gradients of a job's inputs."""
         producers = self.header.graph.producers[i.stage]
         shares = [self.buffers(Kind.G, p, i.mb, self.header.graph.gradient_consumer(p, i.stage)) for p in producers]
-        wires = self.wires[i.mb]
-        bundles = [wires.g(p, i.stage) for p in producers]
+        dataflow = self.dataflows[i.mb]
+        bundles = [dataflow.g(p, i.stage) for p in producers]
         # Of the values that the stage was given, those that are numbers.
         numbers = [
-            wires.outputs[p][index].dtype.is_floating_point for p in producers for index in wires.x(p, i.stage).indices
+            dataflow.outputs[p][index].dtype.is_floating_point
+            for p in producers
+            for index in dataflow.x(p, i.stage).indices
         ]
 
         device = self.of.device.torch

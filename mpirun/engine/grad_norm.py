@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import Piece, Unit, pieces, spans
-from mpirun.model.shapes import Shape
+from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE
 
@@ -92,20 +92,20 @@ class Norms:
     Of a parameter in pieces it is the norm of each or, in canonical mode, the sums over its subtrees.
     """
 
-    def __init__(self, header: Header, shapes: Sequence[Shape], rank: int, canonical: bool) -> None:
+    def __init__(self, header: Header, shapes: Sequence[StageShape], rank: int, canonical: bool) -> None:
         self.canonical, self.length = canonical, 0
         self.mine: dict[Unit, list[Told]] = {}
         self.parameters: list[tuple[slice, list[Node]]] = []  # places and, if these are of subtrees, which
         for stage, shape in enumerate(shapes):
-            found: list[list[tuple[int, Piece]]] = [[] for _ in shape.names]
-            size = shape.weights // shape.type.itemsize
-            for via, span in spans(size, shape.type, header.weight_shards.parts(stage)).items():
+            found: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
+            size = shape.weight_bytes // shape.dtype.itemsize
+            for via, span in spans(size, shape.dtype, header.weight_shards.parts(stage)).items():
                 for piece in pieces(shape.layout, span):
                     found[piece.parameter].append((via, piece))
             for parameter, of in enumerate(found):
                 begin, which, sums = self.length, list[Node](), canonical and len(of) > 1
                 for via, piece in of:
-                    nodes = _nodes(piece, shape.type) if sums else []
+                    nodes = _nodes(piece, shape.dtype) if sums else []
                     places = slice(self.length, self.length + (len(nodes) if sums else 1))
                     if header.weight_shards.holders(stage, via)[0] == rank:
                         self.mine.setdefault((stage, via), []).append(Told(parameter, piece, places, sums))

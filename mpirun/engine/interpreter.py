@@ -31,7 +31,7 @@ from mpirun.engine.stage import Stage
 from mpirun.engine.tied_stages import Tie, shared
 from mpirun.engine.weight_shards import Unit, first_fetches
 from mpirun.engine.weight_versions import Versions
-from mpirun.model.dataflow import Like
+from mpirun.model.dataflow import TensorSpec
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, EXCHANGED, Instruction, Kind, Op
@@ -66,7 +66,7 @@ class Interpreter:
         self.gradients = Gradients(header, stages, memory, self.rank)
         self.norms = Norms(header, memory.shapes, self.rank, training.canonical)
         self.copies = first_fetches(instructions)
-        self.model, self.wires = training.model, training.wires
+        self.model, self.dataflows = training.model, training.dataflows
         self.versions = Versions(instructions, stages, memory, training)
         compute = Compute(header, instructions, stages, self.versions, self.buffers, self.gradients, memory, training)
         self.compute = compute
@@ -162,9 +162,9 @@ class Interpreter:
             value = self.memory.place(i, *self._like(i))
         return self._receive(buffer, value, i)
 
-    def _like(self, i: Instruction) -> Like:
+    def _like(self, i: Instruction) -> TensorSpec:
         """Of the x or g that an instruction names."""
-        return self.wires[i.mb].bundle(i.kind, i.stage, i.via).like
+        return self.dataflows[i.mb].bundle(i.kind, i.stage, i.via).spec
 
     def _receive(self, buffer: Buffer, value: Tensor, i: Instruction) -> Act:
         row = self.row

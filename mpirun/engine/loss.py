@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.batches import Microbatches, Minibatch
-from mpirun.data.microbatches import of_leaves
+from mpirun.data.microbatches import Microbatches, Minibatch, leaf_dims
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Wires
-from mpirun.model.shapes import whole
+from mpirun.model.dataflow import Dataflow
+from mpirun.model.shapes import loss_input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, raised
@@ -47,11 +46,13 @@ def check_order(header: Header, instructions: Sequence[Instruction]) -> None:
         )
 
 
-def try_whole_loss(model: Model, batches: Microbatches, wires: Sequence[Wires], mixed: torch.dtype | None) -> None:
+def try_whole_loss(
+    model: Model, batches: Microbatches, dataflows: Sequence[Dataflow], mixed: torch.dtype | None
+) -> None:
     """UsageError where the loss cannot be computed of what the last stage gives for the microbatches of a step."""
-    one = WholeLoss(model, len(wires), "cpu", mixed)
+    one = WholeLoss(model, len(dataflows), "cpu", mixed)
     try:
-        for mb, of_mb in enumerate(wires):
+        for mb, of_mb in enumerate(dataflows):
             one.take(mb, [torch.zeros(x.size, dtype=x.dtype) for x in of_mb.outputs[-1]], batches(0, mb).target)
     except UsageError:
         raise
@@ -76,7 +77,7 @@ class WholeLoss:
         leaves, targets = zip(*(self.ends[number] for number in sorted(self.ends)), strict=True)
         with torch.enable_grad(), autocast(self.kind, self.mixed):
             together = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-            loss = self.model.loss(whole(together), self._target(targets))
+            loss = self.model.loss(loss_input(together), self._target(targets))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("the loss should be one number")
         if not loss.requires_grad:
@@ -89,7 +90,7 @@ class WholeLoss:
         """Of the whole minibatch; what every microbatch got as it is, once."""
         batch = self.model.batch
         dims = batch.dims if isinstance(batch, Minibatch) else 0
-        by_leaf = of_leaves(targets[0], dims[1] if isinstance(dims, tuple) else dims)
+        by_leaf = leaf_dims(targets[0], dims[1] if isinstance(dims, tuple) else dims)
         leaves = zip(*map(tree_leaves, targets), strict=True)
         joined = [
             parts[0] if dim is None else torch.cat(parts, dim) for parts, dim in zip(leaves, by_leaf, strict=True)

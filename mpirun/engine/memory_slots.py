@@ -24,11 +24,11 @@ class Memory:
     ) -> None:
         """`program`: this rank's part. Collective."""
         self.device, self.shapes, self.rank = of.device.torch, of.shapes, comm.rank
-        weight = np.array([shape.weights for shape in of.shapes], np.int64)
+        weight = np.array([shape.weight_bytes for shape in of.shapes], np.int64)
         # The last stage's x is the loss.
-        activation = np.array([of.wires[0].activation(s) for s in range(len(of.shapes))], np.int64)
-        activation[-1] = of.shapes[-1].loss or sum(one.bytes for one in of.shapes[-1].outputs)
-        parts = np.array([of.wires[0].x(*edge).like.bytes for edge in program.header.graph.edges], np.int64)
+        activation = np.array([of.dataflows[0].activation_bytes(s) for s in range(len(of.shapes))], np.int64)
+        activation[-1] = of.shapes[-1].loss_bytes or sum(one.bytes for one in of.shapes[-1].outputs)
+        parts = np.array([of.dataflows[0].x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
         rows = np.ones(len(of.shapes), np.int64)
         # By rank, stage and part; None: one, its key the rank.
         self.rows: dict[tuple[int, int, int], list[int]] | None = None
@@ -75,12 +75,12 @@ class Memory:
         """Where fetched weights of a stage come to lie; None for stages that are not fetched."""
         if stage not in self.fetched:
             return None
-        size = self.shapes[stage].weights
+        size = self.shapes[stage].weight_bytes
         return self.blocks[self.fetched[stage]][:size]
 
     def version(self, i: Instruction) -> Tensor | None:
         """Where the version of an owned stage's weights lies that a STEP makes; None: where the owner's weights do."""
-        return self.blocks[self.of[i]][: self.shapes[i.stage].weights] if i in self.of else None
+        return self.blocks[self.of[i]][: self.shapes[i.stage].weight_bytes] if i in self.of else None
 
     def gradient(self, stage: Stage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, and memory for them."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mpirun.engine.interpreter import Result
-from mpirun.model.shapes import Shape
+from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 
@@ -14,7 +14,7 @@ from schedgen.ir.instructions import Instruction, Op
 def origin(
     header: Header,
     instructions: Sequence[Instruction],
-    shapes: Sequence[Shape],
+    shapes: Sequence[StageShape],
     rank: int,
     result: Result,
 ) -> tuple[int, str] | None:
@@ -32,8 +32,8 @@ def origin(
             return None
     place = len(result.norms)
     for stage, shape in reversed(list(enumerate(shapes))):
-        place -= len(shape.names)
-        for name, norm in reversed(list(zip(shape.names, result.norms[place:], strict=False))):
+        place -= len(shape.parameter_names)
+        for name, norm in reversed(list(zip(shape.parameter_names, result.norms[place:], strict=False))):
             if not math.isfinite(norm):
                 if header.owners[stage][0] != rank:
                     return None

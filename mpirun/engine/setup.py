@@ -10,20 +10,19 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-import mpirun.model.contract
 from mpirun.comm.device import Device, choose_device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, together
-from mpirun.data.batches import Microbatches
-from mpirun.data.text import read_text
+from mpirun.data.microbatches import Microbatches
+from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_shards, sharded
 from mpirun.engine.loss import check_whole_loss, try_whole_loss
 from mpirun.engine.optimizer import Recipe
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.tied_stages import check_ties
-from mpirun.model import dataflow
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Like, Reads, Wires
-from mpirun.model.shapes import Shape, shapes
+from mpirun.model.dataflow import Dataflow, Reads, TensorSpec, check_reads
+from mpirun.model.load_model import load_model
+from mpirun.model.shapes import StageShape, infer_shapes
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
 
@@ -33,8 +32,8 @@ class Training(NamedTuple):
 
     model: Model
     plain: Model  # the same without shards
-    shapes: Sequence[Shape]  # by stage
-    wires: Sequence[Wires]  # by microbatch of a list, the first the largest
+    shapes: Sequence[StageShape]  # by stage
+    dataflows: Sequence[Dataflow]  # by microbatch of a list, the first the largest
     batches: Microbatches
     text: Tensor
     seed: int
@@ -55,7 +54,7 @@ def training(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Trai
     with print_notes(comm):
         plain = together(comm, lambda: _model(options, header))
     model = together(comm, lambda: _sharded(plain, header))
-    text = torch.from_numpy(bytes_from_rank_0(comm, lambda: read_text(options.text, model.length)))
+    text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
     recipe = Recipe(
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
         options.steps, options.clip,
@@ -63,13 +62,13 @@ def training(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Trai
     batches = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
     reads = together(comm, lambda: _reads(model, header, batches))
     shapes, others = from_rank_0(comm, lambda: _shapes(model, reads, batches, options.accumulate, mixed))
-    distinct = [Wires(reads, header, outputs) for outputs in others]
-    wires = [distinct[number] for number in _kinds(batches)[1][: header.microbatches]]
+    distinct = [Dataflow(reads, header, outputs) for outputs in others]
+    dataflows = [distinct[number] for number in _kinds(batches)[1][: header.microbatches]]
     if model.loss_of == "minibatch":
-        on_rank_0(comm, lambda: try_whole_loss(model, batches, wires, mixed))
+        on_rank_0(comm, lambda: try_whole_loss(model, batches, dataflows, mixed))
     return Training(
-        model, plain, shapes, wires, batches, text, options.seed, recipe, options.accumulate, options.canonical, where,
-        mixed, cores < 1,
+        model, plain, shapes, dataflows, batches, text, options.seed, recipe, options.accumulate, options.canonical,
+        where, mixed, cores < 1,
     )  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def _model(options: SetupOptions, header: Header) -> Model:
         if options.on_nan == "skip":
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
     stages, layers = header.stages // header.tensor_parallel.degree, header.scheme.get("layers")
-    model = mpirun.model.contract.load(options.model, stages, options.seed, layers)
+    model = load_model(options.model, stages, options.seed, layers)
     check_shards(model, header)
     if model.loss_of == "minibatch":
         check_whole_loss(header, options.accumulate)
@@ -101,26 +100,26 @@ def _reads(model: Model, header: Header, batches: Microbatches) -> Reads:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"the model's batch fails: {raised(error)}") from None
-    reads = model.wiring(header.graph.producers, leaves)
-    dataflow.check(reads, header)
+    reads = model.resolved_reads(header.graph.producers, leaves)
+    check_reads(reads, header)
     return reads
 
 
 def _kinds(batches: Microbatches) -> tuple[list[int], list[int]]:
     """A microbatch of each size that there is, and the place of each one's in that list."""
-    sizes = batches.sizes
+    sizes = batches.input_shapes
     firsts = [number for number, size in enumerate(sizes) if size not in sizes[:number]]
     return firsts, [next(k for k, first in enumerate(firsts) if sizes[first] == size) for size in sizes]
 
 
 def _shapes(
     model: Model, reads: Reads, batches: Microbatches, walks: int, mixed: torch.dtype | None
-) -> tuple[list[Shape], list[list[tuple[Like, ...]]]]:
+) -> tuple[list[StageShape], list[list[tuple[TensorSpec, ...]]]]:
     """Those of the first microbatch, and for each size of microbatch the outputs by stage."""
     firsts, _ = _kinds(batches)
     if len(firsts) > 1 and walks > 1:
         raise UsageError("--accumulate: the minibatch cannot be cut into microbatches of one size")
-    found = [shapes(model, reads, batches(0, number), mixed) for number in firsts]
+    found = [infer_shapes(model, reads, batches(0, number), mixed) for number in firsts]
     return found[0], [[shape.outputs for shape in one] for one in found]
 
 

@@ -16,7 +16,7 @@ import torch
 from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
 from mpirun.comm.transport import Transport
 from mpirun.engine.buffers import Buffer
-from mpirun.model.dataflow import Like
+from mpirun.model.dataflow import TensorSpec
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Instruction, Kind
 
@@ -28,7 +28,7 @@ class Exchanges:
         self.transport, self.header = transport, header
         self.sums: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
 
-    def act(self, i: Instruction, buffer: Buffer, like: Like, device: torch.device) -> Callable[[], None]:
+    def act(self, i: Instruction, buffer: Buffer, like: TensorSpec, device: torch.device) -> Callable[[], None]:
         """What replaces the rank's part in `buffer`, of an x or g like that, by the sum."""
         shards = self.header.tensor_parallel.siblings(i.stage)
         if i.kind == Kind.G:

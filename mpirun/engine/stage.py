@@ -19,9 +19,9 @@ from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import pieces, spans
 from mpirun.model.autocast import autocast
-from mpirun.model.dataflow import Like
-from mpirun.model.rng import Draws
-from mpirun.model.shapes import Shape, flat_layout
+from mpirun.model.dataflow import TensorSpec
+from mpirun.model.rng import LayerRng
+from mpirun.model.shapes import StageShape, flat_layout
 from schedgen.util.errors import UsageError
 
 Finish = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs
@@ -51,7 +51,7 @@ class Stage:
         self,
         module: nn.Module,
         index: int,
-        shape: Shape,
+        shape: StageShape,
         device: Device,
         owned: bool,
         memory: Tensor | None = None,
@@ -93,7 +93,7 @@ class Stage:
                 _replace(module, parameter, nn.Parameter(nothing))
         module.to(device.torch)
         self.shared: set[str] = set()  # parameters that are tied to an earlier stage's
-        self.draws = Draws(module, index if shape.stage < 0 else shape.stage, shape.draws, device.seed)
+        self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
     def _part(self, k: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         """A part of the weights, in memory of its own."""
@@ -135,7 +135,7 @@ class Stage:
         finish: Finish | None,
         save: bool,
         arguments: Callable[[list[Tensor]], list[Any]] = list,
-        like: Sequence[Like] | None = None,
+        like: Sequence[TensorSpec] | None = None,
     ) -> tuple[list[Tensor], Saved | None]:
         """The outputs, run through `finish` (the last stage's loss) if given, and what backward needs if `save`.
 
@@ -150,9 +150,9 @@ class Stage:
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         return [x.detach() for x in outputs], Saved(leaves, edges)
 
-    def _compute(self, given: list[Any], finish: Finish | None, like: Sequence[Like] | None) -> list[Tensor]:
+    def _compute(self, given: list[Any], finish: Finish | None, like: Sequence[TensorSpec] | None) -> list[Tensor]:
         if (
-            self.shape.overwrites
+            self.shape.overwrites_inputs
         ):  # a stage that begins in place would change what others still read, and a leaf besides
             given = [x.clone() if isinstance(x, Tensor) else x for x in given]
         if self.mixed is not None:
@@ -160,7 +160,7 @@ class Stage:
                 return self._finished(self.module(*given), finish, like or self.shape.outputs)
         return self._finished(self.module(*given), finish, like or self.shape.outputs)
 
-    def _finished(self, output: Any, finish: Finish | None, like: Sequence[Like]) -> list[Tensor]:
+    def _finished(self, output: Any, finish: Finish | None, like: Sequence[TensorSpec]) -> list[Tensor]:
         outputs = [output] if isinstance(output, Tensor) else list(output)
         for found, expected in zip(outputs, like, strict=True):
             if found.shape != expected.size or found.dtype is not expected.dtype:
@@ -168,7 +168,7 @@ class Stage:
                     f"stage {self.index} returned {found.dtype} of shape {tuple(found.shape)}, "
                     f"but on the first microbatch {expected.dtype} of shape {expected.size}"
                 )
-        for index in self.shape.aliases:
+        for index in self.shape.aliased_outputs:
             outputs[index] = outputs[index].clone()
         return [x.contiguous() for x in (outputs if finish is None else [finish(outputs)])]
 

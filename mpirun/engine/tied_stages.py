@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.transport import Transport
 from mpirun.engine.grad_buffer import Gradient
-from mpirun.model.contract import Model, among_shards
+from mpirun.model.contract import Model
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
@@ -24,7 +24,7 @@ def check_ties(model: Model, header: Header) -> None:
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
         if len(stages) > 1 and stages not in header.tied:
-            if among_shards(model, tie):
+            if model.ties_shards(tie):
                 raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
             wanted = ",".join(str(stage // header.tensor_parallel.degree) for stage in stages)
             raise UsageError(f"the model ties parameters of stages {wanted}: compile the schedule with --tied {wanted}")

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import mpirun.model.contract
 from mpirun.engine.memory_slots import Memory
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
+from mpirun.model.build_stage import build_stage
 from schedgen.ir.instructions import Instruction, Op
 
 
@@ -32,7 +32,7 @@ class Versions:
                 if block is not None:
                     key = i.stage, memory.of[i]
                     if key not in in_place:
-                        module = mpirun.model.contract.build(of.model, i.stage, of.seed)
+                        module = build_stage(of.model, i.stage, of.seed)
                         in_place[key] = found.beside(module, block)
                     found = in_place[key]
                 self.by_version[i.stage, i.peer] = self.last[i.stage] = found

@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from mpirun.data.microbatches import Dims, of_leaves, samples
+from mpirun.data.microbatches import Dims, leaf_dims, sample_count
 from mpirun.frontend.errors import place
 from mpirun.frontend.export_graph import Traced
 from mpirun.frontend.split_result import Inputs
@@ -35,12 +35,12 @@ class Real(float):
 def fewer(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The example with a sample less."""
     nested: Any = (args, kwargs) if args and kwargs else args or kwargs
-    if samples(nested, dims) < 2:
+    if sample_count(nested, dims) < 2:
         raise UsageError("dims: the example has one sample, so a smaller microbatch would have none")
     leaves, spec = pytree.tree_flatten((args, kwargs))
     found = [
         leaf if dim is None else leaf.narrow(dim, 0, leaf.shape[dim] - 1).contiguous()
-        for leaf, dim in zip(leaves, of_leaves(nested, dims), strict=True)
+        for leaf, dim in zip(leaves, leaf_dims(nested, dims), strict=True)
     ]
     smaller: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
     return smaller

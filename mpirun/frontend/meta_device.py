@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mpirun.model.rng import number
+from mpirun.model.rng import derived_seed
 from schedgen.util.errors import UsageError
 
 Init = Callable[[nn.Module], Any]
@@ -54,7 +54,7 @@ class Deferred:
             name: one for name, one in (*self.stage.named_parameters(), *self.stage.named_buffers()) if one.is_meta
         }
         submodules = dict.fromkeys(name.rpartition(".")[0] for name in empty)
-        made = {name: self._made(name, number(seed, name) % 2**63) for name in submodules}
+        made = {name: self._made(name, derived_seed(seed, name) % 2**63) for name in submodules}
         values: dict[int, Tensor] = {}
         for name, one in empty.items():
             submodule, _, own = name.rpartition(".")

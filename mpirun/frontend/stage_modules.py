@@ -15,7 +15,7 @@ from mpirun.frontend.node_dependencies import Flow, size
 from mpirun.frontend.size_and_device_lookup import bind, sized
 from mpirun.frontend.subgraphs import attributes
 from mpirun.model.dataflow import Input, Source, Value
-from mpirun.model.rng import Draw
+from mpirun.model.rng import RandomOp
 
 aten = torch.ops.aten
 DRAWS = "__draws__"  # the submodule that has its layers that draw
@@ -119,7 +119,7 @@ class Builder:
             return None
         if not hasattr(root, DRAWS):
             root.add_module(DRAWS, nn.Module())
-        root.get_submodule(DRAWS).add_module(node.name, Draw(node.target))  # type: ignore[arg-type]
+        root.get_submodule(DRAWS).add_module(node.name, RandomOp(node.target))  # type: ignore[arg-type]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
         return graph.create_node("call_module", f"{DRAWS}.{node.name}", args, kwargs, node.name)
 

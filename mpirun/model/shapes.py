@@ -40,7 +40,7 @@ class StageShape(NamedTuple):
     layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
     dtype: torch.dtype = torch.float32  # of the trained parameters
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters that are divided among shards
-    model_stage: int = -1  # the stage of the model function of which this is a shard or replica
+    model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:
@@ -103,7 +103,7 @@ def infer_shapes(
                 overwrites_inputs=versions != _versions(inputs),
                 aliased_outputs=_aliased(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
                 random_layers=tuple(finder.random_layers),
-                model_stage=stage // model.tensor_parallel if model.tensor_parallel > 1 else -1,
+                model_stage=stage // model.tensor_parallel,
             )
         )
         if model.shard_of(stage).count > 1:
@@ -188,9 +188,7 @@ def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
         )
 
 
-def _loss_bytes(
-    model: Model, outputs: Sequence[TensorSpec], target: Any, autocast_dtype: torch.dtype | None
-) -> int:
+def _loss_bytes(model: Model, outputs: Sequence[TensorSpec], target: Any, autocast_dtype: torch.dtype | None) -> int:
     """Of the loss, computed from outputs that are zero."""
     try:
         with autocast("cpu", autocast_dtype):

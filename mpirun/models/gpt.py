@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mpirun import Model, split_layers
 from mpirun.model.parallel_layers import (
-    WHOLE,
+    UNSHARDED,
     ColumnParallelLinear,
     HeadParallelAttention,
     RowParallelLinear,
@@ -66,7 +66,7 @@ class Block(nn.Module):
 class AttentionPart(nn.Module):
     """The first half of a block, or a shard of it, which is stage enough to be split."""
 
-    def __init__(self, width: int, heads: int, shard: Shard = WHOLE) -> None:
+    def __init__(self, width: int, heads: int, shard: Shard = UNSHARDED) -> None:
         super().__init__()
         self.shard = shard
         self.norm = nn.LayerNorm(width)
@@ -79,7 +79,7 @@ class AttentionPart(nn.Module):
 class MLPPart(nn.Module):
     """The second half."""
 
-    def __init__(self, width: int, shard: Shard = WHOLE) -> None:
+    def __init__(self, width: int, shard: Shard = UNSHARDED) -> None:
         super().__init__()
         self.shard = shard
         self.norm = nn.LayerNorm(width)

@@ -62,7 +62,7 @@ def compare(
 
 def tolerance(of: Training) -> float:
     """What may differ by default: as much as the types that are computed in say."""
-    if any(shape.type.itemsize < torch.float32.itemsize for shape in of.shapes):
+    if any(shape.dtype.itemsize < torch.float32.itemsize for shape in of.shapes):
         return NARROW
     return MIXED if of.mixed else PLAIN
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from mpirun.engine.setup import Training
-from mpirun.model.contract import build
-from mpirun.model.rng import Draws
+from mpirun.model.build_stage import build_stage
+from mpirun.model.rng import LayerRng
 from mpirun.verify.one_process import forward_backward
 from mpirun.verify.record import Parameters, Record
 from schedgen.ir.header import Header
@@ -54,7 +54,7 @@ def _microbatch(
 ) -> float:
     weights = [one.kept[used[one.index, mb]] for one in stages]
     for one in stages:
-        one.draws.at = (of.seed, step, mb)
+        one.layer_rng.at = (of.seed, step, mb)
     calls = [partial(functional_call, one.module, given) for one, given in zip(stages, weights, strict=True)]
     loss = forward_backward(of, header, [lambda *x, call=call: call(x) for call in calls], step, mb, parts=1)
     for one, given in zip(stages, weights, strict=True):
@@ -68,8 +68,8 @@ def _microbatch(
 class _Stage:
     def __init__(self, of: Training, header: Header, index: int) -> None:
         self.of, self.index = of, index
-        self.module = build(of.model, index, of.seed).to(of.device.torch)
-        self.draws = Draws(self.module, index, of.shapes[index].draws, of.device.seed)
+        self.module = build_stage(of.model, index, of.seed).to(of.device.torch)
+        self.layer_rng = LayerRng(self.module, index, of.shapes[index].random_layers, of.device.seed)
         self.newest = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         self.optimizer = of.recipe.make(list(self.newest.values())) if self.newest else None
         self.kept = [self._copy()]  # every version of this step

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.data.batches import Microbatch, moved
+from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.engine.grad_norm import norms, whole_norm
 from mpirun.engine.loss import WholeLoss
 from mpirun.engine.optimizer import clip_factor
 from mpirun.engine.setup import Training
 from mpirun.model.autocast import autocast
-from mpirun.model.contract import build, shared_before
-from mpirun.model.dataflow import Value, Wires
-from mpirun.model.rng import Draws
-from mpirun.model.shapes import whole
+from mpirun.model.build_stage import build_stage
+from mpirun.model.dataflow import Dataflow, Value
+from mpirun.model.rng import LayerRng
+from mpirun.model.shapes import loss_input
 from mpirun.verify.record import Parameters, Record
 from schedgen.ir.header import Header
 from schedgen.ir.stage_graph import StageGraph
@@ -32,10 +32,10 @@ from schedgen.ir.tensor_parallel import TensorParallel
 
 def reference(of: Training, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
     """The same steps in one process, from the first; recorded from step `begun` on. `beat`: called now and then."""
-    modules = [build(of.model, stage, of.seed).to(of.device.torch) for stage in range(header.stages)]
-    draws = [
-        Draws(module, stage if shape.stage < 0 else shape.stage, shape.draws, of.device.seed)
-        for stage, (module, shape) in enumerate(zip(modules, of.shapes, strict=True))
+    modules = [build_stage(of.model, stage, of.seed).to(of.device.torch) for stage in range(header.stages)]
+    layer_rngs = [
+        LayerRng(module, shape.model_stage, shape.random_layers, of.device.seed)
+        for module, shape in zip(modules, of.shapes, strict=True)
     ]
     parameters: dict[tuple[int, str], torch.nn.Parameter] = {
         (stage, name): parameter
@@ -55,8 +55,8 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
             summed: Parameters = {}
             for mb in range(header.microbatches):
                 number = walk * header.microbatches + mb
-                for one in draws:
-                    one.at = (of.seed, step, number)
+                for layer_rng in layer_rngs:
+                    layer_rng.at = (of.seed, step, number)
                 if of.model.loss_of == "minibatch":
                     passed.append(forward(of, header, modules, step, number))
                 else:
@@ -76,7 +76,7 @@ def reference(of: Training, header: Header, begun: int, steps: int, beat: Callab
                 summed |= {key: whole.clone() for key in copies}
             total = {key: grad if walk == 0 else total[key] + grad for key, grad in summed.items()}
         sizes = zip(total, norms(list(total.values()), of.canonical), strict=True)
-        once = [0.0 if name in shared_before(of.model, stage, [name]) else size for (stage, name), size in sizes]
+        once = [0.0 if name in of.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*losses[-1], *once]).all():
             continue
         if step >= begun:
@@ -117,8 +117,8 @@ def forward_backward(
     passed = forward(of, header, modules, step, number)
     end = len(modules) - header.tensor_parallel.degree  # shards of the last stage have the same loss
     with autocast(of.device.kind, of.mixed):
-        losses = [of.model.loss(whole(passed.of(s)), passed.batch.target) for s in range(end, len(modules))]
-    parts = passed.batch.parts if parts is None else parts
+        losses = [of.model.loss(loss_input(passed.of(s)), passed.batch.target) for s in range(end, len(modules))]
+    parts = passed.batch.loss_divisor if parts is None else parts
     roots = {Value(stage, 0): loss / parts for stage, loss in enumerate(losses, start=end)}
     inner = {one: x for one, x in passed.outputs.items() if one.stage < end}
     ones = {one: torch.ones_like(root) for one, root in roots.items()}
@@ -146,18 +146,18 @@ def forward(of: Training, header: Header, modules: Sequence[Callable[..., Any]],
     order.
     """
     T = header.tensor_parallel.degree
-    batch = moved(of.batches(step, number), of.device.torch)
+    batch = to_device(of.batches(step, number), of.device.torch)
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # by consumers
     leaves: list[dict[Value, Tensor]] = []
-    for stage, (module, sources) in enumerate(zip(modules, of.wires[0].reads, strict=True)):
+    for stage, (module, sources) in enumerate(zip(modules, of.dataflows[0].reads, strict=True)):
         values = dict.fromkeys(one for one in sources if isinstance(one, Value))
         leaves.append({one: read[one].detach().requires_grad_(read[one].is_floating_point()) for one in values})
         given = [leaves[-1][one] if isinstance(one, Value) else batch.leaves[one.leaf] for one in sources]
         with autocast(of.device.kind, of.mixed):
             found = module(*(x.clone() if isinstance(x, Tensor) else x for x in given))
         every = [found] if isinstance(found, Tensor) else list(found)
-        for index in of.shapes[stage].aliases:
+        for index in of.shapes[stage].aliased_outputs:
             every[index] = every[index].clone()
         inner = header.graph.consumers[stage]  # what is sent is contiguous; the loss takes what it is given
         mine = {Value(stage, index): x.contiguous() if inner else x for index, x in enumerate(every)}
@@ -225,7 +225,7 @@ def without_shards(of: Training, header: Header) -> tuple[Training, Header]:
         graph=StageGraph(header.stages // T, tuple(sorted({(p // T, c // T) for p, c in header.graph.edges}))),
         tensor_parallel=TensorParallel(1, (), header.stages // T),
     )
-    shapes = [one._replace(stage=-1) for one in of.shapes[::T]]
-    reads = of.plain.wiring(plain.graph.producers, len(of.batches(0, 0).leaves))
-    wires = [Wires(reads, plain, [shape.outputs for shape in shapes])] * len(of.wires)
-    return of._replace(model=of.plain, shapes=shapes, wires=wires), plain
+    shapes = of.shapes[::T]
+    reads = of.plain.resolved_reads(plain.graph.producers, len(of.batches(0, 0).leaves))
+    dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(of.dataflows)
+    return of._replace(model=of.plain, shapes=shapes, dataflows=dataflows), plain

@@ -14,7 +14,7 @@ from torch import Tensor
 from mpirun.engine.setup import Training
 from mpirun.engine.stage import Stage
 from mpirun.engine.weight_shards import pieces
-from mpirun.model.shapes import Shape
+from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 
 Parameters = dict[tuple[int, str], Tensor]  # by stage and name
@@ -48,7 +48,7 @@ def named(stage: Stage, via: int, flat: Tensor) -> Pieces:
     }
 
 
-def gather(comm: MPI.Intracomm, header: Header, shapes: Sequence[Shape], record: Mine) -> Record | str | None:
+def gather(comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], record: Mine) -> Record | str | None:
     """On rank 0: the record of all stages, or a sentence where owners of a stage differ; None elsewhere.
 
     Each rank gives the parameters it owns; gradients come from the first owner.
@@ -75,14 +75,14 @@ def gather(comm: MPI.Intracomm, header: Header, shapes: Sequence[Shape], record:
     return Record(record.losses, [_joined(shapes, one) for one in gradients], _joined(shapes, parameters))
 
 
-def _joined(shapes: Sequence[Shape], pieces: Pieces) -> Parameters:
+def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
     """Whole parameters, in the order of the model."""
     found: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
     for (stage, name, begin), piece in pieces.items():
         found.setdefault((stage, name), []).append((begin, piece.reshape(-1)))
     whole = {}
     for stage, shape in enumerate(shapes):
-        for name, (_, size) in zip(shape.names, shape.layout, strict=True):
+        for name, (_, size) in zip(shape.parameter_names, shape.layout, strict=True):
             of_one = sorted(found.get((stage, name), []), key=lambda piece: piece[0])
             if of_one or not size.numel():
                 whole[stage, name] = torch.cat([piece for _, piece in of_one] or [torch.zeros(0)]).view(size)
@@ -99,7 +99,7 @@ def put_together(of: Training, header: Header, record: Record) -> Record | str:
         for (stage, name), value in values.items():
             key, cut = (
                 (stage // T, name),
-                of.shapes[stage].cuts.get(name) if header.tensor_parallel.split[stage] else None,
+                of.shapes[stage].sharded_dims.get(name) if header.tensor_parallel.split[stage] else None,
             )
             if cut is not None:
                 found.setdefault(

@@ -27,9 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import bytes_from_rank_0
-from mpirun.data.batches import Microbatches
-from mpirun.data.text import read_text
-from mpirun.model.contract import Model, build, load
+from mpirun.data.microbatches import Microbatches
+from mpirun.data.text import training_text
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Model
+from mpirun.model.load_model import load_model
 from mpirun.models.gpt import Block
 
 WARM = 3  # steps before the timed ones
@@ -44,12 +46,12 @@ class Task:
         self.stages: int = options.stages
         self.microbatches: int = options.microbatches
         self.seed: int = options.seed
-        self.model: Model = load(options.model, self.stages, self.seed)
-        self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: read_text(None, self.model.length)))
+        self.model: Model = load_model(options.model, self.stages, self.seed)
+        self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(None, self.model.length)))
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
 
     def stage(self, index: int) -> nn.Module:
-        return build(self.model, index, self.seed)
+        return build_stage(self.model, index, self.seed)
 
     def whole(self) -> nn.Sequential:
         return nn.Sequential(*(self.stage(index) for index in range(self.stages)))

@@ -15,7 +15,7 @@ from torch import Tensor
 from mpirun.comm.device import Device
 from mpirun.engine.grad_buffer import Gradient
 from mpirun.engine.stage import Stage
-from mpirun.model.shapes import Shape
+from mpirun.model.shapes import StageShape
 from mpirun.models.gpt import Block
 
 
@@ -28,7 +28,7 @@ def timed(function: Callable[[], object]) -> float:
 def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float]:
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
-    stage = Stage(Block(width, 8), 0, Shape(tuple(x.shape), x.dtype, ()), Device(), owned=True)
+    stage = Stage(Block(width, 8), 0, StageShape(tuple(x.shape), x.dtype, ()), Device(), owned=True)
     gathered = Gradient(stage, [0], torch.zeros(stage.size))
     gathered.use(0)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
-from mpirun.model.parallel_layers import WHOLE, ColumnParallelLinear, RowParallelLinear, Shard, skip
+from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, skip
 from mpirun.models import gpt, mlp
 
 WIDTH = 128  # of mlp.tiny
@@ -567,10 +567,10 @@ def _numbers(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 def _pair(stages: int, dtype: torch.dtype = torch.float32) -> list[Any]:
     """A linear layer cut by its outputs and one cut by its inputs, and a last stage that does nothing."""
 
-    def up(shard: Shard = WHOLE) -> nn.Module:
+    def up(shard: Shard = UNSHARDED) -> nn.Module:
         return ColumnParallelLinear(16, 48, shard).to(dtype)
 
-    def down(shard: Shard = WHOLE) -> nn.Module:
+    def down(shard: Shard = UNSHARDED) -> nn.Module:
         return RowParallelLinear(48, 12, shard).to(dtype)
 
     return [{"up": up, "relu": nn.ReLU, "down": down}, {"last": nn.Identity}]
@@ -605,7 +605,7 @@ class Dropping(nn.Module):
 class Shifted(nn.Module):
     """A split stage that is one layer; its shards share a parameter, and a skip connection reads its input again."""
 
-    def __init__(self, shard: Shard = WHOLE) -> None:
+    def __init__(self, shard: Shard = UNSHARDED) -> None:
         super().__init__()
         self.shard = shard
         self.shift = nn.Parameter(torch.randn(16))
@@ -646,7 +646,7 @@ def splits_a_module(stages: int) -> Model:
 
 
 def splits_unevenly(stages: int) -> Model:
-    return pair(stages)._replace(stages=[lambda shard=WHOLE: RowParallelLinear(17, 12, shard), nn.Identity()])
+    return pair(stages)._replace(stages=[lambda shard=UNSHARDED: RowParallelLinear(17, 12, shard), nn.Identity()])
 
 
 def splits_what_is_tied(stages: int) -> Model:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from mpirun.engine.optimizer import Recipe
-from mpirun.model.contract import build
+from mpirun.model.build_stage import build_stage
 from mpirun.models import mlp
 from mpirun.verify.compare import compare
 from mpirun.verify.record import Record
@@ -131,7 +131,7 @@ TORCHS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 def replay(record: Record, sgd: bool, lr: float, schedule: Callable[[Optimizer], LRScheduler]) -> dict[Any, Tensor]:
     """The parameters after torch's own optimizer and scheduler have made the steps with a record's gradients."""
     model = mlp.tiny(4)
-    parameters = {(s, name): p for s in range(4) for name, p in build(model, s, 0).named_parameters()}
+    parameters = {(s, name): p for s in range(4) for name, p in build_stage(model, s, 0).named_parameters()}
     values = list(parameters.values())
     optimizer = (
         torch.optim.SGD(values, lr, momentum=0.9, weight_decay=0.01)
@@ -203,7 +203,7 @@ def test_a_warm_up_longer_than_the_run_only_rises():
 def test_clipping_is_torchs(runs, records):
     """SGD without momentum at rate 1 takes the clipped gradient off the parameters."""
     model = mlp.tiny(4)
-    parameters = {(s, name): p for s in range(4) for name, p in build(model, s, 0).named_parameters()}
+    parameters = {(s, name): p for s in range(4) for name, p in build_stage(model, s, 0).named_parameters()}
     norms = []
     for gradients in records["clipped"].gradients:
         for key, parameter in parameters.items():

@@ -11,11 +11,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.cli.progress_bar import mean
-from mpirun.data.batches import Microbatches, Minibatch
-from mpirun.data.microbatches import chunk, samples
+from mpirun.data.microbatches import Microbatches, Minibatch, chunk, sample_count
 from mpirun.engine.loss import WholeLoss, try_whole_loss
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Like
+from mpirun.model.dataflow import TensorSpec
 from schedgen.util.errors import UsageError
 
 ROWS = torch.arange(20).view(10, 2)
@@ -57,7 +56,7 @@ def test_a_dimension_for_a_whole_part() -> None:
     parts = chunk(tree, 5, ({"x": 0, "bias": None}, 1))
     assert [len(part[0]["x"]) for part in parts] == [2] * 5
     assert all(part[0]["bias"].shape == (3, 2) and part[1]["z"].shape == (2, 2) for part in parts)
-    assert samples(tree, ({"x": 0, "bias": None}, 1)) == 10
+    assert sample_count(tree, ({"x": 0, "bias": None}, 1)) == 10
 
 
 @pytest.mark.parametrize(
@@ -120,15 +119,15 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
 )
 def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any, sentence: str) -> None:
     model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
-    wires = [SimpleNamespace(outputs=[[Like((4,), torch.float32)]])] * 2
+    dataflows = [SimpleNamespace(outputs=[[TensorSpec((4,), torch.float32)]])] * 2
     with pytest.raises(UsageError, match=sentence):
-        try_whole_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), wires, None)
+        try_whole_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), dataflows, None)
 
 
 def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
     rows = torch.arange(5.0)
     pieces = Microbatches(Minibatch(lambda text, rng: (rows, rows)), torch.zeros(1), 0, 4)
-    assert pieces.weights == [0.4, 0.2, 0.2, 0.2]
+    assert pieces.loss_weights == [0.4, 0.2, 0.2, 0.2]
     losses = [float(pieces(0, number).target.mean()) for number in range(4)]
-    assert mean(losses, pieces.weights) == pytest.approx(2.0)
-    assert Microbatches(lambda text, rng: (rows, rows), torch.zeros(1), 0, 4).weights == [0.25] * 4
+    assert mean(losses, pieces.loss_weights) == pytest.approx(2.0)
+    assert Microbatches(lambda text, rng: (rows, rows), torch.zeros(1), 0, 4).loss_weights == [0.25] * 4

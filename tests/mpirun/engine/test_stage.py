@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from mpirun.comm.device import Device
-from mpirun.data.batches import Microbatches
+from mpirun.data.microbatches import Microbatches
 from mpirun.engine.stage import Saved, Stage
-from mpirun.model.contract import Model, build
-from mpirun.model.dataflow import Like
-from mpirun.model.shapes import Shape, shapes
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Model
+from mpirun.model.dataflow import TensorSpec
+from mpirun.model.shapes import StageShape, infer_shapes
 from mpirun.models import gpt, mlp
 from schedgen.util.errors import UsageError
 
@@ -29,29 +30,32 @@ MODELS = pytest.mark.parametrize("model", [mlp.tiny(STAGES), gpt.tiny(STAGES)], 
 EVERY_STAGE = pytest.mark.parametrize("index", range(STAGES))
 
 
-def shape_of(module: nn.Module, *inputs: Tensor) -> Shape:
+def shape_of(module: nn.Module, *inputs: Tensor) -> StageShape:
     with torch.no_grad():
         output = module(*inputs)
-    return Shape((Like(tuple(output.shape), output.dtype),), (), aliases=(0,) if output is inputs[0] else ())
+    return StageShape(
+        (TensorSpec(tuple(output.shape), output.dtype),), (), aliased_outputs=(0,) if output is inputs[0] else ()
+    )
 
 
-def owned(module: nn.Module, shape: Shape, index: int = 0) -> Stage:
+def owned(module: nn.Module, shape: StageShape, index: int = 0) -> Stage:
     return Stage(module, index, shape, Device(), owned=True)
 
 
+def chain_shape(model: Model, index: int) -> StageShape:
+    """Of a stage of a chain."""
+    return infer_shapes(model, model.resolved_reads(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index]
+
+
 def stage_of(model: Model, index: int) -> Stage:
-    return owned(
-        build(model, index, SEED),
-        shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index],
-        index,
-    )
+    return owned(build_stage(model, index, SEED), chain_shape(model, index), index)
 
 
 def guest_of(model: Model, index: int) -> tuple[Stage, Tensor]:
     """A stage whose weights are another rank's, and the memory that they are received in."""
-    shape = shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index]
-    memory = torch.empty(shape.weights, dtype=torch.uint8)
-    return Stage(build(model, index, SEED), index, shape, Device(), owned=False, memory=memory), memory
+    shape = chain_shape(model, index)
+    memory = torch.empty(shape.weight_bytes, dtype=torch.uint8)
+    return Stage(build_stage(model, index, SEED), index, shape, Device(), owned=False, memory=memory), memory
 
 
 def case(model: Model, index: int):
@@ -59,10 +63,10 @@ def case(model: Model, index: int):
     (data,), target, _ = Microbatches(model.batch, TEXT, SEED, 1)(0, 0)
     with torch.no_grad():
         for i in range(index):
-            data = build(model, i, SEED)(data)
+            data = build_stage(model, i, SEED)(data)
     if index == STAGES - 1:
         return data, lambda outputs: model.loss(outputs[0], target), torch.ones(())
-    size = shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index].outputs[0].size
+    size = chain_shape(model, index).outputs[0].size
     return data, None, torch.randn(size, generator=torch.Generator().manual_seed(1))
 
 
@@ -91,7 +95,7 @@ def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 @EVERY_STAGE
 def test_forward_and_backward_are_those_of_autograd_to_the_bit(model, index):
     x, finish, gradient = case(model, index)
-    expected, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    expected, of_input, of_parameters = plain(build_stage(model, index, SEED), x, finish, gradient)
     stage = stage_of(model, index)
     (output,), saved = stage.forward([x], finish, save=True)
     inputs, grads = backward(stage, saved, gradient)
@@ -105,7 +109,7 @@ def test_forward_and_backward_are_those_of_autograd_to_the_bit(model, index):
 def test_a_backward_adds_to_the_gradients_that_are_there(model, index):
     """Each of two, in the same memory, which may be a row of dw."""
     x, finish, gradient = case(model, index)
-    _, _, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    _, _, of_parameters = plain(build_stage(model, index, SEED), x, finish, gradient)
     stage = stage_of(model, index)
     row = torch.zeros_like(stage.weights)
     views = stage.views(row)
@@ -121,7 +125,7 @@ def test_a_backward_adds_to_the_gradients_that_are_there(model, index):
 @EVERY_STAGE
 def test_the_halves_of_a_backward_are_the_whole_to_the_bit(model, index):
     x, finish, gradient = case(model, index)
-    _, of_input, of_parameters = plain(build(model, index, SEED), x, finish, gradient)
+    _, of_input, of_parameters = plain(build_stage(model, index, SEED), x, finish, gradient)
     stage = stage_of(model, index)
     _, saved = stage.forward([x], finish, save=True)
     half = stage.backward_input(saved, [gradient])
@@ -177,7 +181,7 @@ def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
     x = torch.linspace(-1, 1, 6).view(2, 3)
     before = x.clone()
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
-    stage = owned(module, shape_of(module, x.clone())._replace(overwrites=True))
+    stage = owned(module, shape_of(module, x.clone())._replace(overwrites_inputs=True))
     (output,), _ = stage.forward([x], None, save=save)
     assert torch.equal(output, module[1](before.relu()))
     assert torch.equal(x, before)
@@ -186,9 +190,9 @@ def test_a_stage_that_begins_in_place_leaves_its_input_as_it_is(save):
 @MODELS
 @EVERY_STAGE
 def test_the_module_computes_with_the_memory_of_weights(model, index):
-    module = build(model, index, SEED)
+    module = build_stage(model, index, SEED)
     expected = {name: p.detach().clone() for name, p in module.named_parameters()}
-    stage = owned(module, shapes(model, model.wiring(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index])
+    stage = owned(module, chain_shape(model, index))
     assert dict(zip(stage.names, stage.views(stage.weights), strict=True)).keys() == expected.keys()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, expected[name])
@@ -204,7 +208,7 @@ def test_the_module_computes_with_the_memory_of_weights(model, index):
 )
 def test_every_parameter_begins_at_64_bytes_and_none_overlap(sizes, dtype):
     module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
-    stage = owned(module, Shape((Like((), dtype),), ()))
+    stage = owned(module, StageShape((TensorSpec((), dtype),), ()))
     views = stage.views(stage.weights)
     assert [list(view.shape) for view in views] == sizes
     fetched = torch.empty(stage.size * dtype.itemsize, dtype=torch.uint8).view(dtype)
@@ -258,7 +262,7 @@ def test_a_parameter_that_is_used_twice():
 def test_a_parameter_that_is_not_used_has_no_gradient():
     module = nn.Linear(2, 2)
     module.unused = nn.Parameter(torch.ones(3))
-    stage = owned(module, Shape((Like((1, 2), torch.float32),), ()))
+    stage = owned(module, StageShape((TensorSpec((1, 2), torch.float32),), ()))
     _, saved = stage.forward([torch.ones(1, 2)], None, save=True)
     stage.backward(saved, [torch.ones(1, 2)])
     assert [p.grad is None for p in stage.parameters] == [name == "unused" for name in stage.names]
@@ -270,17 +274,17 @@ def test_a_parameter_that_is_not_used_has_no_gradient():
 def test_a_frozen_parameter_stays_out_of_the_weights():
     module = nn.Linear(2, 3)
     module.weight.requires_grad_(False)
-    stage = owned(module, Shape((1, 3), torch.float32, ()))
+    stage = owned(module, StageShape((1, 3), torch.float32, ()))
     assert stage.names == ["bias"]
 
 
 def test_parameters_of_two_types_are_refused():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
     with pytest.raises(UsageError, match=r"stage 3: parameters of one stage must have one type, not .*bfloat16"):
-        owned(module, Shape((1, 2), torch.bfloat16, ()), 3)
+        owned(module, StageShape((1, 2), torch.bfloat16, ()), 3)
 
 
 def test_an_output_of_another_shape_than_the_first_is_refused():
-    stage = owned(nn.Tanh(), Shape((Like((2, 3), torch.float32),), ()), 1)
+    stage = owned(nn.Tanh(), StageShape((TensorSpec((2, 3), torch.float32),), ()), 1)
     with pytest.raises(RuntimeError, match=r"stage 1 returned .*\(3, 2\), but on the first microbatch .*\(2, 3\)"):
         stage.forward([torch.zeros(3, 2)], None, save=True)

@@ -10,17 +10,17 @@ import torch.nn.functional as nnf
 from models_for_tests import Shifted, pair
 from torch import nn
 
-from mpirun.data.batches import Microbatches
+from mpirun.data.microbatches import Microbatches
 from mpirun.engine.expand_shards import sharded
-from mpirun.model.contract import build
+from mpirun.model.build_stage import build_stage
 from mpirun.model.parallel_layers import (
-    WHOLE,
+    UNSHARDED,
     ColumnParallelLinear,
-    Cut,
     HeadParallelAttention,
     RowParallelLinear,
     Shard,
-    cuts,
+    ShardedDim,
+    sharded_dims,
 )
 from schedgen.util.errors import UsageError
 
@@ -126,7 +126,10 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
     model = pair(2)
     plain = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 12))
     plain.load_state_dict(
-        {name.replace("up", "0").replace("down", "2"): value for name, value in build(model, 0, 0).state_dict().items()}
+        {
+            name.replace("up", "0").replace("down", "2"): value
+            for name, value in build_stage(model, 0, 0).state_dict().items()
+        }
     )
     found = []
     for mb in range(10):
@@ -180,28 +183,30 @@ def test_a_model_that_does_not_go_with_the_schedule_is_refused(mistakes, compile
 # Without ranks
 
 
-@pytest.mark.parametrize("cut", [Cut(0), Cut(1), Cut(0, 3), Cut(1, 2)])
+@pytest.mark.parametrize("cut", [ShardedDim(0), ShardedDim(1), ShardedDim(0, 3), ShardedDim(1, 2)])
 def test_the_parts_of_a_parameter_make_it_up(cut):
     whole = torch.randn(12, 8)
     for count in (1, 2, 4):
-        parts = [cut.part(whole, Shard(t, count)) for t in range(count)]
+        parts = [cut.share(whole, Shard(t, count)) for t in range(count)]
         assert torch.equal(cut.join(parts), whole) and all(part.is_contiguous() for part in parts)
-        assert all(cut.whole(part.shape, Shard(0, count)) == whole.shape for part in parts)
+        assert all(cut.full_shape(part.shape, Shard(0, count)) == whole.shape for part in parts)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda shard=WHOLE: HeadParallelAttention(16, 4, shard),
+        lambda shard=UNSHARDED: HeadParallelAttention(16, 4, shard),
         Shifted,
-        lambda shard=WHOLE: nn.Sequential(ColumnParallelLinear(16, 32, shard, False), RowParallelLinear(32, 16, shard)),
+        lambda shard=UNSHARDED: nn.Sequential(
+            ColumnParallelLinear(16, 32, shard, False), RowParallelLinear(32, 16, shard)
+        ),
     ],
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards_of_a_layer_add_up_to_it(make, count):
     from mpirun.engine.expand_shards import _shard
 
-    def built(shard=WHOLE):
+    def built(shard=UNSHARDED):
         torch.manual_seed(7)
         return make(shard=shard)
 
@@ -216,19 +221,19 @@ def test_shards_of_a_layer_add_up_to_it(make, count):
     total.square().sum().backward()
     torch.testing.assert_close(x.grad, dx)
     for t, shard in enumerate(shards):
-        of_shard = cuts(shard)
+        of_shard = sharded_dims(shard)
         for name, one in shard.named_parameters():
             if name in of_shard:
-                torch.testing.assert_close(one.grad, of_shard[name].part(of_whole[name].grad, Shard(t, count)))
-    for name in of_whole.keys() - cuts(whole).keys():  # shared, or shard 0's
+                torch.testing.assert_close(one.grad, of_shard[name].share(of_whole[name].grad, Shard(t, count)))
+    for name in of_whole.keys() - sharded_dims(whole).keys():  # shared, or shard 0's
         have = [dict(shard.named_parameters()) for shard in shards]
         torch.testing.assert_close(sum(one[name].grad for one in have if name in one), of_whole[name].grad)
 
 
 def test_weights_do_not_depend_on_the_number_of_shards():
     model = pair(2)
-    whole = build(model, 0, 5)
-    parts = [build(sharded(model, 4), t, 5) for t in range(4)]
+    whole = build_stage(model, 0, 5)
+    parts = [build_stage(sharded(model, 4), t, 5) for t in range(4)]
     assert torch.equal(torch.cat([one.up.weight for one in parts]), whole.up.weight)
     assert torch.equal(torch.cat([one.down.weight for one in parts], dim=1), whole.down.weight)
 

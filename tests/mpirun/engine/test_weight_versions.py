@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.func import functional_call
 
-import mpirun.data.batches
-import mpirun.model.contract
+import mpirun.data.microbatches
+from mpirun.model.build_stage import build_stage
+from mpirun.model.load_model import load_model
 from schedgen.ir.weight_versions import UPDATES
 
 GPT, DROPPING = "models_for_tests:gpt_tiny", "models_for_tests:dropping"
@@ -76,9 +77,9 @@ def simulated(updates: str, text: Path):
 
     where w(t) for t < 0 is w(0). A walk through the list is t = 0 to B - 1.
     """
-    model = mpirun.model.contract.load(GPT, STAGES, 0, None)
+    model = load_model(GPT, STAGES, 0, None)
     data = torch.from_numpy(np.frombuffer(text.read_bytes(), np.uint8).copy())
-    modules = [mpirun.model.contract.build(model, stage, 0) for stage in range(STAGES)]
+    modules = [build_stage(model, stage, 0) for stage in range(STAGES)]
     weights = [{name: one.detach().clone() for name, one in module.named_parameters()} for module in modules]
     losses = []
     for walk in range(WALKS):
@@ -90,7 +91,7 @@ def simulated(updates: str, text: Path):
                 {name: one.clone().requires_grad_() for name, one in history[s][max(0, t - late[s])].items()}
                 for s in range(STAGES)
             ]
-            (value,), target, _ = mpirun.data.batches.Microbatches(model.batch, data, 0, 1)(walk, t)
+            (value,), target, _ = mpirun.data.microbatches.Microbatches(model.batch, data, 0, 1)(walk, t)
             for module, given in zip(modules, used, strict=True):
                 value = functional_call(module, given, value)
             loss = model.loss(value, target)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from untraceable import Layers
 
 from mpirun import Cut, split, split_sequential
-from mpirun.model.contract import Model, build
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Model
 from schedgen.util.errors import UsageError
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
@@ -35,7 +36,7 @@ def state(of: Model, seed: int = 0) -> dict[str, Tensor]:
     """All parameters and buffers of all stages; those of one name are equal."""
     found: dict[str, Tensor] = {}
     for stage in range(len(of.stages)):
-        module = build(of, stage, seed)
+        module = build_stage(of, stage, seed)
         for name, one in (*module.named_parameters(), *module.named_buffers()):
             assert one.device.type == "cpu" and isinstance(one, nn.Parameter) == (name != "positions")
             torch.testing.assert_close(found.setdefault(name, one), one, rtol=0, atol=0)
@@ -56,7 +57,7 @@ def test_values_depend_on_seed_and_name_alone(shared: str) -> None:
 
 def test_a_stage_is_what_the_module_with_these_values_is() -> None:
     cut = split(on_meta(lambda: GPT2Like(dropout=0)), EXAMPLE, stages=1, init=set_values)
-    stage, whole = build(model(cut), 0, 0), GPT2Like(dropout=0)
+    stage, whole = build_stage(model(cut), 0, 0), GPT2Like(dropout=0)
     whole.load_state_dict(stage.state_dict())
     assert cut.output is not None
     torch.testing.assert_close(cut.output.rebuild(stage(*EXAMPLE)), whole(*EXAMPLE))
@@ -72,7 +73,7 @@ def test_a_rank_makes_the_values_of_its_stages_only() -> None:
     cut = split(on_meta(GPT2Like), EXAMPLE, points=["blocks.1", "blocks.3"], init=init)
     of = model(cut)
     assert made == []
-    build(of, 1, 0)
+    build_stage(of, 1, 0)
     blocks = [type(one) for one in GPT2Like().blocks[1:3].modules() if list(one.parameters(recurse=False))]
     assert sorted(map(str, map(type, made))) == sorted([*map(str, blocks), str(GPT2Like)])  # it has the mask's buffer
     assert all(one.is_meta for stage in cut.stages for one in stage.parameters())
@@ -87,7 +88,7 @@ def test_children_of_a_sequential() -> None:
         with pytest.warns(UserWarning, match="statistics are those"):
             cut = split_sequential(on_meta(net), stages)  # type: ignore[arg-type]
         of = cut.model(nn.functional.mse_loss, lambda text, rng: (X, X))
-        parts = [build(of, stage, 0) for stage in range(stages)]
+        parts = [build_stage(of, stage, 0) for stage in range(stages)]
         found.append({name: one for part in parts for name, one in part.state_dict().items()})
     assert found[0].keys() == net().state_dict().keys() == found[1].keys()
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
@@ -143,7 +144,7 @@ def test_values_that_are_missing(make: Callable[[], nn.Module], init: Any, why: 
     of = model(split(on_meta(make), example, stages=2, init=init))
     with pytest.raises(UsageError, match=why):
         for stage in range(2):
-            build(of, stage, 0)
+            build_stage(of, stage, 0)
 
 
 def test_what_is_lost_on_the_meta_device_is_refused() -> None:

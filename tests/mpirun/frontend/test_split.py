@@ -21,8 +21,8 @@ from split_models import agree, train
 from torch import Tensor, nn
 
 from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, split, split_sequential
-from mpirun.data.batches import Microbatches
-from mpirun.model.rng import Draw
+from mpirun.data.microbatches import Microbatches
+from mpirun.model.rng import RandomOp
 from schedgen.util.errors import UsageError
 
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % WORDS
@@ -187,7 +187,7 @@ def test_a_stage_may_see_the_number_of_samples_nowhere_else(make: type[Sized], s
 def test_regions_in_regions_draw_by_their_names_too() -> None:
     """And new tensors in a region are made where it is, not where it was traced."""
     cut = split(Regions(), (X, torch.ones(WIDTH)), stages=1)
-    assert sum(isinstance(one, Draw) for one in cut.stages[0].modules()) == 1
+    assert sum(isinstance(one, RandomOp) for one in cut.stages[0].modules()) == 1
     codes = [one.code for one in cut.stages[0].modules() if isinstance(one, torch.fx.GraphModule)]
     assert len(codes) == 5 and not any("device(type" in code for code in codes)
 

@@ -8,23 +8,23 @@ import models_for_tests
 import pytest
 import torch
 
-from mpirun.data.batches import Microbatches, Minibatch
-from mpirun.model.dataflow import Bundle, Input, Like, Value, dag
+from mpirun.data.microbatches import Microbatches, Minibatch
+from mpirun.model.dataflow import Bundle, Input, TensorSpec, Value, stage_graph
 
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 
 
-def some(like: Like) -> torch.Tensor:
+def some(like: TensorSpec) -> torch.Tensor:
     return torch.randint(0, 2, like.size, generator=torch.Generator().manual_seed(0)).to(like.dtype)
 
 
 @pytest.mark.parametrize("indices", [(), (0,), (1,), (0, 1), (0, 2, 4), (0, 1, 2, 3, 4)])
 def test_a_message_of_several_tensors_gives_them_back(indices):
-    outputs = [Like((3, k), dtype) for k, dtype in enumerate(TYPES)]
+    outputs = [TensorSpec((3, k), dtype) for k, dtype in enumerate(TYPES)]
     bundle, tensors = Bundle(indices, outputs), [some(outputs[index]) for index in indices]
     message = bundle.pack(tensors, torch.device("cpu"))
-    assert (tuple(message.shape), message.dtype) == tuple(bundle.like)
-    assert bundle.like.bytes >= sum(one.nbytes for one in tensors)
+    assert (tuple(message.shape), message.dtype) == tuple(bundle.spec)
+    assert bundle.spec.bytes >= sum(one.nbytes for one in tensors)
     back = bundle.unpack(message)
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(back, tensors, strict=True))
     if len(indices) > 1:
@@ -33,10 +33,10 @@ def test_a_message_of_several_tensors_gives_them_back(indices):
 
 def test_outputs_are_apart_where_consumers_read_different_ones():
     a, b = Value(0, 0), Value(0, 1)
-    assert dag([[Input(0)], [a], [a, Value(1, 0)]])[:3] == (3, ((0, 1), (0, 2), (1, 2)), ())
-    assert dag([[Input(0)], [b, a], [a, b, Value(1, 0)]]).apart == ()  # both read both
-    assert dag([[Input(0)], [a], [a, b, Value(1, 0)]]).apart == (0,)
-    assert dag([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
+    assert stage_graph([[Input(0)], [a], [a, Value(1, 0)]])[:3] == (3, ((0, 1), (0, 2), (1, 2)), ())
+    assert stage_graph([[Input(0)], [b, a], [a, b, Value(1, 0)]]).apart == ()  # both read both
+    assert stage_graph([[Input(0)], [a], [a, b, Value(1, 0)]]).apart == (0,)
+    assert stage_graph([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_a_loss_of_the_whole_minibatch_needs_its_forwards_first(mistakes, compil
 def test_graph_writes_what_compile_reads(several, text, tmp_path, model):
     file = tmp_path / "graph.json"
     ((code, _),) = several(1, [["graph", "--model", f"models_for_tests:{model}", "--stages", 4, "-o", file]])
-    found = dag(getattr(models_for_tests, model)(4).reads)
+    found = stage_graph(getattr(models_for_tests, model)(4).reads)
     assert code == 0
     assert json.loads(file.read_text()) == json.loads(json.dumps({k: v for k, v in found._asdict().items() if v != ()}))
 
@@ -97,6 +97,6 @@ DIMS = ({"x": 1, "all": None, "no": None}, 0)
 
 def test_a_sample_weighs_the_same_in_every_microbatch():
     found = Microbatches(Minibatch(lambda text, rng: minibatch(10), DIMS), torch.zeros(1), 0, 4)
-    parts = [found(0, number).parts for number in range(4)]
+    parts = [found(0, number).loss_divisor for number in range(4)]
     assert parts == [10 / 3, 10 / 3, 5, 5]
     assert found.tokens == 10

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from mpirun.comm.device import Device
-from mpirun.data.batches import Microbatch, Microbatches
-from mpirun.model.contract import Model, build
+from mpirun.data.microbatches import Microbatch, Microbatches
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
-from mpirun.model.rng import Draws
-from mpirun.model.shapes import shapes
+from mpirun.model.rng import LayerRng
+from mpirun.model.shapes import infer_shapes
 from mpirun.models import gpt
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
@@ -114,11 +115,10 @@ def test_a_case_is_what_it_is_called(schedules, name):
 def output(model, step: int, mb: int, seed: int = 0, train: bool = True) -> Tensor:
     """What all stages make of the same data, as if in that step and microbatch."""
     (x,), _, _ = first(model)
-    for index, shape in enumerate(
-        shapes(model, model.wiring([(s - 1,) if s else () for s in range(len(model.stages))], 1), first(model))
-    ):
-        module = build(model, index, 0).train(train)
-        draws = Draws(module, index, shape.draws, Device().seed)
+    chain = [(s - 1,) if s else () for s in range(len(model.stages))]
+    for index, shape in enumerate(infer_shapes(model, model.resolved_reads(chain, 1), first(model))):
+        module = build_stage(model, index, 0).train(train)
+        draws = LayerRng(module, index, shape.random_layers, Device().seed)
         draws.at = (seed, step, mb)
         x = module(x)
     return x.detach()
@@ -145,17 +145,17 @@ def test_two_layers_of_one_kind_draw_different_numbers():
     drawn = []
     for name in ("a", "b", "a"):
         module = torch.nn.Sequential(OrderedDict({name: torch.nn.Dropout(0.5)}))
-        Draws(module, 0, [name], Device().seed).at = (0, 0, 0)
+        LayerRng(module, 0, [name], Device().seed).at = (0, 0, 0)
         drawn.append(module(x))
     assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
 
 
 def test_the_layers_that_draw_are_found():
     """All of them, and no others: attention draws only with dropout."""
-    found = shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
-    assert [one.draws for one in found] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
-    found = shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
-    assert found[1].draws == ("",)  # the whole stage
-    assert shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].draws == ()
+    found = infer_shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
+    assert [one.random_layers for one in found] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
+    found = infer_shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
+    assert found[1].random_layers == ("",)  # the whole stage
+    assert infer_shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].random_layers == ()
     everywhere = models_for_tests.attends_everywhere(2)  # attention's other defaults
-    assert [one.draws for one in shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]
+    assert [one.random_layers for one in infer_shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]

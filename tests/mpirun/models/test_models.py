@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mpirun.data.batches import Microbatch, Microbatches, Minibatch
-from mpirun.model.contract import Model, build, load
-from mpirun.model.dataflow import Like
-from mpirun.model.shapes import shapes
+from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
+from mpirun.model.build_stage import build_stage
+from mpirun.model.contract import Model
+from mpirun.model.dataflow import TensorSpec
+from mpirun.model.load_model import load_model
+from mpirun.model.shapes import infer_shapes
 from mpirun.models import gpt, mlp
 from schedgen.util.errors import UsageError
 
@@ -33,7 +35,7 @@ def microbatch(model: Model, text: Tensor, seed: int, step: int, mb: int) -> Mic
 
 
 def modules(model: Model, seed: int = 0) -> list[nn.Module]:
-    return [build(model, stage, seed) for stage in range(len(model.stages))]
+    return [build_stage(model, stage, seed) for stage in range(len(model.stages))]
 
 
 def parameters(parts: list[nn.Module]) -> dict[str, Tensor]:
@@ -69,26 +71,26 @@ def test_layers_joined_by_a_schedule_are_the_model(name):
     """Uneven stages, the same layers in the same order, ties where they were."""
     make, layers = TINY[name]
     counts = [1, layers - 3, 2]
-    model = load(f"mpirun.models.{name}:tiny", 3, 0, counts)
+    model = load_model(f"mpirun.models.{name}:tiny", 3, 0, counts)
     assert [len(part) for part in modules(model)] == counts
     assert list(parameters(modules(model))) == list(parameters(modules(make(1))))
 
 
 def test_ties_and_layers_that_cannot_be_joined():
-    model = load("mpirun.models.gpt:tied", 2, 0, [4, 6])
+    model = load_model("mpirun.models.gpt:tied", 2, 0, [4, 6])
     assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
     with pytest.raises(UsageError, match="not given by their layers"):
-        load("models_for_tests:dropping_function", 2, 0, [1, 2])
+        load_model("models_for_tests:dropping_function", 2, 0, [1, 2])
 
 
 @BOTH
 def test_weights_depend_on_the_seed_and_not_on_what_was_built_before(name):
     make, _ = TINY[name]
     model = make(4)
-    forwards = {stage: build(model, stage, 5) for stage in range(4)}
+    forwards = {stage: build_stage(model, stage, 5) for stage in range(4)}
     torch.rand(3)
-    backwards = {stage: build(model, stage, 5) for stage in reversed(range(4))}
-    others = {stage: build(model, stage, 6) for stage in range(4)}
+    backwards = {stage: build_stage(model, stage, 5) for stage in reversed(range(4))}
+    others = {stage: build_stage(model, stage, 6) for stage in range(4)}
     for stage in range(4):
         for a, b in zip(forwards[stage].parameters(), backwards[stage].parameters(), strict=True):
             assert torch.equal(a, b)
@@ -108,8 +110,8 @@ def test_a_module_given_as_it_is_is_copied(name):
     model = make(2)
     given = model._replace(stages=modules(model))
     with torch.no_grad():
-        next(build(given, 0, 0).parameters()).fill_(7)
-    assert not (next(build(given, 0, 0).parameters()) == 7).any()
+        next(build_stage(given, 0, 0).parameters()).fill_(7)
+    assert not (next(build_stage(given, 0, 0).parameters()) == 7).any()
 
 
 def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
@@ -150,7 +152,7 @@ def test_the_shortest_text_is_long_enough_and_a_shorter_is_not(name):
 def test_more_stages_than_layers_is_one_clear_error(name):
     _, layers = TINY[name]
     with pytest.raises(UsageError) as error:
-        load(f"mpirun.models.{name}:tiny", layers + 1, 0)
+        load_model(f"mpirun.models.{name}:tiny", layers + 1, 0)
     assert str(error.value) == (
         f"--model mpirun.models.{name}:tiny: it has {layers} layers, too few for {layers + 1} stages"
     )
@@ -191,16 +193,21 @@ def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, fiel
     module.model = lambda stages: mlp.tiny(stages)._replace(**{field: value})
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
-        load("wrong:model", 2, 0)
+        load_model("wrong:model", 2, 0)
 
 
 def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
     module = types.ModuleType("mine")
-    fields = {"length": np.int64(20), "split": {np.int64(0)}, "tied": [[[np.int64(0), "a"], (1, "b")]], "shards": 5}
+    fields = {
+        "length": np.int64(20),
+        "split": {np.int64(0)},
+        "tied": [[[np.int64(0), "a"], (1, "b")]],
+        "tensor_parallel": 5,
+    }
     module.model = lambda stages: mlp.tiny(stages)._replace(**fields)
     monkeypatch.setitem(sys.modules, "mine", module)
-    found = load("mine:model", 2, 0)
-    assert (found.length, found.split, found.tied, found.shards) == (20, [0], [[(0, "a"), (1, "b")]], 1)
+    found = load_model("mine:model", 2, 0)
+    assert (found.length, found.split, found.tied, found.tensor_parallel) == (20, [0], [[(0, "a"), (1, "b")]], 1)
     assert type(found.length) is type(found.split[0]) is type(found.tied[0][0][0]) is int
 
 
@@ -217,7 +224,7 @@ def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
 )
 def test_what_cannot_be_tied_is_one_sentence(tie, sentence):
     with pytest.raises(UsageError, match=re.escape(f"the model {sentence}")):
-        build(mlp.tiny(2)._replace(tied=[tie]), 1, 0)
+        build_stage(mlp.tiny(2)._replace(tied=[tie]), 1, 0)
 
 
 def test_what_a_model_raises_is_on_one_line(monkeypatch):
@@ -228,11 +235,11 @@ def test_what_a_model_raises_is_on_one_line(monkeypatch):
     module.model = model
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines$"):
-        load("wrong:model", 2, 0)
+        load_model("wrong:model", 2, 0)
 
 
 def test_the_small_models_have_the_sizes_they_say():
-    sizes = {make: sum(p.numel() for p in build(make(1), 0, 0).parameters()) for make in (gpt.small, mlp.small)}
+    sizes = {make: sum(p.numel() for p in build_stage(make(1), 0, 0).parameters()) for make in (gpt.small, mlp.small)}
     assert round(sizes[gpt.small] / 1e6) == 10 and round(sizes[mlp.small] / 1e6) == 17  # as their docstrings say
 
 
@@ -275,19 +282,19 @@ def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
         return torch.ones(2, 3, dtype=dtype), torch.ones(())
 
     model = Model([stage], lambda output, target: output.mean(), batch)
-    (found,) = shapes(model, model.wiring([()], 1), microbatch(model, TEXT, 0, 0, 0))
-    real = build(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
-    assert found.outputs == (Like(tuple(real.shape), real.dtype),) == (Like(size, dtype),)
+    (found,) = infer_shapes(model, model.resolved_reads([()], 1), microbatch(model, TEXT, 0, 0, 0))
+    real = build_stage(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
+    assert found.outputs == (TensorSpec(tuple(real.shape), real.dtype),) == (TensorSpec(size, dtype),)
 
 
 def test_with_mixed_precision_shapes_have_the_types_that_travel():
-    found = shapes(
+    found = infer_shapes(
         mlp.tiny(4),
-        mlp.tiny(4).wiring([(), (0,), (1,), (2,)], 1),
+        mlp.tiny(4).resolved_reads([(), (0,), (1,), (2,)], 1),
         microbatch(mlp.tiny(4), TEXT, 0, 0, 0),
         torch.bfloat16,
     )
     assert [one.outputs[0].dtype for one in found] == [torch.float32] * 3 + [
         torch.bfloat16
     ]  # sums with what was, and scores
-    assert all(one.weights % 64 == 0 and one.weights > 0 for one in found)
+    assert all(shape.weight_bytes % 64 == 0 and shape.weight_bytes > 0 for shape in found)
