@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+Numbers = NDArray[np.int64]
 Small = NDArray[np.int8]
 AnyInts = NDArray[np.integer[Any]]
 

@@ -1,0 +1,257 @@
+"""Liveness: from where to where every buffer lives on every rank, and what follows from that by arithmetic.
+
+In: a projected program and its accesses. Out: `Lifetimes`. Buffers are followed once: peaks in numbers of buffers
+or in bytes, the memory timeline and the memory plan are all computed from the lives found here.
+
+The accesses to one buffer on one rank, in the order of the list, must read
+    DEFINE READ* END
+where ADD may stand for DEFINE and for READ, an owned weight is there from the start to the end, and a fetched weight
+may have several lives. What an instruction ends takes memory until it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.effects import RECEIVERS, Accesses, Buffer, Effect, numbers_per_size
+from schedgen.ir.instructions import Ints, Numbers, Small
+from schedgen.ir.program import Program
+from schedgen.util.jit import kernel
+
+UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)  # codes of faults
+_NEW, _ALIVE, _ENDED = range(3)  # states of a buffer
+
+
+class Fault(NamedTuple):
+    """The first access that is wrong or, of a buffer that nothing ends, the last."""
+
+    code: (
+        int  # UNDEFINED, AGAIN (after its end), TWICE (defined), OWNED (by the rank), LEFT or NOTHING (no such buffer)
+    )
+    row: int
+    buffer: Buffer
+    number: int  # within its kind, as in `Accesses`
+
+
+class Memory(NamedTuple):
+    """The most buffers (or their bytes) of each kind alive at once, in the order of `Buffer`; one entry a rank."""
+
+    activation: Numbers
+    gradient: Numbers
+    weight: Numbers  # copies of stages the rank does not own, and of its own all versions but one
+    weight_gradient: Numbers
+    partial: Numbers
+    saved: Numbers
+    half: Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Lifetimes:
+    """Every life of every buffer, in the order of their first accesses; arrays by life unless they say otherwise.
+
+    Weights that their owner holds throughout have no life. Where weights have versions, an owner's have: the first
+    begins at -1, one that a STEP changes in place lives on under the next number, and the newest does not end.
+    """
+
+    program: Program
+    fault: Fault | None  # behind it nothing is followed
+    rank: Ints
+    buffer: Small  # a Buffer
+    number: Ints  # within its kind, as in `Accesses`
+    begin: Ints  # the row that defines or receives it; -1: it is there from the start
+    end: Ints  # the row that ends it; -1: it stays
+    # By first use of what was received, in the order of the list: the row that uses it, and the row that received it.
+    users: Ints
+    received: Ints
+    # By row, of what sends, changes or ends a buffer: the SEND of that buffer before it in its life; -1: there is none.
+    send_before: Ints
+
+    @cached_property
+    def size_column(self) -> NDArray[np.int64]:
+        """Where a buffer's size stands in a row of an array of sizes by kind: see `numbers_per_size`."""
+        columns: Numbers = self.number // numbers_per_size(self.program.header)[self.buffer]
+        return columns
+
+    @cached_property
+    def is_received(self) -> NDArray[np.bool_]:
+        """Whether it begins with a message, not with a computation."""
+        return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
+
+    def amounts(self, sizes: Numbers) -> Numbers:
+        """Bytes of every life. `sizes`: by kind of buffer and size column, shape (7, columns)."""
+        bytes: Numbers = sizes[self.buffer, self.size_column]
+        return bytes
+
+    def during(self, amounts: Numbers) -> Numbers:
+        """By row: the sum of `amounts`, one a life, over what takes memory on the row's rank while it runs."""
+        taken, given = np.zeros((2, len(self.program) + 1), np.int64)
+        np.add.at(taken, self.begin, amounts)  # -1 is the entry behind all rows
+        np.add.at(given, self.end, amounts)
+        level: Numbers = np.cumsum(taken[:-1] - np.append(0, given[:-2]))
+        return level
+
+    def peaks(self, sizes: Numbers | None = None) -> Memory:
+        """The most of each kind at once: in bytes, `sizes` as for `amounts`; without, in numbers of buffers."""
+        amounts = np.ones(len(self.buffer), np.int64) if sizes is None else self.amounts(sizes)
+        peak = np.zeros((self.program.header.workers, len(Buffer)), np.int64)
+        _peaks.sized(2 * len(self.program))(self.program.rows.rank, self.buffer, amounts, self.begin, self.end, peak)
+        return Memory(*peak.T)
+
+
+def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
+    """Follow every buffer of every rank, up to the first fault; `accesses` are the program's."""
+    header, length = program.header, len(program)
+    batches, versions = header.microbatches, max(header.weight_versions.count, 1)
+    units, jobs = len(header.weight_shards.units), header.stages * batches
+    owner = header.weight_shards.is_owner(header.workers)
+    # Of the partials that there might be few are there: they are numbered anew.
+    number, partial = accesses.number, np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
+    partials, again = np.unique(number[partial], return_inverse=True)
+    if len(partials):
+        number = number.copy()
+        number[partial] = again
+    shares, halves = len(header.graph.edges) * batches, bool((accesses.buffer == Buffer.HALF).any())
+    sizes = (jobs + shares * bool(header.graph.per_consumer), jobs + shares, units * versions, units, len(partials))
+    base = np.cumsum([0, *sizes, jobs, jobs * halves])
+    begins = int(np.isin(accesses.effect, (Effect.DEFINE, Effect.RECEIVE, Effect.ADD)).sum())
+    most = begins + int(owner.sum()) * (versions > 1)
+    code, row, access, lives, uses, columns, kinds, pairs, send_before = _follow.sized(4 * length)(
+        program.rows.rank, accesses.first, accesses.effect, accesses.buffer, number, base, owner, versions, most,
+        int((accesses.effect == Effect.RECEIVE).sum()),
+    )  # fmt: skip
+    rank, named, begin, end = (column[:lives].copy() for column in columns)
+    buffer = kinds[:lives].copy()
+    here = buffer == Buffer.PARTIAL
+    named[here] = partials[named[here]]
+    fault = None
+    if code == LEFT:
+        fault = _left(program, accesses, int(program.rows.rank[row]), owner, rank, buffer, named, end)
+    elif code:
+        fault = Fault(code, row, Buffer(accesses.buffer[access]), int(accesses.number[access]))
+    users, received = (column[:uses].copy() for column in pairs)
+    return Lifetimes(program, fault, rank, buffer, named, begin, end, users, received, send_before)
+
+
+def _left(
+    program: Program, accesses: Accesses, r: int, owner: NDArray[np.bool_], rank: Ints, buffer: Small, number: Ints,
+    end: Ints,
+) -> Fault:  # fmt: skip
+    """The buffer that nothing on rank r ends and whose last access comes first."""
+    versions = numbers_per_size(program.header)[Buffer.W]
+    lives = np.flatnonzero((rank == r) & (end < 0))
+    left = set(zip(buffer[lives].tolist(), number[lives].tolist(), strict=True))
+    for unit in np.flatnonzero(owner[r]).tolist():  # the newest version of its own stays
+        own = [version for kind, version in left if kind == Buffer.W and version // versions == unit]
+        left -= {(int(Buffer.W), version) for version in own if version == max(own)}
+    last: dict[tuple[int, int], int] = {}
+    for row in range(program.bounds[r], program.bounds[r + 1]):
+        of_row = slice(accesses.first[row], accesses.first[row + 1])
+        for name in zip(accesses.buffer[of_row].tolist(), accesses.number[of_row].tolist(), strict=True):
+            if name in left:
+                last[name] = row
+    row, (kind, named) = min((row, name) for name, row in last.items())
+    return Fault(LEFT, row, Buffer(kind), named)
+
+
+@kernel
+def _follow(
+    rank: Ints, first: Numbers, effect: Small, kind: Small, number: Ints, base: Numbers, owner: NDArray[np.bool_],
+    versions: int, most: int, receives: int,
+) -> tuple[int, int, int, int, int, tuple[Ints, Ints, Ints, Ints], Small, tuple[Ints, Ints], Ints]:  # fmt: skip
+    """(fault, its row and access, how many lives and uses there are, the columns of `Lifetimes`); fault 0: none."""
+    slots, kinds = base[len(base) - 1], len(base) - 1
+    seen = np.full(slots, -1, np.int32)  # the rank that a slot's entries speak of
+    state, life = np.empty(slots, np.int8), np.empty(slots, np.int32)
+    arriving, sent = np.empty(slots, np.int32), np.empty(slots, np.int32)  # the row that receives it; its last SEND
+    of_rank, buffer, name = np.empty(most, np.int32), np.empty(most, np.int8), np.empty(most, np.int32)
+    begin, end = np.empty(most, np.int32), np.empty(most, np.int32)
+    users, received = np.empty(receives, np.int32), np.empty(receives, np.int32)
+    send_before = np.full(len(rank), -1, np.int32)
+    columns, pairs = (of_rank, name, begin, end), (users, received)
+    alive = np.zeros(kinds, np.int64)
+    lives, uses = 0, 0
+    for row in range(len(rank)):
+        r = rank[row]
+        for a in range(first[row], first[row + 1]):
+            does, thing = effect[a], kind[a]
+            if number[a] < 0:
+                return NOTHING, row, a, lives, uses, columns, buffer, pairs, send_before
+            slot = base[thing] + number[a]
+            own = thing == Buffer.W and owner[r, number[a] // versions] and number[a] % versions == 0
+            since = -2  # where a life begins, if one does
+            if seen[slot] != r:
+                seen[slot], state[slot] = r, _ALIVE if own else _NEW
+                arriving[slot], sent[slot] = -1, -1
+                if own and versions > 1:
+                    since = -1
+            now, fault = state[slot], 0
+            replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # the version before
+            begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
+            several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one behind the other
+            if own and versions == 1 and (begins or does == Effect.END):
+                fault = OWNED
+            elif now == _ALIVE and begins:
+                fault = TWICE
+            elif now == _ENDED and not (several and (begins or does == Effect.ADD)):
+                fault = AGAIN
+            elif now == _NEW and not (begins or does == Effect.ADD):
+                fault = UNDEFINED
+            if fault:
+                return fault, row, a, lives, uses, columns, buffer, pairs, send_before
+            if now != _ALIVE and replaces:
+                state[slot], state[slot - 1] = _ALIVE, _ENDED
+                life[slot] = life[slot - 1]
+                name[life[slot]] = number[a]
+            elif now != _ALIVE:
+                since, state[slot] = row, _ALIVE
+                arriving[slot] = row if does == Effect.RECEIVE else -1
+            elif arriving[slot] >= 0:
+                users[uses], received[uses] = row, arriving[slot]
+                uses += 1
+                arriving[slot] = -1
+            if since > -2:
+                life[slot] = lives
+                of_rank[lives], buffer[lives], name[lives] = r, thing, number[a]
+                begin[lives], end[lives] = since, -1
+                lives += 1
+                alive[thing] += since >= 0
+            if does == Effect.SEND or does == Effect.CHANGE or does == Effect.END:
+                send_before[row] = sent[slot]
+                sent[slot] = row if does == Effect.SEND else -1
+            if does == Effect.END:
+                state[slot], end[life[slot]] = _ENDED, row
+                alive[thing] -= 1
+        if row + 1 == len(rank) or rank[row + 1] != r:
+            if alive.max() > 0:
+                return LEFT, row, 0, lives, uses, columns, buffer, pairs, send_before
+            alive[:] = 0
+    return 0, 0, 0, lives, uses, columns, buffer, pairs, send_before
+
+
+@kernel
+def _peaks(rank: Ints, buffer: Small, amount: Numbers, begin: Ints, end: Ints, peak: Numbers) -> None:
+    """Fill `peak`, (workers, kinds): the most of each kind that is alive on a rank at once."""
+    ends = np.full(len(rank), -1, np.int32)  # by row: the lives that end there, as a list
+    following = np.empty(len(begin), np.int32)
+    for life in range(len(begin)):
+        if end[life] >= 0:
+            following[life] = ends[end[life]]
+            ends[end[life]] = life
+    alive = np.zeros(peak.shape[1], np.int64)
+    life = 0
+    for row in range(len(rank)):
+        while life < len(begin) and begin[life] <= row:
+            if begin[life] >= 0:
+                thing = buffer[life]
+                alive[thing] += amount[life]
+                peak[rank[row], thing] = max(peak[rank[row], thing], alive[thing])
+            life += 1
+        ending = ends[row]
+        while ending >= 0:
+            alive[buffer[ending]] -= amount[ending]
+            ending = following[ending]

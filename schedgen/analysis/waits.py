@@ -1,0 +1,43 @@
+"""The wait graph: which rows every row waits for, apart from the row before it on its rank.
+
+A SEND waits until its receiver has come to the RECV or FETCH_W (rendezvous); the first use of what arrives waits
+until its SEND is past; a collective waits for all its members.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.analysis.liveness import Lifetimes
+from schedgen.analysis.messages import Messages, entries
+from schedgen.ir.instructions import Ints, Numbers
+from schedgen.ir.program import Program
+
+
+class Waits(NamedTuple):
+    """The graph as arrays by row, -1 where a row has none; for programs with rules 3, 6 and 7 proved."""
+
+    first: Numbers  # row r is the first to use what the SENDs in sends[first[r] : first[r + 1]] brought; (rows + 1,)
+    sends: Numbers
+    receiver: Ints  # of a SEND: the RECV or FETCH_W
+    collective: Ints  # of an ALLREDUCE or NORM: the number of the collective it enters ...
+    members: Numbers  # ... and by that number, how many rows enter it
+
+
+def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Waits:
+    """Put the graph together from what was followed and matched."""
+    length = len(program)
+    receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
+    receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends
+    first = np.searchsorted(lifetimes.users, np.arange(length + 1))
+    collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
+    begin = 0
+    for group, rows in entries(program):
+        size = len(program.header.groups[group])
+        rounds = len(rows) // size  # all ranks enter equally often
+        collective[rows] = np.tile(np.arange(begin, begin + rounds), size)
+        members.append(np.full(rounds, size))
+        begin += rounds
+    return Waits(first, sender[lifetimes.received].astype(np.int64), receiver, collective, np.concatenate(members))

@@ -1,0 +1,334 @@
+"""What every instruction does to which buffers. Nothing else in the program says it, apart from who executes it.
+
+In: a program. Out: `Accesses`, what each of its rows does, buffer by buffer. `EFFECTS` is the table that says it;
+the checker, the simulator, the exports and the passes follow buffers by what it gives, so a new instruction is a
+new row here. `reference_machine.py` says the same as an execution, on purpose without this table.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import OPERANDS, B, F, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.program import Program
+from schedgen.util.jit import kernel
+
+
+class Buffer(IntEnum):
+    """What takes memory on a rank."""
+
+    X = 0  # x, computed or received
+    G = 1  # g
+    W = 2  # weights
+    DW = 3  # their gradient, gathered on this rank
+    PARTIAL = 4  # a dw received from another rank, not added yet
+    SAVED = 5  # what a forward keeps for its backward
+    HALF = 6  # what a BWD_I keeps in addition for its BWD_W
+
+
+class Effect(IntEnum):
+    """What happens to a buffer."""
+
+    READ = 0  # it is there, and stays
+    SEND = 1  # READ, by a message that may still be under way behind the instruction
+    DEFINE = 2  # it is not there before, and is behind
+    RECEIVE = 3  # DEFINE, by a message: the next instruction to touch it waits for that
+    ADD = 4  # a summand is added to it; DEFINE where it is not there
+    CHANGE = 5  # it is rewritten in place, behind the messages that send it
+    END = 6  # it is there before, and is not behind, nor are messages that send it
+
+
+class Of(IntEnum):
+    """Which buffers of a kind, of an instruction at (stage s, microbatch b); how many of them."""
+
+    NAMED = 0  # the one that `buf`, or `stage` and `shard`, name; of a partial, that of rank `from`
+    JOB = 1  # that of this job
+    UNREDONE = 2  # that of this job, but none if a RECOMPUTE redoes the job
+    INPUTS = 3  # of each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
+    OUTPUTS = 4  # of each consumer of s, x.s.b as s gives it, or g.s.b as s reads it; of x one where all read the same
+    PARTS = 5  # of each part of the weights of s
+    TIED = 6  # of each stage of tie k that this rank owns
+    BEFORE = 7  # version v - 1 of the weights named; none where weights have no versions
+    IN_PLACE = 8  # the weights named, unless a FREE of version v - 1 follows: v takes its place
+    BESIDE = 9  # the weights named, if a FREE of version v - 1 follows: v gets memory of its own
+
+
+class Does(NamedTuple):
+    """One effect on some buffers of a kind."""
+
+    effect: Effect
+    buffer: Buffer
+    which: Of
+
+
+X, G, W, DW, PARTIAL, SAVED, HALF = Buffer
+READ, SEND, DEFINE, RECEIVE, ADD, CHANGE, END = Effect
+NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, PARTS, TIED, BEFORE, IN_PLACE, BESIDE = Of
+
+_WEIGHTS_AND_INPUTS = Does(READ, W, PARTS), Does(READ, X, INPUTS)
+_BACKWARD = *_WEIGHTS_AND_INPUTS, Does(READ, G, OUTPUTS)
+
+# By opcode and the kind of buffer that its operand names (NONE: it names none), in the order in which memory is
+# taken and given back. What an instruction ends takes memory until it is done. A message goes to rank `to` or comes
+# from rank `from`; an ALLREDUCE and a NORM are entered by all ranks of `group`.
+EFFECTS: dict[Op, dict[Kind, tuple[Does, ...]]] = {
+    Op.FETCH_W: {Kind.W: (Does(RECEIVE, W, NAMED),)},
+    Op.RECV: {
+        Kind.X: (Does(RECEIVE, X, NAMED),),
+        Kind.G: (Does(RECEIVE, G, NAMED),),
+        Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),),
+    },
+    Op.SEND: {
+        Kind.X: (Does(SEND, X, NAMED),),
+        Kind.G: (Does(SEND, G, NAMED),),
+        Kind.W: (Does(SEND, W, NAMED),),
+        Kind.DW: (Does(SEND, DW, NAMED),),
+    },
+    Op.FWD: {Kind.NONE: (*_WEIGHTS_AND_INPUTS, Does(DEFINE, SAVED, UNREDONE), Does(DEFINE, X, OUTPUTS))},
+    Op.RECOMPUTE: {Kind.NONE: (*_WEIGHTS_AND_INPUTS, Does(DEFINE, SAVED, JOB))},
+    Op.BWD: {Kind.NONE: (*_BACKWARD, Does(ADD, DW, PARTS), Does(DEFINE, G, INPUTS), Does(END, SAVED, JOB))},
+    Op.BWD_I: {
+        Kind.NONE: (*_BACKWARD, Does(READ, SAVED, JOB), Does(DEFINE, HALF, JOB), Does(DEFINE, G, INPUTS)),
+    },
+    Op.BWD_W: {Kind.NONE: (*_BACKWARD, Does(ADD, DW, PARTS), Does(END, HALF, JOB), Does(END, SAVED, JOB))},
+    Op.ADD: {Kind.DW: (Does(ADD, DW, NAMED), Does(END, PARTIAL, NAMED))},
+    Op.ALLREDUCE: {
+        Kind.DW: (Does(ADD, DW, NAMED),),
+        Kind.T: (Does(ADD, DW, TIED),),
+        Kind.X: (Does(CHANGE, X, NAMED),),
+        Kind.G: (Does(CHANGE, G, NAMED),),
+    },
+    Op.NORM: {Kind.NONE: ()},
+    Op.STEP: {
+        Kind.NONE: (Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, NAMED)),
+    },
+    Op.FREE: {
+        Kind.X: (Does(END, X, NAMED),),
+        Kind.G: (Does(END, G, NAMED),),
+        Kind.W: (Does(END, W, NAMED),),
+        Kind.DW: (Does(END, DW, NAMED),),
+    },
+}
+
+
+def ops_that(effect: Effect, *buffers: Buffer) -> tuple[Op, ...]:
+    """The opcodes that have this effect, on one of these kinds of buffer, or on any if none is given."""
+    return tuple(
+        op
+        for op, by_kind in EFFECTS.items()
+        if any(does.effect == effect and does.buffer in (buffers or Buffer) for all in by_kind.values() for does in all)
+    )
+
+
+SENDERS = ops_that(SEND)
+RECEIVERS = ops_that(RECEIVE)
+COLLECTIVES = tuple(op for op in Op if "group" in OPERANDS[op])
+
+
+class Accesses(NamedTuple):
+    """What the rows of a program do, row by row; row r has the accesses first[r] to first[r + 1] - 1.
+
+    Buffers are numbered within their kind: x and g by stage, or behind the stages by edge, and then microbatch; w by
+    unit and then version; dw by unit; partials by unit and then sender; saved and half by stage and then microbatch.
+    """
+
+    first: Numbers  # (rows + 1,)
+    effect: Small  # an Effect
+    buffer: Small  # a Buffer
+    number: Ints  # -1: there is no such buffer
+
+
+def numbers_per_size(header: Header) -> Numbers:
+    """By kind of buffer, how many numbers share a size: number // that is its column in arrays of sizes.
+
+    The columns are: of x and g, stages and behind them edges; of w, dw and partials, units; of the rest, stages.
+    """
+    batches = header.microbatches
+    return np.array([batches, batches, max(header.weight_versions.count, 1), 1, header.workers, batches, batches])
+
+
+def accesses(program: Program) -> Accesses:
+    """What every row does. `program` may be damaged; it may hold some ranks' rows only.
+
+    A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory: check refuses it.
+    """
+    table = program.rows
+    names = _names(program)
+    first, none = np.zeros(len(program) + 1, np.int64), np.zeros(0, np.int8)
+    expand = _expand.sized(4 * len(program))
+    expand(*table, *_TABLE, names, first, none, none, np.zeros(0, np.int32), False)
+    count = int(first[-1])
+    effect, buffer, number = np.empty(count, np.int8), np.empty(count, np.int8), np.empty(count, np.int32)
+    expand(*table, *_TABLE, names, first, effect, buffer, number, True)
+    return Accesses(first, effect, buffer, number)
+
+
+def _table() -> tuple[Numbers, Numbers]:
+    """EFFECTS as arrays: (effect, buffer, which) of all, and by opcode and kind where those of it begin."""
+    forms = [EFFECTS[op].get(kind, ()) for op in Op for kind in Kind]
+    begin = np.concatenate([[0], np.cumsum([len(form) for form in forms])])
+    return np.array([does for form in forms for does in form], np.int64), begin
+
+
+_TABLE, _KINDS = _table(), len(Kind)
+
+
+class _Names(NamedTuple):
+    """What the numbers of buffers depend on."""
+
+    edges: Numbers  # (edges, 2): producer, consumer; by producer, then consumer
+    by_consumer: Numbers  # the edges' places, by consumer, then producer
+    first_in: Numbers  # by_consumer[first_in[s] : first_in[s + 1]] are those of producers of stage s
+    first_out: Numbers  # edges first_out[s] to first_out[s + 1] - 1 are those of consumers of stage s
+    per_consumer: NDArray[np.bool_]
+    first_unit: Numbers
+    first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
+    tied: Numbers
+    owner: NDArray[np.bool_]  # (workers, units)
+    redone: NDArray[np.bool_]  # (stages, microbatches): the backward's rank redoes the forward
+    stays: NDArray[np.bool_]  # by row, of STEP: a FREE of the version before follows
+    again: NDArray[np.bool_]  # by row: an ALLREDUCE of a tie that its rank has entered
+    stages: int
+    batches: int
+    versions: int
+    workers: int
+
+
+def _names(program: Program) -> _Names:
+    """Gather them from the header, and from the rows that change what others do."""
+    header, table = program.header, program.rows
+    edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
+    by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
+    stages, shards = np.arange(header.stages + 1), header.weight_shards
+    redone = header.compute[F] != header.compute[B]
+    again = np.flatnonzero(table.op == Op.RECOMPUTE)
+    redone[table.stage[again], table.mb[again]] = True
+    return _Names(
+        edges=edges,
+        by_consumer=by_consumer,
+        first_in=np.searchsorted(edges[by_consumer, 1], stages),
+        first_out=np.searchsorted(edges[:, 0], stages),
+        per_consumer=header.graph.is_per_consumer,
+        first_unit=shards.first_unit,
+        first_of_tie=np.cumsum([0, *map(len, header.tied)]),
+        tied=np.array([stage for tie in header.tied for stage in tie], np.int64),
+        owner=shards.is_owner(header.workers),
+        redone=redone,
+        stays=_freed_later(program),
+        again=_entered_again(program),
+        stages=header.stages,
+        batches=header.microbatches,
+        versions=max(header.weight_versions.count, 1),
+        workers=header.workers,
+    )
+
+
+def _freed_later(program: Program) -> NDArray[np.bool_]:
+    """By row, of STEP of weights with versions: whether the version before has a FREE, so that it lives on."""
+    table, versions = program.rows, program.header.weight_versions.count
+    stays = np.zeros(len(program), bool)
+    if versions:
+        steps = np.flatnonzero(table.op == Op.STEP)
+        frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
+        weights = table.rank.astype(np.int64) * program.header.stages + table.stage
+        freed = weights[frees] * versions + table.version[frees]
+        stays[steps] = np.isin(weights[steps] * versions + table.version[steps] - 1, freed)
+        stays[steps[table.version[steps] == 0]] = False
+    return stays
+
+
+def _entered_again(program: Program) -> NDArray[np.bool_]:
+    """By row, of ALLREDUCE of a tie: whether its rank has entered that before."""
+    table, again = program.rows, np.zeros(len(program), bool)
+    rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
+    entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.tie[rows]
+    again[np.delete(rows, np.unique(entries, return_index=True)[1])] = True
+    return again
+
+
+@kernel
+def _expand(
+    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, table: Numbers, begin: Numbers,
+    names: _Names, first: Numbers, effect: Small, buffer: Small, number: Ints, fill: bool,
+) -> None:  # fmt: skip
+    """Count the accesses of every row in `first`; with `fill`, write them down instead."""
+    edges, first_out, first_unit, batches = names.edges, names.first_out, names.first_unit, names.batches
+    count = 0
+    for row in range(len(op)):
+        s, b = stage[row], mb[row]
+        form = int(op[row]) * _KINDS + kind[row]
+        for e in range(begin[form], begin[form + 1]):
+            does, thing, which = table[e, 0], table[e, 1], table[e, 2]
+            low, many = 0, 1  # of what the numbers are counted
+            if which == Of.INPUTS:
+                low, many = names.first_in[s], names.first_in[s + 1] - names.first_in[s]
+            elif which == Of.OUTPUTS:
+                if thing == Buffer.G or names.per_consumer[s]:
+                    many = first_out[s + 1] - first_out[s]
+                low = first_out[s]
+            elif which == Of.PARTS:
+                low, many = first_unit[s], first_unit[s + 1] - first_unit[s]
+            elif which == Of.TIED:
+                low = names.first_of_tie[s]
+                many = 0 if names.again[row] else names.first_of_tie[s + 1] - low
+            elif (
+                (which == Of.UNREDONE and names.redone[s, b])
+                or (which == Of.BEFORE and names.versions == 1)
+                or (which == Of.IN_PLACE and names.stays[row])
+                or (which == Of.BESIDE and not names.stays[row])
+            ):
+                many = 0
+            for j in range(low, low + many):
+                one = -1
+                if which == Of.INPUTS:
+                    edge = names.by_consumer[j]
+                    producer = edges[edge, 0]
+                    shared = first_out[producer + 1] - first_out[producer] == 1
+                    if thing == Buffer.X:
+                        shared = not names.per_consumer[producer]
+                    one = (producer if shared else names.stages + edge) * batches + b
+                elif which == Of.OUTPUTS:
+                    one = (s if many == 1 else names.stages + j) * batches + b
+                elif which == Of.TIED:
+                    if not names.owner[rank[row], first_unit[names.tied[j]]]:
+                        continue
+                    one = first_unit[names.tied[j]]
+                elif thing == Buffer.SAVED or thing == Buffer.HALF:
+                    one = s * batches + b
+                elif thing == Buffer.X or thing == Buffer.G:
+                    one = _edge_named(names, thing, s, via[row]) * batches + b
+                else:
+                    unit = j if which == Of.PARTS else first_unit[s] + max(via[row], 0)
+                    one = unit if unit < first_unit[s + 1] else -1
+                    if thing == Buffer.PARTIAL:
+                        one = unit * names.workers + peer[row]
+                    elif thing == Buffer.W and names.versions > 1:
+                        version = peer[row] - (which == Of.BEFORE)
+                        one = unit * names.versions + version if 0 <= version < names.versions else -1
+                if fill:
+                    effect[count], buffer[count], number[count] = does, thing, max(one, -1)
+                count += 1
+        first[row + 1] = count
+
+
+@kernel
+def _edge_named(names: _Names, thing: int, s: int, consumer: int) -> int:
+    """The stage or, behind all stages, the edge whose x or g is called by this consumer; -1: there is none."""
+    edge, behind = names.first_out[s], names.first_out[s + 1]
+    several = names.per_consumer[s] or (thing == Buffer.G and behind - edge > 1)
+    if (thing == Buffer.G and behind == edge) or several == (consumer < 0):
+        return -1
+    if not several:
+        return s
+    while behind - edge > 1:  # consumers ascend
+        middle = (edge + behind) // 2
+        if names.edges[middle, 1] <= consumer:
+            edge = middle
+        else:
+            behind = middle
+    return names.stages + edge if names.edges[edge, 1] == consumer else -1
