@@ -29,9 +29,10 @@ from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra
 from schedgen.report.chrome_trace import events, trace
 from schedgen.report.diff import coloured, diff
-from schedgen.report.draw import Scene, scene, terminal, usual
+from schedgen.report.draw import terminal
 from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
+from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import measured, read_trace
 from schedgen.report.torch_csv import as_torch_csv
 from schedgen.simulator.cost import Machine, read_profile
@@ -154,7 +155,7 @@ def run_draw(options: DrawOptions) -> int:
     if form not in (None, ".svg", ".png", ".html"):
         raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
-    by = options.by or usual(scenes)
+    by = options.by or default_colouring(scenes)
     if options.output is None or form is None:
         terminal.show(scenes, by)
     elif form == ".html":
@@ -178,10 +179,10 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
         program, header = execution.program, execution.program.header
         sizes = bytes_of(execution.machine, header.stages, len(header.graph.edges))
         if execution.walks:
-            scenes.append(scene("measured", file, program, execution.walks[-1], sizes, seconds=True))
+            scenes.append(build_scene("measured", file, program, execution.walks[-1], sizes, seconds=True))
             label = "simulated"
         seconds = execution.seconds or bool(execution.walks)
-        scenes.append(scene(label, file, program, execution.timeline, sizes, seconds))
+        scenes.append(build_scene(label, file, program, execution.timeline, sizes, seconds))
     return scenes
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from schedgen.report.compare import Comparison, Row
-from schedgen.report.draw.figure import text_width
+from schedgen.report.draw.figure_style import text_width
 from schedgen.simulator.lower_bounds import bounds
 from schedgen.util.errors import UsageError
 

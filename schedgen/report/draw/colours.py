@@ -1,6 +1,6 @@
-"""The colours of all drawings: hue says which microbatch or stage, lightness which kind of job.
+"""The colours of all pictures: hue says which microbatch or stage, lightness which kind of job.
 
-Made in OKLCH, where equal numbers look equally light and equally strong
+They are made in OKLCH, where equal numbers look equally light and equally strong
 [Ottosson 2020, A perceptual color space for image processing].
 """
 
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 INK, PAPER = "#1c2430", "#ffffff"
 STEP, OVERHEAD = "#b03c82", "#858d99"  # optimizer steps, and instructions that do not compute
-TRACK = "#f1f3f6"  # where a worker has nothing to do
-HELD = "#b5c79a"  # what workers hold
-TRANSFER_COLOURS = {"x": "#2f6db3", "g": "#b0483f", "w": "#3c8a5b", "dw": "#8a5bb0"}  # by what is sent
+TRACK = "#f1f3f6"  # behind bars, where a worker has nothing to do
+HELD = "#b5c79a"  # memory that workers hold
+TRANSFER_COLOURS = {"x": "#2f6db3", "g": "#b0483f", "w": "#3c8a5b", "dw": "#8a5bb0"}  # by kind of message
 
 
 class Look(NamedTuple):
-    """How a kind of job is told from the others where there is no colour."""
+    """How a kind of job looks, also where there is no colour."""
 
     letter: str
-    words: str
-    lightness: float
-    chroma: float
+    words: str  # in legends
+    lightness: float  # OKLCH
+    chroma: float  # OKLCH; 0: it has one colour, whatever its microbatch and stage
     hatch: str  # "": plain; "/": rising lines; "\\": falling; ".": dots
-    ink: str  # of its label
+    ink: str  # colour of its label
 
 
 LOOKS = (
@@ -35,7 +35,7 @@ LOOKS = (
     Look("R", "recompute", 0.88, 0.055, ".", INK),
     Look("S", "optimizer step", 0.0, 0.0, "", PAPER),
 )
-# By share of time, see `schedgen.simulator.time_breakdown.SHARES`: 3:1 at least beside TRACK [WCAG 2.1, 1.4.11].
+# By share of time, as `schedgen.simulator.time_breakdown.SHARES`; contrast to TRACK is at least 3:1 [WCAG 2.1, 1.4.11].
 SHARE_COLOURS = (
     "#44546a",  # busy
     "#5b86cf",  # warm-up
@@ -50,7 +50,7 @@ SHARE_COLOURS = (
 
 
 def hue(index: int, count: int) -> float:
-    """Degrees of entry `index` of `count`: from blue by green and yellow to rose, never back to where it began."""
+    """OKLCH hue in degrees of entry `index` of `count`: from blue over green and yellow to rose, not a full circle."""
     return (258.0 - 285.0 * index / max(count - 1, 1) * min(1.0, (count - 1) / 5)) % 360
 
 
@@ -62,7 +62,7 @@ def colours(look: Look, count: int) -> list[str]:
 
 
 def oklch(lightness: float, chroma: float, degrees: float) -> str:
-    """A colour as #rrggbb; what sRGB cannot show is cut off."""
+    """An OKLCH colour as #rrggbb, with channels that sRGB cannot show cut off [Ottosson 2020]."""
     a, b = chroma * math.cos(math.radians(degrees)), chroma * math.sin(math.radians(degrees))
     l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3  # noqa: E741  the paper's name
     m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

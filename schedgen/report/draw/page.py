@@ -1,7 +1,7 @@
-"""A schedule as one HTML file that needs nothing else: what is in web/, the scenes' numbers, and their columns.
+"""Scenes as one HTML file that needs no other: the scripts of web/, the scenes' numbers as JSON, and their columns.
 
-The columns of a schedule's rows go in as arrays of numbers, one behind the
-other, compressed; the page makes bars of them.
+The columns have a number for each row of a program. They are packed one after the other, compressed and written in
+base64; the page computes bars from them.
 """
 
 from __future__ import annotations
@@ -21,33 +21,25 @@ from numpy.typing import NDArray
 from schedgen.analysis.lifetimes import SAVED
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
-from schedgen.report.draw import LOOK, Scene, numbered, titles
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
+from schedgen.report.draw.scene import LOOK_OF_OP, Scene, colour_count, joint_title
 from schedgen.simulator.memory_timeline import Held
 from schedgen.simulator.simulate import CAUSES
 from schedgen.simulator.time_breakdown import MEANING, SHARES
 
-SCRIPTS = (
-    "data",
-    "view",
-    "bars",
-    "arrows",
-    "hover",
-    "control",
-    "panel",
-)  # files of web/, in the order in which they run
+SCRIPTS = ("data", "view", "bars", "arrows", "hover", "control", "panel")  # files of web/, in this order
 Columns = dict[str, NDArray[Any]]
 
 
 def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
-    """The file; what can be switched on the page begins so: `by`, microbatch or stage, and whether `transfers` show."""
+    """The file. Its switches begin with colours that say `by`, microbatch or stage, and `transfers` shown or not."""
     sized = any(scene.sized for scene in scenes)
     packed: list[bytes] = []
-    counts = {by: numbered(scenes, by) for by in ("microbatch", "stage")}
     described = [_described(scene, sized, packed) for scene in scenes]
-    heading, measured = titles(scenes), len(scenes) > 1 and scenes[0].program is scenes[1].program
-    whole = {
-        "title": heading,
+    counts = {by: colour_count(scenes, by) for by in ("microbatch", "stage")}
+    title, measured = joint_title(scenes), len(scenes) > 1 and scenes[0].program is scenes[1].program
+    numbers = {
+        "title": title,
         "by": by,
         "transfers": transfers,
         "memory": "activations",
@@ -67,21 +59,21 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "scenes": described,
     }
     parts = {
-        "title": html.escape(heading),
-        "scenes": json.dumps(whole, separators=(",", ":")).replace("<", "\\u003c"),
+        "title": html.escape(title),
+        "scenes": json.dumps(numbers, separators=(",", ":")).replace("<", "\\u003c"),
         "columns": base64.b64encode(gzip.compress(b"".join(packed), mtime=0)).decode(),
     }
     web = resources.files("schedgen.report.draw") / "web"
     parts["script"] = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     text = (web / "page.html").read_text(encoding="utf-8")
-    # In one pass: a title may look like the place of another part.
-    return re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text).encode()
+    # All in one pass, because a title may look like another part's placeholder.
+    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], text).encode()
 
 
 def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]:
-    """A scene's single numbers; its columns are appended to `packed`, widest first, each from a multiple of 8 bytes."""
-    header, share = scene.program.header, scene.share()
-    columns = _columns(scene, scene.held if sized else scene.counted)
+    """A scene as JSON; its columns are appended to `packed`, the widest first, each padded to a multiple of 8 bytes."""
+    header, shares = scene.program.header, scene.shares()
+    columns = _columns(scene, scene.held_bytes if sized else scene.held_buffers)
     for column in columns.values():
         data = column.tobytes()
         packed.append(data + bytes(-len(data) % 8))
@@ -96,55 +88,56 @@ def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]
         "latency": scene.latency,
         "line": line_of(scene.program, 0, 0),
         "looks": scene.looks,
-        "shares": share.round(6).tolist(),
-        "mean": share.mean(axis=0).round(6).tolist(),
+        "shares": shares.round(6).tolist(),
+        "mean": shares.mean(axis=0).round(6).tolist(),
         "columns": [[name, column.dtype.str[1:], len(column)] for name, column in columns.items()],
     }
 
 
 def _columns(scene: Scene, held: Held) -> Columns:
-    """By row of the program, and by SEND; little-endian, as the page reads them.
+    """The columns in little-endian types; those of a SEND have a number for each SEND, the others for each row.
 
-    gap    from the end of the row before to the row's start
-    first  the part of that before what it waits for is sent
-    taken  bytes (or buffers) that the row takes when it starts; given: gives back when it ends
-    saved  1: the row keeps something for a backward; -1: it is the last to use it
+    gap       from the end of the row before to the row's start
+    first     the part of the gap before the message that the row waits for is sent
+    taken     bytes (or buffers) that the row takes when it starts; given: gives back when it ends
+    saved     1: the row keeps something for a backward; -1: it is the last to use it
+    awaited   the SEND whose message the row waits for last; -1: none
+    receiver  of a SEND: the row that receives its message; user: the first row that uses it; -1: none
     """
-    table, walk, times, bounds = scene.program.rows, scene.walk, scene.idle, scene.program.bounds
-    begin = walk.start - walk.wait
-    before = np.append(0.0, (walk.start + walk.length)[:-1])
-    before[bounds[:-1][np.diff(bounds) > 0]] = 0.0
+    table, timeline, idle, bounds = scene.program.rows, scene.timeline, scene.idle, scene.program.bounds
+    begin = timeline.start - timeline.wait
+    end_before = np.append(0.0, (timeline.start + timeline.length)[:-1])
+    end_before[bounds[:-1][np.diff(bounds) > 0]] = 0.0
     send = np.flatnonzero(table.op == Op.SEND)
     user = np.full(len(table.op), -1)
-    user[times.needs.sends] = np.repeat(np.arange(len(table.op)), np.diff(times.needs.first))
-    look = np.array([LOOK.get(op, -1) for op in Op])[table.op]
-    wide: Columns = {
-        "gap": np.maximum(walk.start - before, 0.0),
-        "length": walk.length,
-        "first": np.maximum(times.until - begin, 0.0),
+    user[idle.needs.sends] = np.repeat(np.arange(len(table.op)), np.diff(idle.needs.first))
+    floats: Columns = {
+        "gap": np.maximum(timeline.start - end_before, 0.0),
+        "length": timeline.length,
+        "first": np.maximum(idle.until - begin, 0.0),
         "taken": held.taken.sum(axis=1),
         "given": held.given.sum(axis=1),
-        "arrival": walk.arrival[send],
+        "arrival": timeline.arrival[send],
     }
-    whole: Columns = {
+    integers: Columns = {
         "bounds": bounds,
         "stage": table.stage,
         "mb": table.mb,
         "via": table.via,
         "peer": table.peer,
-        "awaited": times.awaited,
+        "awaited": idle.awaited,
         "send": send,
-        "receiver": times.needs.receiver[send],
+        "receiver": idle.needs.receiver[send],
         "user": user[send],
     }
     small: Columns = {
         "op": table.op,
         "kind": table.kind,
-        "look": look,
-        "cause": walk.cause,
-        "early": times.early,
-        "late": times.late,
-        "saved": np.sign(scene.counted.taken[:, SAVED]) - np.sign(scene.counted.given[:, SAVED]),
+        "look": LOOK_OF_OP[table.op],
+        "cause": timeline.cause,
+        "early": idle.early,
+        "late": idle.late,
+        "saved": np.sign(scene.held_buffers.taken[:, SAVED]) - np.sign(scene.held_buffers.given[:, SAVED]),
     }
-    types = ((wide, "<f8"), (whole, "<i4"), (small, "<i1"))
+    types = ((floats, "<f8"), (integers, "<i4"), (small, "<i1"))
     return {name: column.astype(form) for columns, form in types for name, column in columns.items()}

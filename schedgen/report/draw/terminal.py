@@ -1,7 +1,6 @@
-"""A schedule in the terminal: one line a worker, coloured where the terminal can.
+"""Scenes in the terminal: one line for each worker, in colour where the terminal has colours.
 
-Without colour every job still says what it is: letter and microbatch, as wide
-as it is long, or as much of that as there is room for.
+A job is its letter and microbatch, or as much of them as there is room for, and is as wide as it is long.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis.subject import Numbers
-from schedgen.report.draw import Scene, amount, heading, numbered
 from schedgen.report.draw.colours import LOOKS, colours
+from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
 from schedgen.simulator.time_breakdown import SHARES
 
-LEAST = 20  # columns that a time axis takes even on the narrowest terminal
+NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal
 
 
 class Style(NamedTuple):
-    """How jobs are drawn."""
+    """What colours say, and whether there are any."""
 
-    by: str  # what colours say: microbatch or stage
+    by: str  # microbatch or stage
     paints: list[list[str]]  # by kind of job and number
-    colour: bool  # whether there are any
+    colour: bool
 
 
 class Cell(NamedTuple):
-    """A run of characters of one look."""
+    """Characters of the same colours."""
 
     text: str
     ink: str | None = None  # #rrggbb; None: the terminal's
@@ -39,40 +38,41 @@ class Cell(NamedTuple):
 
 
 def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[list[Cell]]:
-    """Lines of cells, at most `width` columns each (if that is enough for any); `by`: microbatch or stage."""
+    """Lines of cells, at most `width` columns each unless that is less than NARROWEST allows; colours say `by`."""
     ranks = max(scene.program.header.workers for scene in scenes)
-    left = len(str(ranks - 1)) + 2  # rank, blank, bar
+    left = len(str(ranks - 1)) + 2  # the rank and " |"
     right = len("| 100%  999")
-    columns = max(width - left - right, LEAST)
+    columns = max(width - left - right, NARROWEST)
     span = max(scene.makespan for scene in scenes)
     scale = columns / span
-    if scale >= 1:  # whole columns a unit: what takes as long is as wide
+    if scale >= 1:  # a whole number of columns a unit, so that jobs of one length have one width
         scale = float(int(scale))
-    style = Style(by, [colours(look, numbered(scenes, by)) for look in LOOKS], colour)
+    style = Style(by, [colours(look, colour_count(scenes, by)) for look in LOOKS], colour)
     lines: list[list[Cell]] = []
     shown: set[str] = set()  # characters in the rows
     for scene in scenes:
         if lines:
             lines.append([])
-        lines += [[Cell(text)] for text in _wrap(_heading(scene), max(width, LEAST))]
+        lines += [[Cell(text)] for text in _wrap(_heading(scene), max(width, NARROWEST))]
         rows = _rows(scene, scale, span, left, style)
         shown.update(*(cell.text for row in rows for cell in row[1:-1]))
         lines += rows
     lines.append([])
     dense = any(_dense(scene, scale) for scene in scenes)
-    lines += [[Cell(text)] for text in _wrap(_legend(scenes, by if colour else "", shown, dense), max(width, LEAST))]
+    sentences = _legend(scenes, by if colour else "", shown, dense)
+    lines += [[Cell(text)] for text in _wrap(sentences, max(width, NARROWEST))]
     return lines
 
 
 def show(scenes: Sequence[Scene], by: str) -> None:
-    """Print to standard output, in colour if that is a terminal which has colours and NO_COLOR is not set."""
+    """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set."""
     width = _width()
     plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in (None, "dumb")
     if not plain:
         try:
             from rich.console import Console
             from rich.text import Text
-        except ImportError:  # the extra `draw` is not there: the same, plain
+        except ImportError:  # the extra `draw` is not installed
             plain = True
     lines = draw(scenes, width, by, not plain)
     if plain:
@@ -89,10 +89,10 @@ def show(scenes: Sequence[Scene], by: str) -> None:
 
 
 def _width() -> int:
-    """COLUMNS, or the terminal's, or 80."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
+    """The value of COLUMNS, else the terminal's width, else 80."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or 80
     except (OSError, ValueError):
@@ -100,17 +100,18 @@ def _width() -> int:
 
 
 def _heading(scene: Scene) -> list[str]:
-    busy = scene.share()[:, 0].mean()
-    return [f"{heading(scene)}.", f"Latency {amount(scene.latency, scene.seconds)}, busy {busy:.1%}."]
+    busy = scene.shares()[:, 0].mean()
+    return [f"{heading(scene)}.", f"Latency {format_time(scene.latency, scene.seconds)}, busy {busy:.1%}."]
 
 
 def _rows(scene: Scene, scale: float, span: float, left: int, style: Style) -> list[list[Cell]]:
-    busy, peak = scene.share()[:, 0], scene.peak_activations()
+    """A title line, then one line for each worker; `scale`: columns a unit of time, `left`: columns before the axis."""
+    busy, peak = scene.shares()[:, 0], scene.peak_activations()
     columns, most = (max(1, int(np.ceil(time * scale - 1e-9))) for time in (scene.makespan, span))
     lines = [[Cell(" " * (left + most + 1) + " busy peak")]]
     for rank in range(scene.program.header.workers):
-        mine = np.flatnonzero(scene.bars.worker == rank)
-        inner = (_mixed if _dense(scene, scale) else _jobs)(scene, mine, scale, columns, style)
+        bars = np.flatnonzero(scene.bars.worker == rank)
+        inner = (_mixed if _dense(scene, scale) else _jobs)(scene, bars, scale, columns, style)
         lines.append(
             [Cell(f"{rank:{left - 2}} |"), *inner, Cell(f"|{' ' * (most - columns)}{busy[rank]:5.0%}{peak[rank]:5}")]
         )
@@ -122,15 +123,15 @@ def _dense(scene: Scene, scale: float) -> bool:
     return float(np.median(scene.bars.length)) * scale < 1
 
 
-def _jobs(scene: Scene, mine: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
-    """One worker's jobs, each as wide as it is long."""
-    bars, cells, at = scene.bars, [], 0
-    for k in mine.tolist():
+def _jobs(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
+    """One worker's bars, which have these numbers, each as wide as it is long."""
+    bars, cells, column = scene.bars, [], 0
+    for k in numbers.tolist():
         first, stop = (round(float(time) * scale) for time in (bars.start[k], bars.start[k] + bars.length[k]))
-        first, stop = max(first, at), min(stop, columns)
+        first, stop = max(first, column), min(stop, columns)
         if stop <= first:
-            continue  # it is too short for a column, or another has it
-        cells.append(Cell("." * (first - at)))
+            continue  # it is shorter than a column, or the job before it has that column
+        cells.append(Cell("." * (first - column)))
         look, stage, mb = LOOKS[bars.look[k]], int(bars.stage[k]), int(bars.mb[k])
         index = mb if style.by == "microbatch" else stage
         if style.colour:
@@ -138,31 +139,31 @@ def _jobs(scene: Scene, mine: Numbers, scale: float, columns: int, style: Style)
             cells.append(Cell(text, look.ink, style.paints[bars.look[k]][max(index, 0)]))
         else:
             cells.append(Cell(_label(look.letter, mb, stop - first, "-")))
-        at = stop
-    return [*cells, Cell("." * (columns - at))]
+        column = stop
+    return [*cells, Cell("." * (columns - column))]
 
 
-def _mixed(scene: Scene, mine: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
+def _mixed(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
     """One worker's columns, each with the kind of job that takes most of it, in the colour of the job in its middle."""
     bars = scene.bars
     edges = np.arange(columns + 1) / scale
     time = np.zeros((len(LOOKS), columns))
     for look in range(len(LOOKS)):
-        those = mine[bars.look[mine] == look]
-        ends = np.stack([bars.start[those], bars.start[those] + bars.length[those]], axis=1).ravel()
-        worked = np.stack([0 * bars.length[those], bars.length[those]], axis=1).ravel().cumsum()
-        if len(those):
+        chosen = numbers[bars.look[numbers] == look]
+        ends = np.stack([bars.start[chosen], bars.start[chosen] + bars.length[chosen]], axis=1).ravel()
+        worked = np.stack([0 * bars.length[chosen], bars.length[chosen]], axis=1).ravel().cumsum()
+        if len(chosen):
             time[look] = np.diff(np.interp(edges, ends, worked))
     idle = np.minimum(edges[1:], scene.makespan) - edges[:-1] - time.sum(axis=0)
-    middle = np.searchsorted(bars.start[mine], (edges[1:] + edges[:-1]) / 2, side="right") - 1
-    number = bars.mb if style.by == "microbatch" else bars.stage
+    middle = np.searchsorted(bars.start[numbers], (edges[1:] + edges[:-1]) / 2, side="right") - 1
+    index_of = bars.mb if style.by == "microbatch" else bars.stage
     cells = []
     for column in range(columns):
         kind = int(time[:, column].argmax())
         if idle[column] > time[:, column].sum():
             cells.append(Cell("."))
         elif style.colour:
-            index = int(number[mine[max(middle[column], 0)]])
+            index = int(index_of[numbers[max(middle[column], 0)]])
             cells.append(Cell(LOOKS[kind].letter, LOOKS[kind].ink, style.paints[kind][max(index, 0)]))
         else:
             cells.append(Cell(LOOKS[kind].letter))
@@ -170,13 +171,13 @@ def _mixed(scene: Scene, mine: Numbers, scale: float, columns: int, style: Style
 
 
 def _label(letter: str, number: int, width: int, filling: str) -> str:
-    """Letter and number, or as much of them as fits, filled up so that jobs do not run together."""
+    """Letter and number, or as much of them as fits, padded so that jobs do not run together."""
     text = f"{letter}{number}" if number >= 0 and width > len(str(number)) else letter
     return text.ljust(width, filling)
 
 
 def _legend(scenes: Sequence[Scene], by: str, shown: set[str], dense: bool) -> list[str]:
-    """Sentences that explain the rows; `by`: what colours say, if there are any; `shown`: what the rows consist of."""
+    """Sentences that explain the rows; `by`: what colours say, "" without colours; `shown`: characters in the rows."""
     looks = sorted({look for scene in scenes for look in scene.looks})
     parts = [f"{'; '.join(f'{LOOKS[look].letter} {LOOKS[look].words}' for look in looks)}."]
     if dense:
@@ -188,10 +189,10 @@ def _legend(scenes: Sequence[Scene], by: str, shown: set[str], dense: bool) -> l
     parts += [f"{'; '.join(signs).capitalize()}."] if signs else []
     parts.append("Peak: activations held.")
     for scene in scenes:
-        mean = scene.share().mean(axis=0)
-        found = [f"{name} {share:.1%}" for name, share in zip(SHARES, mean, strict=True) if share > 0]
+        mean = scene.shares().mean(axis=0)
+        spent = [f"{name} {share:.1%}" for name, share in zip(SHARES, mean, strict=True) if share > 0]
         which = f" ({scene.name})" if len(scenes) > 1 else ""
-        parts.append(f"Time{which}: {', '.join(found)}.")
+        parts.append(f"Time{which}: {', '.join(spent)}.")
     return parts
 
 

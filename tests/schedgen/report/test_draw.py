@@ -14,8 +14,8 @@ import pytest
 
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile_scheme
-from schedgen.report.draw import scene, usual
 from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch
+from schedgen.report.draw.scene import build_scene, default_colouring
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.cost import Machine
@@ -28,7 +28,7 @@ def drawn(name, sizes, machine=None):
     program = compile_scheme(load(name, sizes), sizes)
     machine = machine or Machine()
     run = simulate(program, program.header.cost, machine)
-    return scene(name, f"{name}.json", program, simulated(program, run), measured(machine, sizes.stages), False)
+    return build_scene(name, f"{name}.json", program, simulated(program, run), measured(machine, sizes.stages), False)
 
 
 def cells(one):
@@ -53,7 +53,7 @@ def test_the_seed_s_picture_of_ddp():
         forwards = [(s, 1, f"F{s}", worker) for s in range(4)]
         backwards = [(4 + 2 * (3 - s), 2, f"B{s}", worker) for s in (3, 2, 1, 0)]
         assert row == forwards + backwards
-    assert one.latency == 12 and (one.share()[:, 0] == 1).all()
+    assert one.latency == 12 and (one.shares()[:, 0] == 1).all()
 
 
 def test_the_seed_s_picture_of_gpipe():
@@ -136,7 +136,8 @@ def test_why_a_worker_waits_can_be_seen():
                       (("ddp", Sizes(4, 8, 8)), "stage"), (("chimera", Sizes(4, 8)), "stage")],
 )  # fmt: skip
 def test_colour_is_the_stage_where_a_worker_has_several(sizes, by):
-    assert usual([drawn(*sizes)]) == by and usual([drawn("gpipe", Sizes(4, 8)), drawn(*sizes)]) == by
+    assert default_colouring([drawn(*sizes)]) == by
+    assert default_colouring([drawn("gpipe", Sizes(4, 8)), drawn(*sizes)]) == by
 
 
 def test_microbatches_have_different_colours():

@@ -1,0 +1,170 @@
+"""One scene in matplotlib's axes: bars, why workers wait, what they hold, messages, and shares of time beside them.
+
+Row k of the axes, from k to k + 1, is worker k: bars, and below them a strip for what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from schedgen.analysis.subject import Numbers
+from schedgen.ir.instructions import Kind, Op
+from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
+from schedgen.report.draw.figure_style import HATCH_OPACITY, HATCHES, LABEL, SMALL, text_width
+from schedgen.report.draw.scene import Scene, format_time
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_VECTORS = 6000  # bars; more of them are drawn as pixels
+TOP, BAR, STRIP = 0.06, 0.62, 0.22  # of a row's height: space above the bars, bars, what is held
+
+Label = tuple[int, str]  # number of a bar, text
+
+
+def fitting_labels(scene: Scene, row: float, wide: float) -> list[Label]:
+    """Labels of the bars that have room for one: letter and microbatch, or one of them.
+
+    `row`: inches of a worker's row; `wide`: points of a unit of time.
+    """
+    if row * 72 * BAR <= LABEL:
+        return []
+    bars, labels = scene.bars, []
+    for k in np.flatnonzero(bars.length * wide > 0.85 * LABEL).tolist():
+        letter, number = LOOKS[bars.look[k]].letter, str(bars.mb[k])
+        texts = (letter + number, number) if bars.mb[k] >= 0 else (letter,)
+        fits = [text for text in texts if text_width(text, LABEL) + 1 < bars.length[k] * wide]
+        labels += [(k, text) for text in fits[:1]]
+    return labels
+
+
+def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: float, labels: Sequence[Label]) -> None:
+    """Draw bars, waits and memory on an axis of `span` time, in the colours of `count` microbatches or stages."""
+    from matplotlib.collections import PolyCollection
+
+    workers, bars = scene.program.header.workers, scene.bars
+    axes.set_xlim(0, span)
+    axes.set_ylim(workers, 0)
+    tracks = [_corners(0, rank + TOP, scene.makespan, BAR) for rank in range(workers)]
+    axes.add_collection(PolyCollection(tracks, facecolor=TRACK, linewidth=0))
+    gaps = scene.gaps()
+    thin = [
+        _corners(start, rank + TOP + 0.42 * BAR, end - start, 0.16 * BAR)
+        for start, end, rank in zip(gaps.start, gaps.end, gaps.worker, strict=True)
+    ]
+    causes = np.array(SHARE_COLOURS)[gaps.share].tolist()
+    axes.add_collection(PolyCollection(thin, facecolors=causes, linewidth=0, rasterized=len(thin) > MOST_VECTORS))
+    pixels = len(bars.row) > MOST_VECTORS
+    for look in scene.looks:
+        _draw_bars(axes, scene, look, by, count, wide, pixels)
+    for k, text in labels:
+        x, y = bars.start[k] + bars.length[k] / 2, bars.worker[k] + TOP + BAR / 2
+        axes.text(x, y, text, size=LABEL, color=LOOKS[bars.look[k]].ink, ha="center", va="center_baseline")
+    _draw_held(axes, scene, pixels)
+
+
+def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: float, pixels: bool) -> None:
+    """The bars of one look; narrow ones have neither edges nor hatches."""
+    from matplotlib.collections import PolyCollection
+
+    bars = scene.bars
+    chosen = np.flatnonzero(bars.look == look)
+    number = (bars.mb if by == "microbatch" else bars.stage)[chosen]
+    paints = np.array(colours(LOOKS[look], count))[np.maximum(number, 0)].tolist()
+    corners = [
+        _corners(start, rank + TOP, length, BAR)
+        for start, rank, length in zip(bars.start[chosen], bars.worker[chosen], bars.length[chosen], strict=True)
+    ]
+    narrow = float(np.median(bars.length[chosen])) * wide < 4
+    edges, linewidths = (paints, 0.0) if narrow else (PAPER, 0.5)
+    axes.add_collection(
+        PolyCollection(corners, facecolors=paints, edgecolors=edges, linewidths=linewidths, rasterized=pixels)
+    )
+    if LOOKS[look].hatch and not narrow:
+        hatch = HATCHES[LOOKS[look].hatch]
+        axes.add_collection(
+            PolyCollection(corners, facecolors="none", edgecolors=INK, linewidths=0, hatch=hatch, alpha=HATCH_OPACITY)
+        )
+
+
+def _corners(x: float, y: float, width: float, height: float) -> list[tuple[float, float]]:
+    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+
+
+def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
+    """Below every worker's bars, what it holds over time; the worker that holds most fills its strip."""
+    held = scene.held_bytes if scene.sized else scene.held_activations()
+    bounds, start, end = scene.program.bounds, scene.timeline.start, scene.timeline.start + scene.timeline.length
+    during = held.during.sum(axis=1)
+    after = during - held.given.sum(axis=1)
+    most = max(int(during.max()), 1)
+    for rank in range(scene.program.header.workers):
+        rows = slice(bounds[rank], bounds[rank + 1])
+        time = np.repeat(np.stack([start[rows], end[rows]], axis=1).ravel(), 2)
+        level = np.stack([during[rows], after[rows]], axis=1).ravel()
+        level = np.concatenate([[0], np.repeat(level, 2)[:-1]])
+        turns = np.append(True, np.diff(level) != 0) | np.append(np.diff(level) != 0, True)
+        base = rank + 0.98
+        top = base - STRIP * level[turns] / most
+        axes.fill_between(time[turns], base, top, color=HELD, linewidth=0, rasterized=pixels)
+
+
+def send_rows(scene: Scene) -> Numbers:
+    """The rows of the program that are SENDs."""
+    return np.flatnonzero(scene.program.rows.op == Op.SEND)
+
+
+def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
+    """Draw messages of these kinds as lines: from the sender when the SEND starts to the receiver when it is there."""
+    from matplotlib.collections import LineCollection
+
+    table, start, arrival = scene.program.rows, scene.timeline.start, scene.timeline.arrival
+    sends = send_rows(scene)
+    edge = np.where(table.peer > table.rank, TOP + BAR, TOP)  # of the bar that is nearer to the other worker
+    for kind, paint in TRANSFER_COLOURS.items():
+        chosen = sends[table.kind[sends] == Kind[kind.upper()]] if kind in kinds else sends[:0]
+        lines = [
+            ((start[k], table.rank[k] + edge[k]), (arrival[k], table.peer[k] + 2 * TOP + BAR - edge[k]))
+            for k in chosen.tolist()
+        ]
+        heads = [end for _, end in lines]
+        if heads:
+            axes.add_collection(LineCollection(lines, colors=paint, linewidths=0.5, alpha=0.8, zorder=4))
+            axes.plot(*zip(*heads, strict=True), "o", color=paint, markersize=1.4, markeredgewidth=0, zorder=5)
+
+
+def draw_axis(axes: Axes, scene: Scene, captioned: bool) -> None:
+    """Ticks for workers and times, and below the axis, if `captioned`, what they are."""
+    workers = scene.program.header.workers
+    ranks = range(0, workers, -(-workers // 16))
+    axes.set_yticks([rank + TOP + BAR / 2 for rank in ranks], [str(rank) for rank in ranks])
+    axes.tick_params(axis="y", length=0, pad=3)
+    axes.tick_params(axis="x", length=2, width=0.5, color=INK, pad=2)
+    axes.xaxis.set_major_formatter(lambda value, _: format_time(value, scene.seconds) if value else "0")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#aab1bb")
+    if captioned:
+        unit = "time" if scene.seconds else "time, in units of the costs"
+        axes.set_xlabel(f"{unit}; a row is a worker", size=SMALL, labelpad=2, loc="left")
+
+
+def draw_shares(axes: Axes, scene: Scene) -> None:
+    """Draw each worker's shares of time as a stacked bar, with its busy share in figures."""
+    shares, workers = scene.shares(), scene.program.header.workers
+    axes.set_xlim(0, 1)
+    axes.set_ylim(workers, 0)
+    axes.axis("off")
+    axes.text(1.04, 0, "busy", size=SMALL, va="bottom")
+    rank = np.arange(workers)
+    left = np.zeros(workers)
+    for share, paint in enumerate(SHARE_COLOURS):
+        if shares[:, share].any():
+            axes.barh(rank + TOP + BAR / 2, shares[:, share], BAR, left, color=paint, linewidth=0)
+        left += shares[:, share]
+    if workers <= 32:
+        for k in rank.tolist():
+            axes.text(1.04, k + TOP + BAR / 2, f"{shares[k, 0]:.0%}", size=SMALL, va="center_baseline")

@@ -1,0 +1,190 @@
+"""What a picture of a schedule shows: from a program and a timeline of it to bars, gaps and memory by worker.
+
+Nothing is measured in pixels here; `terminal`, `figure` and `page` say how a scene looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.analysis.lifetimes import SAVED
+from schedgen.analysis.subject import Numbers
+from schedgen.ir.instructions import COMPUTE, Ints, Op, Small
+from schedgen.ir.program import Program
+from schedgen.report.draw.colours import LOOKS
+from schedgen.simulator.memory_plan import Bytes
+from schedgen.simulator.memory_timeline import Held, held
+from schedgen.simulator.simulate import Times
+from schedgen.simulator.time_breakdown import COOL_DOWN, Idle, idle
+from schedgen.simulator.timeline import Timeline
+
+_LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.RECOMPUTE: "R", Op.STEP: "S"}
+_INDEX = {look.letter: k for k, look in enumerate(LOOKS)}
+LOOK_OF_OP = np.array([_INDEX[_LETTER[op]] if op in _LETTER else -1 for op in Op], np.int8)  # index of LOOKS; -1: none
+
+
+class Bars(NamedTuple):
+    """What is drawn as a bar, jobs and STEPs that take time: arrays of one entry each."""
+
+    row: Numbers  # of the program
+    worker: Ints
+    start: Times
+    length: Times
+    look: Small  # an index of LOOKS
+    stage: Ints
+    mb: Ints  # -1: a STEP
+
+
+class Gaps(NamedTuple):
+    """When and why a worker stands still: arrays of one entry each."""
+
+    worker: Numbers
+    start: Times
+    end: Times
+    share: Small  # an index of schedgen.simulator.time_breakdown.SHARES
+
+
+class Scene(NamedTuple):
+    """One timeline of one schedule. Times begin at zero and are in seconds, or in units of the costs."""
+
+    name: str  # in headings
+    file: str  # where its lines are
+    program: Program
+    timeline: Timeline
+    idle: Idle
+    held_bytes: Held
+    held_buffers: Held  # numbers of buffers instead of bytes
+    seconds: bool  # whether times are seconds
+    bars: Bars
+
+    @property
+    def makespan(self) -> float:
+        """From the first instruction's start to the last one's end."""
+        return self.idle.makespan
+
+    @property
+    def latency(self) -> float:
+        """When the last job ends."""
+        jobs = self.bars.mb >= 0
+        return float((self.bars.start + self.bars.length)[jobs].max())
+
+    @property
+    def sized(self) -> bool:
+        """Whether the costs have sizes in bytes; without them, memory is counted in buffers."""
+        return bool((self.held_bytes.taken > self.held_buffers.taken).any())
+
+    @property
+    def looks(self) -> list[int]:
+        """The indices of LOOKS that occur."""
+        return [int(look) for look in np.unique(self.bars.look)]
+
+    def gaps(self) -> Gaps:
+        """All waits, and the time after a worker's last instruction."""
+        start, until = self.timeline.start, self.idle.until
+        ends = (start + self.timeline.length)[self.program.bounds[1:] - 1]
+        ranks = np.arange(self.program.header.workers)
+        worker = np.concatenate([self.program.rows.rank, self.program.rows.rank, ranks])
+        first = np.concatenate([start - self.timeline.wait, until, ends])
+        last = np.concatenate([until, start, np.full(len(ranks), self.makespan)])
+        share = np.concatenate([self.idle.early, self.idle.late, np.full(len(ranks), COOL_DOWN, np.int8)])
+        some = last > first
+        return Gaps(worker[some], first[some], last[some], share[some])
+
+    def held_activations(self) -> Held:
+        """Numbers of saved forwards."""
+        saved = slice(SAVED, SAVED + 1)
+        return Held(self.held_buffers.taken[:, saved], self.held_buffers.given[:, saved])
+
+    def shares(self) -> Times:
+        """The parts of each worker's time, shape (workers, SHARES); rows add up to 1."""
+        shares: Times = self.idle.time / self.idle.time.sum(axis=1, keepdims=True)
+        return shares
+
+    def peak_activations(self) -> Numbers:
+        """By worker: the most forwards at once whose backward is still to come."""
+        peak = np.zeros(self.program.header.workers, np.int64)
+        np.maximum.at(peak, self.program.rows.rank, self.held_activations().during[:, 0])
+        return peak
+
+
+def build_scene(name: str, file: str, program: Program, timeline: Timeline, bytes: Bytes, seconds: bool) -> Scene:
+    """The scene of a checked program; with `seconds` the timeline is in microseconds, else in units of the costs."""
+    unit = 1e-6 if seconds else 1.0
+    begin = float((timeline.start - timeline.wait).min())
+    start, length = unit * (timeline.start - begin), unit * timeline.length
+    arrival = unit * (np.maximum(timeline.arrival, timeline.start) - begin)
+    timeline = Timeline(start, length, unit * timeline.wait, timeline.cause, arrival)
+    table = program.rows
+    row = np.flatnonzero(np.isin(table.op, COMPUTE) | ((table.op == Op.STEP) & (length > 0)))
+    look = LOOK_OF_OP[table.op[row]]
+    bars = Bars(row, table.rank[row], start[row], length[row], look, table.stage[row], table.mb[row])
+    ones = np.ones(program.header.stages, np.int64)
+    buffers = bytes._replace(activation=ones, weight=ones, partial=ones, saved=ones, half=ones, apart=None)
+    memory = held(program, bytes), held(program, buffers)
+    return Scene(name, file, program, timeline, idle(program, timeline), *memory, seconds, bars)
+
+
+def size_text(scene: Scene) -> str:
+    """Workers, stages and microbatches, as in "4 workers, 4 stages, 8 microbatches"."""
+    header = scene.program.header
+    degree = header.tensor_parallel.degree
+    shards = f" ({header.stages // degree} in {degree} shards each)" if degree > 1 else ""
+    counts = (header.workers, "worker", "s"), (header.stages, "stage", "s"), (header.microbatches, "microbatch", "es")
+    workers, stages, microbatches = (f"{n} {word}{ending if n != 1 else ''}" for n, word, ending in counts)
+    return f"{workers}, {stages}{shards}, {microbatches}"
+
+
+def title(scene: Scene) -> str:
+    """The scheme and its sizes."""
+    return f"{scene.program.header.scheme['name']}: {size_text(scene)}"
+
+
+def joint_title(scenes: Sequence[Scene]) -> str:
+    """The title of several scenes; sizes stand there once if they are the same."""
+    if len({size_text(scene) for scene in scenes}) > 1:
+        return " and ".join(title(scene) for scene in scenes)
+    names = dict.fromkeys(str(scene.program.header.scheme["name"]) for scene in scenes)
+    return f"{' and '.join(names)}: {size_text(scenes[0])}"
+
+
+def heading(scene: Scene) -> str:
+    """The scene's title, after its name if that is not the scheme's."""
+    is_scheme = scene.name == scene.program.header.scheme["name"]
+    return title(scene) if is_scheme else f"{scene.name}. {title(scene)}"
+
+
+def default_colouring(scenes: Sequence[Scene]) -> str:
+    """What colours say unless a user chooses: "stage" where a worker has several stages, else "microbatch"."""
+    for scene in scenes:
+        jobs, stages = scene.bars.mb >= 0, scene.program.header.stages
+        pairs = np.unique(scene.bars.worker[jobs].astype(np.int64) * stages + scene.bars.stage[jobs])
+        if np.bincount(pairs // stages).max() > 1:
+            return "stage"
+    return "microbatch"
+
+
+def colour_count(scenes: Sequence[Scene], by: str) -> int:
+    """How many microbatches or stages have a colour: the most of any scene, so that colours agree."""
+    key = "microbatches" if by == "microbatch" else "stages"
+    return max(int(scene.program.header.scheme[key]) for scene in scenes)
+
+
+def key_figures(scene: Scene) -> str:
+    """Latency, mean busy share and peak activations, in words."""
+    peak = int(scene.peak_activations().max())
+    busy = scene.shares()[:, 0].mean()
+    latency = format_time(scene.latency, scene.seconds)
+    return f"latency {latency}, busy {busy:.1%}, peak {peak} activation{'s' * (peak != 1)}"
+
+
+def format_time(value: float, seconds: bool) -> str:
+    """A time to read, with its unit if it is in seconds."""
+    if not seconds:
+        return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= size or unit == "µs":
+            break
+    return f"{value / size:.3g} {unit}"
