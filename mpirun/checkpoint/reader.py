@@ -88,19 +88,19 @@ class _StageReader:
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]
         shapes = [shape for _, shape in stage.layout]
         self.shapes = dict(zip(self.entries, shapes, strict=True)) if stage.own else {}
-        cuts, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
-        self.cuts = {entry: cuts[name] for name, entry in names if name in cuts}
+        dims, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
+        self.dims = {entry: dims[name] for name, entry in names if name in dims}
 
     def restore_weights(self, weights: Entries) -> None:
         """Frozen parameters, buffers, and the weights that this rank owns."""
         untrained = untrained_entries(self.model, self.stage)
-        values = weights.read([*untrained, *self.shapes], self.cuts)
+        values = weights.read([*untrained, *self.shapes], self.dims)
         for entry, target in untrained.items():
             value = self._checked(entry, values.get(entry), target.shape, target.dtype, None)
             with torch.no_grad():
                 target.copy_(value)
         for entry, shape in self.shapes.items():
-            values[entry] = self._checked(entry, values.get(entry), shape, self.stage.dtype, self.cuts.get(entry))
+            values[entry] = self._checked(entry, values.get(entry), shape, self.stage.dtype, self.dims.get(entry))
         for via, part in self.stage.own.items():
             targets = self.stage.in_part(via, part)
             for target, (entry, piece) in zip(targets, self._of_part(via), strict=True):
@@ -109,12 +109,12 @@ class _StageReader:
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
         """What the optimizer keeps for these weights; `of_parameter`: its entries for each parameter's."""
         parameters = {state: entry for entry in self.shapes for state in of_parameter.get(entry, ())}
-        cuts = {state: self.cuts[entry] for state, entry in parameters.items() if entry in self.cuts}
-        values = kept.read(list(parameters), cuts)
+        dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
+        values = kept.read(list(parameters), dims)
         for state, entry in parameters.items():
             if values[state].dim():  # a number a parameter, or one for all
                 shape = self.shapes[entry]
-                values[state] = self._checked(state, values[state], shape, self.stage.dtype, cuts.get(state))
+                values[state] = self._checked(state, values[state], shape, self.stage.dtype, dims.get(state))
         for via in self.stage.own:
             restored: list[dict[str, Tensor]] = []
             for entry, piece in self._of_part(via):
@@ -130,15 +130,15 @@ class _StageReader:
         return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.spans[via])]
 
     def _checked(
-        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, cut: ShardedDim | None
+        self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, dim: ShardedDim | None
     ) -> Tensor:
         """An entry's value, or this shard's share of one that is cut; UsageError unless that is as in the model."""
         if value is None:
             raise UsageError(f"{self.folder}: has no {entry}: is it of another model?")
-        expected = tuple(shape) if cut is None else cut.full_shape(shape, self.shard)
+        expected = tuple(shape) if dim is None else dim.full_shape(shape, self.shard)
         if value.shape != expected or value.dtype != dtype:
             raise UsageError(
                 f"{self.folder}: {entry} is {value.dtype} of shape {tuple(value.shape)}, "
                 f"but the model's is {dtype} of shape {expected}"
             )
-        return value if cut is None else cut.share(value, self.shard)
+        return value if dim is None else dim.share(value, self.shard)

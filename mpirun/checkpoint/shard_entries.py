@@ -33,8 +33,8 @@ class Entries:
         """All names, of parameters in shares as of others."""
         return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
-    def read(self, names: Sequence[str], cuts: Mapping[str, ShardedDim]) -> dict[str, Tensor]:
-        """Whole entries, without those that are missing; `cuts`: how those that may be in shares were cut.
+    def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Tensor]:
+        """Whole entries, without those that are missing; `dims`: of those that may be in shares, where they were cut.
 
         UsageError where shares do not fit together.
         """
@@ -43,15 +43,15 @@ class Entries:
             entries = list(self.shares.get(name, {}).values())
             if name not in values and entries and "" not in entries:
                 shares = read_entries(self.files, entries)
-                values[name] = self._joined(name, [shares[entry] for entry in entries], cuts.get(name))
+                values[name] = self._joined(name, [shares[entry] for entry in entries], dims.get(name))
         return values
 
-    def _joined(self, name: str, shares: Sequence[Tensor], cut: ShardedDim | None) -> Tensor:
+    def _joined(self, name: str, shares: Sequence[Tensor], dim: ShardedDim | None) -> Tensor:
         if not shares[0].dim():  # a number that all shards have
             return shares[0]
         try:
-            if cut is None:
+            if dim is None:
                 raise ValueError
-            return cut.join(shares)
+            return dim.join(shares)
         except (ValueError, IndexError, RuntimeError):
             raise UsageError(f"{self.folder}: {name} is in shares that do not fit the model's") from None

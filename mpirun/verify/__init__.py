@@ -1,1 +1,1 @@
-"""--verify: the same steps in one process, and how what the ranks did differs."""
+"""--verify: records what a run does, does the same steps in one process, and compares the two."""

@@ -1,4 +1,4 @@
-"""How far a run is from its reference, and what of that may be rounding."""
+"""How far the record of a run is from that of its reference, and what of that may be rounding."""
 
 from __future__ import annotations
 
@@ -32,56 +32,55 @@ def compare(
 ) -> list[Difference]:
     """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
 
-    A difference above `limit`, unless that is 0, may be what rounding makes of
-    the stage that a tensor is part of, and then is none: a gradient that should
-    be zero, as that of a bias in front of a normalisation, is nothing else.
-    What parameters have changed by is compared besides, if they should not be
-    equal, and listed if it differs by UPDATES of it: a small step that is not
-    made is no difference of the parameters themselves.
-    `left_out`: elements of parameters that are not compared, where True.
+    limit     what may differ. Unless it is 0, a larger difference does not count as far as rounding explains it:
+              a gradient that should be zero, as that of a bias in front of a normalisation, is nothing but rounding
+              of its stage's. Also unless it is 0, the updates of parameters, their changes since the start, are
+              compared, and listed if they differ by more than UPDATES: a small step that is not made hardly shows in
+              the parameters themselves.
+    left_out  elements of parameters that are not compared, where True
     """
     losses = Difference("losses", 0.0, "", limit)
     for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
-        apart = np.where(np.isnan(a) & np.isnan(b), 0.0, np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30))
-        losses = _worse(losses, float(np.max(apart)), f"step {step + 1}")
+        sizes = np.where(np.isnan(a) & np.isnan(b), 0.0, np.abs(np.subtract(a, b)) / np.maximum(np.abs(b), 1e-30))
+        losses = _worse(losses, float(np.max(sizes)), f"step {step + 1}")
     gradients = [
         (f" in step {step + 1}", a, b) for step, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))
     ]
-    kept = {
+    parameters = {
         key: torch.where(left_out[key], theirs.parameters[key], value) if left_out else value
         for key, value in ours.parameters.items()
     }
-    found = [
+    differences = [
         losses,
         _worst("gradients", gradients, limit),
-        _worst("parameters", [("", kept, theirs.parameters)], limit),
+        _worst("parameters", [("", parameters, theirs.parameters)], limit),
     ]
-    updates = _updates(kept, theirs)
-    return found + [updates] * (limit > 0 and not updates.size <= updates.limit)
+    updates = _updates(parameters, theirs)
+    return differences + [updates] * (limit > 0 and not updates.size <= updates.limit)
 
 
-def tolerance(of: Training) -> float:
-    """What may differ by default: as much as the types that are computed in say."""
-    if any(shape.dtype.itemsize < torch.float32.itemsize for shape in of.shapes):
+def default_tolerance(setup: Training) -> float:
+    """The relative difference that the types allow which are computed in."""
+    if any(shape.dtype.itemsize < torch.float32.itemsize for shape in setup.shapes):
         return NARROW
-    return MIXED if of.mixed else PLAIN
+    return MIXED if setup.mixed else PLAIN
 
 
 def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:
-    """Which elements of parameters had, up to some step, no gradients but zeros and what may be rounding alone.
+    """Which elements of parameters had no gradients up to some step but zeros and what may be rounding alone.
 
-    Of such a gradient an optimizer that divides by the size of those before makes
-    a whole step, whose direction means nothing.
+    Of such a gradient an optimizer that divides by the size of earlier gradients makes a whole step, whose direction
+    means nothing.
     """
-    found = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in theirs.parameters.items()}
+    masks = {key: torch.zeros_like(value, dtype=torch.bool) for key, value in theirs.parameters.items()}
     largest: Parameters = {}
     for step in theirs.gradients:
         rounding = _rounding(step)
         for key, gradient in step.items():
             size = gradient.abs()
             largest[key] = torch.maximum(largest[key], size) if key in largest else size
-            found[key] |= (largest[key] > 0) & (largest[key] <= rounding[key[0]])
-    return found
+            masks[key] |= (largest[key] > 0) & (largest[key] <= rounding[key[0]])
+    return masks
 
 
 def _norm(value: Tensor) -> float:
@@ -89,7 +88,7 @@ def _norm(value: Tensor) -> float:
 
 
 def _rounding(values: Parameters) -> dict[int, float]:
-    """By stage, what rounding may make of an element of it."""
+    """By stage, what rounding may make of an element of a parameter."""
     norms: dict[int, list[float]] = {}
     for (stage, _), value in values.items():
         norms.setdefault(stage, []).append(_norm(value))
@@ -97,7 +96,7 @@ def _rounding(values: Parameters) -> dict[int, float]:
 
 
 def _worse(worst: Difference, size: float, where: str) -> Difference:
-    """What is no number is worse than any number."""
+    """The worse of two differences. NaN is worse than any number."""
     return worst if size <= worst.size or np.isnan(worst.size) else worst._replace(size=size, where=where)
 
 
@@ -106,10 +105,10 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit
     for suffix, ours, theirs in pairs:
         rounding = _rounding(theirs)
         for key, value in theirs.items():
-            apart, whole = _norm(ours[key] - value), _norm(value)
-            size = 0.0 if apart == 0 else apart / max(whole, 1e-300)
+            distance, norm = _norm(ours[key] - value), _norm(value)
+            size = 0.0 if distance == 0 else distance / max(norm, 1e-300)
             if size > limit > 0:
-                size = max(0.0, apart - rounding[key[0]]) / max(whole, 1e-300)
+                size = max(0.0, distance - rounding[key[0]]) / max(norm, 1e-300)
             worst = _worse(worst, size, f"{key[1]} of stage {key[0]}{suffix}")
     return worst
 
@@ -118,7 +117,7 @@ def _updates(ours: Parameters, theirs: Record) -> Difference:
     worst = Difference("updates", 0.0, "", UPDATES)
     for key, start in (theirs.start or {}).items():
         value = theirs.parameters[key]
-        apart = max(0.0, _norm(ours[key] - value) - ROUNDING * EPSILON * _norm(value))
-        size = 0.0 if apart == 0 else apart / max(_norm(value - start), 1e-300)
+        distance = max(0.0, _norm(ours[key] - value) - ROUNDING * EPSILON * _norm(value))
+        size = 0.0 if distance == 0 else distance / max(_norm(value - start), 1e-300)
         worst = _worse(worst, size, f"{key[1]} of stage {key[0]}")
     return worst

@@ -1,7 +1,7 @@
-"""The reference where a schedule has versions of weights: the same late updates in one process.
+"""The reference for schedules with weight versions: the same delayed updates in one process.
 
-Microbatch after microbatch goes forward and back with the versions that the
-schedule names, and a stage steps when it has the gradients of an update.
+Each microbatch goes forward and back with the versions that the schedule names. A stage steps when it has the
+gradients of an update.
 """
 
 from __future__ import annotations
@@ -17,85 +17,97 @@ from torch.func import functional_call
 from mpirun.engine.setup import Training
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
-from mpirun.verify.one_process import forward_backward
+from mpirun.verify.microbatch import forward_backward
 from mpirun.verify.record import Parameters, Record
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
 from schedgen.ir.program import Program
 
-Versions = Mapping[tuple[int, int], int]  # by stage and microbatch
-Weights = dict[str, Tensor]
+UsedVersions = Mapping[tuple[int, int], int]  # by stage and microbatch
+Weights = dict[str, Tensor]  # of a stage
 
 
-def versions(comm: MPI.Intracomm, program: Program) -> Versions:
-    """Those of all ranks; `program`: this rank's part."""
-    mine = {(i.stage, i.mb): i.peer for i in program.instructions(comm.rank) if i.op == Op.FWD}
-    return {job: version for of_rank in comm.allgather(mine) for job, version in of_rank.items()}
+def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions:
+    """The versions that the jobs of all ranks use; `program`: this rank's part. Collective."""
+    own = {(i.stage, i.mb): i.version for i in program.instructions(comm.rank) if i.op == Op.FWD}
+    return {job: version for of_rank in comm.allgather(own) for job, version in of_rank.items()}
 
 
-def reference(of: Training, header: Header, used: Versions, begun: int, steps: int, beat: Callable[[], None]) -> Record:
-    """All steps from the first; recorded from step `begun` on: of every stage the gradient of its last update."""
-    stages = [_Stage(of, header, stage) for stage in range(header.stages)]
-    start: Parameters = {(one.index, name): weight.detach() for one in stages for name, weight in one.kept[0].items()}
-    losses, gradients = [], []
+def run_with_delayed_updates(
+    setup: Training, header: Header, used: UsedVersions, begun: int, steps: int, beat: Callable[[], None]
+) -> Record:
+    """All steps from the first, recorded from step `begun` on; of every stage the gradient of its last update."""
+    stages = [_Versions(setup, header, stage) for stage in range(header.stages)]
+    start = _by_key({stage.index: stage.kept[0] for stage in stages})
+    losses: list[list[float]] = []
+    gradients: list[Parameters] = []
     for step in range(steps):
-        losses.append([_microbatch(of, header, stages, used, step, mb, beat) for mb in range(header.microbatches)])
-        gradients.append({(one.index, name): grad for one in stages for name, grad in one.gradient.items()})
-        for one in stages:
-            one.kept = one.kept[-1:]
-    parameters: Parameters = {
-        (one.index, name): weight.detach() for one in stages for name, weight in one.newest.items()
-    }
+        losses.append([])
+        for mb in range(header.microbatches):
+            losses[-1].append(_microbatch(setup, header, stages, used, step, mb))
+            beat()
+        gradients.append(_by_key({stage.index: stage.gradient for stage in stages}))
+        for stage in stages:
+            stage.kept = stage.kept[-1:]
+    parameters = _by_key({stage.index: stage.newest for stage in stages})
     return Record(losses[begun:], gradients[begun:], parameters, start)
 
 
 def _microbatch(
-    of: Training, header: Header, stages: list[_Stage], used: Versions, step: int, mb: int, beat: Callable[[], None]
+    setup: Training, header: Header, stages: list[_Versions], used: UsedVersions, step: int, mb: int
 ) -> float:
-    weights = [one.kept[used[one.index, mb]] for one in stages]
-    for one in stages:
-        one.layer_rng.at = (of.seed, step, mb)
-    calls = [partial(functional_call, one.module, given) for one, given in zip(stages, weights, strict=True)]
-    loss = forward_backward(of, header, [lambda *x, call=call: call(x) for call in calls], step, mb, parts=1)
-    for one, given in zip(stages, weights, strict=True):
-        one.shares.append((int(header.compute[F, one.index, mb]), _taken(given)))
-        if len(one.shares) == header.weight_versions.round(one.index) or mb + 1 == header.microbatches:
-            one.update(step)
-    beat()
+    """One microbatch of a step, and the updates that it completes; its loss."""
+    weights = [stage.kept[used[stage.index, mb]] for stage in stages]
+    for stage in stages:
+        stage.layer_rng.at = (setup.seed, step, mb)
+    calls = [partial(functional_call, stage.module, own) for stage, own in zip(stages, weights, strict=True)]
+    loss = forward_backward(setup, header, [lambda *x, call=call: call(x) for call in calls], step, mb, divisor=1)
+    for stage, own in zip(stages, weights, strict=True):
+        stage.gradients.append((int(header.compute[F, stage.index, mb]), _take_gradients(own)))
+        if len(stage.gradients) == header.weight_versions.round(stage.index) or mb + 1 == header.microbatches:
+            stage.update(step)
     return loss
 
 
-class _Stage:
-    def __init__(self, of: Training, header: Header, index: int) -> None:
-        self.of, self.index = of, index
-        self.module = build_stage(of.model, index, of.seed).to(of.device.torch)
-        self.layer_rng = LayerRng(self.module, index, of.shapes[index].random_layers, of.device.seed)
-        self.newest = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
-        self.optimizer = of.recipe.make(list(self.newest.values())) if self.newest else None
-        self.kept = [self._copy()]  # every version of this step
-        self.shares: list[tuple[int, Weights]] = []  # of an update: rank and gradient
+class _Versions:
+    """A stage with every version of its weights that a step makes."""
+
+    def __init__(self, setup: Training, header: Header, index: int) -> None:
+        self.setup, self.index = setup, index
+        self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
+        self.layer_rng = LayerRng(self.module, index, setup.shapes[index].random_layers, setup.device.seed)
+        self.newest = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        self.optimizer = setup.recipe.make(list(self.newest.values())) if self.newest else None
+        self.kept = [self._copy()]  # the versions of this step
+        self.gradients: list[tuple[int, Weights]] = []  # of an update so far: the rank that computes each, and it
         self.gradient: Weights = {}  # of the last update
 
     def _copy(self) -> Weights:
-        return {name: one.detach().clone().requires_grad_() for name, one in self.newest.items()}
+        return {name: weight.detach().clone().requires_grad_() for name, weight in self.newest.items()}
 
     def update(self, step: int) -> None:
-        """From the mean of the shares, which owners add in the order of their ranks."""
-        self.shares.sort(key=lambda share: share[0])
+        """Step with the mean of the gradients, which owners add in the order of their ranks."""
+        self.gradients.sort(key=lambda pair: pair[0])
         for name, parameter in self.newest.items():
-            total = self.shares[0][1][name]
-            for _, share in self.shares[1:]:
-                total = total + share[name]
-            self.gradient[name] = parameter.grad = total / len(self.shares) if len(self.shares) > 1 else total
-        self.shares.clear()
+            total = self.gradients[0][1][name]
+            for _, gradient in self.gradients[1:]:
+                total = total + gradient[name]
+            count = len(self.gradients)
+            self.gradient[name] = parameter.grad = total / count if count > 1 else total
+        self.gradients.clear()
         if self.optimizer is not None:
-            self.of.recipe.step(self.optimizer, step)
+            self.setup.recipe.step(self.optimizer, step)
         self.kept.append(self._copy())
 
 
-def _taken(weights: Weights) -> Weights:
+def _by_key(stages: Mapping[int, Mapping[str, Tensor]]) -> Parameters:
+    """Tensors by stage and name."""
+    return {(stage, name): x.detach() for stage, tensors in stages.items() for name, x in tensors.items()}
+
+
+def _take_gradients(weights: Weights) -> Weights:
     """Their gradients, taken off them: zero where there is none."""
-    found = {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in weights.items()}
-    for one in weights.values():
-        one.grad = None
-    return found
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in weights.items()}
+    for weight in weights.values():
+        weight.grad = None
+    return gradients

@@ -24,37 +24,32 @@ import torch
 from late import Late
 from mpi4py import MPI
 
-import mpirun.cli.run
-from mpirun.cli.options import RunOptions, run_options
+from mpirun.cli.options import run_options
+from mpirun.cli.run import Run
 from mpirun.comm.device import Device, choose_device
-from mpirun.verify.record import Mine, Record, gather
+from mpirun.verify.record import Record, gather_record
 
 WORLD = MPI.COMM_WORLD
 
 
-class Run(mpirun.cli.run.Run):
-    def __init__(self, options: RunOptions, record: str | None) -> None:
-        super().__init__(WORLD, options)
-        self.record = record
+def save_record(run: Run, file: str) -> None:
+    """What --verify compared, of all stages. Collective."""
+    assert run.verification is not None
+    record = gather_record(run.comm, run.header, run.setup.shapes, run.verification.record)
+    if WORLD.rank == 0:
+        assert isinstance(record, Record), record
+        torch.save(record._asdict(), file)
 
-    def _verify(self, record: Mine) -> int:
-        code = super()._verify(record)
-        whole = gather(self.comm, self.header, self.training.shapes, record)
-        if self.record is not None and WORLD.rank == 0:
-            assert isinstance(whole, Record), whole
-            torch.save(whole._asdict(), self.record)
-        return code
 
-    def weights(self) -> str:
-        """A hash of the weights of all stages, on all ranks that own them."""
-        stages = self.interpreter.optimizer.stages
-        mine = {
-            f"{s}/{k}" if k >= 0 else s: bytes(part.view(torch.uint8).numpy())
-            for s, one in stages.items()
-            for k, part in one.own.items()
-        }
-        everything = WORLD.allgather({s: hashlib.sha256(data).hexdigest() for s, data in mine.items()})
-        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+def weights(run: Run) -> str:
+    """A hash of the weights of all stages, on all ranks that own them."""
+    own = {
+        f"{stage.index}/{part}" if part >= 0 else stage.index: bytes(weights.view(torch.uint8).numpy())
+        for stage in run.interpreter.optimizer.stages.values()
+        for part, weights in stage.own.items()
+    }
+    everything = WORLD.allgather({key: hashlib.sha256(data).hexdigest() for key, data in own.items()})
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
 def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], None]:
@@ -72,13 +67,16 @@ def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], De
     return choose_device if late is None else lambda comm, name: Late(late == "direct", seed)
 
 
-def run(one: dict[str, Any]) -> tuple[int, str, str]:
+def execute(request: dict[str, Any]) -> tuple[int, str, str]:
+    """What comes of a run. Collective."""
     out = io.StringIO()
-    late = mock.patch("mpirun.engine.setup.choose_device", new_device(one.get("late"), WORLD.rank))
+    late = mock.patch("mpirun.engine.setup.choose_device", new_device(request.get("late"), WORLD.rank))
     with contextlib.redirect_stdout(out), late:
-        made = Run(run_options(WORLD, one["arguments"]), one.get("record"))
-        if (seed := one.get("delay")) is not None:
+        run = Run(WORLD, run_options(WORLD, request["arguments"]))
+        if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
-            made.interpreter.code = [delayed(act, rng) for act in made.interpreter.code]
-        code = made.execute()
-    return max(WORLD.allgather(code)), out.getvalue(), made.weights()
+            run.interpreter.code = [delayed(act, rng) for act in run.interpreter.code]
+        code = run.execute()
+    if file := request.get("record"):
+        save_record(run, file)
+    return max(WORLD.allgather(code)), out.getvalue(), weights(run)

@@ -59,6 +59,6 @@ for one in asked(sys.argv[1]):
     else:
         import inside
 
-        result = inside.run(one)
+        result = inside.execute(one)
     if WORLD.rank == 0:
         print(f"run: {json.dumps(result)}", flush=True)

@@ -1,0 +1,148 @@
+"""One microbatch in one process: forward through all stages, and backward.
+
+The autograd graph is cut at the borders of stages, so that gradients which several stages return for one value are
+added in the order of these stages. Autograd's own order for a graph in one piece is another: the same sum with other
+bits. The outputs of a stage's tensor shards are added in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpirun.data.microbatches import Microbatch, to_device
+from mpirun.engine.loss import WholeLoss
+from mpirun.engine.setup import Training
+from mpirun.model.autocast import autocast
+from mpirun.model.dataflow import Value
+from mpirun.model.shapes import loss_input
+from schedgen.ir.header import Header
+
+
+class ForwardPass(NamedTuple):
+    """A microbatch that has been through all stages."""
+
+    batch: Microbatch
+    outputs: dict[Value, Tensor]
+    leaves: list[dict[Value, Tensor]]  # by stage: what it read, cut off from the graph of where that came from
+
+    def outputs_of(self, stage: int) -> list[Tensor]:
+        """A stage's outputs."""
+        return [x for value, x in self.outputs.items() if value.stage == stage]
+
+
+def forward(
+    setup: Training, header: Header, modules: Sequence[Callable[..., Any]], step: int, number: int
+) -> ForwardPass:
+    """Compute all stages, whose modules these are, on microbatch `number` of a step."""
+    tensor = header.tensor_parallel
+    batch = to_device(setup.batches(step, number), setup.device.torch)
+    outputs: dict[Value, Tensor] = {}
+    read: dict[Value, Tensor] = {}  # by consumers: where stages are split, the sum over their shards
+    leaves: list[dict[Value, Tensor]] = []
+    for stage, (module, sources) in enumerate(zip(modules, setup.dataflows[0].reads, strict=True)):
+        values = dict.fromkeys(source for source in sources if isinstance(source, Value))
+        leaves.append({value: read[value].detach().requires_grad_(read[value].is_floating_point()) for value in values})
+        arguments = [
+            leaves[-1][source] if isinstance(source, Value) else batch.leaves[source.leaf] for source in sources
+        ]
+        with autocast(setup.device.kind, setup.mixed):
+            output = module(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
+        tensors = [output] if isinstance(output, Tensor) else list(output)
+        for index in setup.shapes[stage].aliased_outputs:
+            tensors[index] = tensors[index].clone()
+        if header.graph.consumers[stage]:  # what is sent is contiguous; the loss takes what it is given
+            tensors = [x.contiguous() for x in tensors]
+        made = {Value(stage, index): x for index, x in enumerate(tensors)}
+        outputs |= made
+        read |= made
+        if tensor.split[stage] and stage == tensor.siblings(stage)[-1]:
+            shards = [Value(shard, 0) for shard in tensor.siblings(stage)]
+            read |= dict.fromkeys(shards, _in_order([outputs[shard] for shard in shards]))
+    return ForwardPass(batch, outputs, leaves)
+
+
+def forward_backward(
+    setup: Training,
+    header: Header,
+    modules: Sequence[Callable[..., Any]],
+    step: int,
+    number: int,
+    divisor: float | None = None,
+) -> float:
+    """Microbatch `number` of a step through all stages and back; its loss. Gradients are added to the parameters'.
+
+    They are those of the loss divided by `divisor`: the minibatch's size in such microbatches unless given.
+    """
+    done = forward(setup, header, modules, step, number)
+    end = len(modules) - header.tensor_parallel.degree  # shards of the last stage have the same loss
+    with autocast(setup.device.kind, setup.mixed):
+        losses = [setup.model.loss(loss_input(done.outputs_of(s)), done.batch.target) for s in range(end, len(modules))]
+    divisor = done.batch.loss_divisor if divisor is None else divisor
+    roots = {Value(stage, 0): loss / divisor for stage, loss in enumerate(losses, start=end)}
+    inner = {value: x for value, x in done.outputs.items() if value.stage < end}
+    gradients = {value: torch.ones_like(root) for value, root in roots.items()}
+    _backward(header, done._replace(outputs=inner | roots), gradients)
+    return losses[0].item()
+
+
+def backward_of_minibatch(setup: Training, header: Header, forwards: Sequence[ForwardPass]) -> list[float]:
+    """The loss of all microbatches together, once for each; all of them back."""
+    loss, last = WholeLoss(setup.model, len(forwards), setup.device.kind, setup.mixed), header.stages - 1
+    for number, done in enumerate(forwards):
+        loss.take(number, done.outputs_of(last), done.batch.target)
+    for number, done in enumerate(forwards):
+        _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.gradients(number))})
+    return [value.item() for value in loss.losses.values()]
+
+
+def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:
+    """Back through all stages, from the gradients of the last ones' outputs."""
+    tensor = header.tensor_parallel
+    summands: dict[Value, list[Tensor]] = {value: [] for value in done.outputs}  # last consumer first
+    for value, gradient in gradients.items():
+        if gradient is not None:
+            summands[value].append(gradient)
+    for last in range(len(done.leaves) - 1, -1, -tensor.degree):
+        shards = tensor.siblings(last)
+        for stage in shards:
+            _backward_of_stage(stage, done.outputs, summands)
+        of_shards = [
+            {value: _gradient(leaf) for value, leaf in done.leaves[stage].items() if leaf.is_floating_point()}
+            for stage in shards
+        ]
+        if tensor.split[last]:
+            sums = [_in_order(parts) for parts in zip(*(of_shard.values() for of_shard in of_shards), strict=True)]
+            of_shards = [dict(zip(of_shard, sums, strict=True)) for of_shard in of_shards]
+        for of_shard in of_shards:
+            for value, gradient in of_shard.items():
+                summands[value].append(gradient)
+
+
+def _backward_of_stage(stage: int, outputs: Mapping[Value, Tensor], summands: Mapping[Value, list[Tensor]]) -> None:
+    """Back through one stage; `summands`: what each consumer gives of an output's gradient, taken off the lists."""
+    roots: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for value in [v for v in outputs if v.stage == stage and outputs[v].requires_grad and summands[v]]:
+        gradient = summands[value].pop()
+        while summands[value]:
+            gradient = gradient + summands[value].pop()
+        roots.append(outputs[value])
+        gradients.append(gradient.contiguous())
+    if roots:
+        torch.autograd.backward(roots, gradients)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, added in their order."""
+    total = parts[0].detach().clone()
+    for part in parts[1:]:
+        total += part.detach()
+    return total

@@ -1,0 +1,50 @@
+"""A run with tensor shards in terms of the model that has none: its record, and what one process has to run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mpirun.engine.setup import Training
+from mpirun.model.dataflow import Dataflow
+from mpirun.verify.record import Parameters, Record, tensor_bytes
+from schedgen.ir.header import Header
+from schedgen.ir.stage_graph import StageGraph
+from schedgen.ir.tensor_parallel import TensorParallel
+
+
+def without_shards(setup: Training, header: Header) -> tuple[Training, Header]:
+    """The set-up and the header of the model's stages, of which a schedule has shards."""
+    T = header.tensor_parallel.degree
+    stages = header.stages // T
+    plain = replace(
+        header,
+        scheme={**header.scheme, "stages": stages},
+        graph=StageGraph(stages, tuple(sorted({(p // T, c // T) for p, c in header.graph.edges}))),
+        tensor_parallel=TensorParallel(1, (), stages),
+    )
+    shapes = setup.shapes[::T]
+    reads = setup.plain.resolved_reads(plain.graph.producers, len(setup.batches(0, 0).leaves))
+    dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
+    return setup._replace(model=setup.plain, shapes=shapes, dataflows=dataflows), plain
+
+
+def join_shards(setup: Training, header: Header, record: Record) -> Record | str:
+    """The record of the model's stages; a sentence where shards differ in what should be copies."""
+    tensor = header.tensor_parallel
+    differing: list[str] = []
+
+    def joined(values: Parameters) -> Parameters:
+        parameters: Parameters = {}
+        for (stage, name), value in values.items():
+            key = (stage // tensor.degree, name)
+            sharded = setup.shapes[stage].sharded_dims.get(name) if tensor.split[stage] else None
+            if sharded is not None:
+                parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.siblings(stage)]))
+            elif tensor_bytes(parameters.setdefault(key, value)) != tensor_bytes(value):
+                shard = stage % tensor.degree
+                differing.append(f"{name} of stage {key[0]} is another in shard {shard} than in the first that has it")
+        return parameters
+
+    gradients = [joined(step) for step in record.gradients]
+    record = Record(record.losses, gradients, joined(record.parameters))
+    return differing[0] if differing else record

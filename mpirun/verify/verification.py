@@ -1,0 +1,98 @@
+"""Compares a run with the same steps in one process, and says how far losses, gradients and parameters are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.comm.waiting import sleeping_barrier
+from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.setup import Training
+from mpirun.engine.weight_shards import Unit
+from mpirun.verify.compare import compare, default_tolerance, directionless
+from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
+from mpirun.verify.one_process import run_in_one_process
+from mpirun.verify.record import RankRecord, Record, copy_pieces, gather_record
+from mpirun.verify.tensor_shards import join_shards, without_shards
+from schedgen.ir.program import Program
+from schedgen.util.errors import UsageError, one_line
+
+
+class Verification:
+    """One rank's part: it records what the interpreter does from now on, then compares."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, program: Program, setup: Training, interpreter: Interpreter, tolerance: float | None
+    ) -> None:
+        """`program`: this rank's rows; `tolerance`: relative difference that is allowed; None: by the types."""
+        self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
+        self.interpreter, self.tolerance = interpreter, tolerance
+        self.record = RankRecord([], [], {})
+        interpreter.observe = self._add_gradients
+
+    def add_losses(self, losses: list[float]) -> None:
+        """Record the losses of a step, by microbatch."""
+        self.record.losses.append(losses)
+
+    def _add_gradients(self, totals: dict[Unit, Tensor]) -> None:
+        """Record the gradients of what this rank is first owner of."""
+        self.record.gradients.append({})
+        for (stage, via), total in totals.items():
+            if self.header.weight_shards.holders(stage, via)[0] == self.comm.rank:
+                self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], via, total))
+
+    def compare(self, begun: int, steps: int, beat: Callable[[], None]) -> int:
+        """Do all steps again on rank 0, and compare those from `begun` on; the exit code on all ranks. Collective.
+
+        `beat` is called after each microbatch.
+        """
+        for stage in self.interpreter.optimizer.stages.values():
+            for via, part in stage.own.items():
+                self.record.parameters.update(copy_pieces(stage, via, part))
+        ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
+        setup, header = self.setup, self.header
+        if header.tensor_parallel and isinstance(ours, Record):
+            joined = join_shards(setup, header, ours)
+            # In canonical mode the reference adds shards up, as the ranks do; else it has the model without shards.
+            if isinstance(joined, str) or not setup.canonical:
+                ours, (setup, header) = joined, without_shards(setup, header)
+        used = used_versions(self.comm, self.program) if header.weight_versions else None
+        code = 0
+        if isinstance(ours, str):
+            print(f"verify: failed: {ours}")
+            code = 1
+        elif ours is not None and used is None:
+            code = self._report(ours, run_in_one_process(setup, header, begun, steps, beat))
+        elif ours is not None and used is not None:
+            code = self._report(ours, run_with_delayed_updates(setup, header, used, begun, steps, beat))
+        sleeping_barrier(self.comm)  # rank 0 has done all steps again
+        return int(self.comm.bcast(code))
+
+    def _report(self, ours: Record, theirs: Record) -> int:
+        """Print the differences; the exit code."""
+        tolerance = default_tolerance(self.setup) if self.tolerance is None else self.tolerance
+        limit = 0.0 if self.setup.canonical else tolerance
+        if len(ours.gradients) != len(theirs.gradients):
+            print("verify: failed: other steps than in one process changed nothing", flush=True)
+            return 1
+        left_out = directionless(theirs) if limit and self.setup.recipe.name == "adamw" else None
+        differences = compare(ours, theirs, limit, left_out)
+        for difference in differences:
+            where = f" ({difference.where})" if difference.where else ""
+            print(f"verify: {difference.what} differ from one process by at most {difference.size:.3g}{where}")
+        if left_out is not None and (count := sum(int(mask.sum()) for mask in left_out.values())):
+            elements = sum(mask.numel() for mask in left_out.values())
+            print(f"verify: {count} of {elements} parameter elements are left out: their gradients are rounding alone")
+        code = 0 if all(difference.size <= difference.limit for difference in differences) else 1
+        print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
+        return code
+
+
+def check_repeatable(changed: Sequence[str]) -> None:
+    """UsageError where settings changed across resumes: one process would not do the same steps again."""
+    if changed:
+        raise UsageError(
+            f"--verify repeats all steps from the first, but the checkpoint was made with {one_line(changed[0])}"
+        )
