@@ -12,7 +12,6 @@ and after the last; between the two a difference changes linearly.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op, Small
 from schedgen.ir.program import Program
-from schedgen.report.chrome_trace import events
+from schedgen.report.chrome_trace import trace_events, trace_file
 from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
 from schedgen.simulator.timeline import MEASURED, measured
 from schedgen.util.errors import RefusedFile
@@ -180,7 +179,7 @@ def _write(every: list[tuple[Times, Times, Small]], program: Program | None, pat
     wait = np.minimum(np.rint(np.concatenate([one for _, one, _ in every], axis=1) * 1e9), left - came)
     cause = np.concatenate([one for _, _, one in every], axis=1)
     walks = measured(program, (came + wait) / 1e3, (left - came - wait) / 1e3, wait / 1e3, cause)
-    data = json.dumps({"traceEvents": events(program, walks, MEASURED)}).encode()
+    data = trace_file(trace_events(program, walks, MEASURED))
     try:
         with open_output(path) as out:
             out.write(data)

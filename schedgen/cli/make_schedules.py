@@ -22,8 +22,8 @@ from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.partition import hierarchy, partition
 from schedgen.planner.pipedream import pipedream
 from schedgen.planner.search import search
-from schedgen.report.compare import as_json, compare, table
-from schedgen.report.compare_plot import plot
+from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
+from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -114,9 +114,13 @@ def run_compare(options: CompareOptions) -> int:
     if options.output:
         title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
         with open_output(options.output) as out:
-            plot(comparison, title, out)
+            plot_comparison(comparison, title, out)
     if options.output != "-":
-        print(json.dumps(as_json(comparison), indent=1) if options.json else "\n".join(table(comparison)))
+        print(
+            json.dumps(comparison_as_json(comparison), indent=1)
+            if options.json
+            else "\n".join(comparison_as_text(comparison))
+        )
     return 0
 
 

@@ -27,13 +27,13 @@ from schedgen.ir.cost import Amount
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra
-from schedgen.report.chrome_trace import events, trace
+from schedgen.report.chrome_trace import trace_events, trace_file
 from schedgen.report.diff import coloured, diff
 from schedgen.report.draw import terminal
 from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
-from schedgen.report.measured_run import measured, read_trace
+from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.torch_csv import as_torch_csv
 from schedgen.simulator.cost import Machine, read_profile
 from schedgen.simulator.memory_plan import measured as bytes_of
@@ -74,7 +74,7 @@ def run_stats(options: StatsOptions) -> int:
     if options.cycles and options.measured:
         raise UsageError("--cycles are those of a simulation: leave --measured out")
     if options.measured:
-        numbers = measured(program, _read_trace(options.measured, program))
+        numbers = run_numbers(program, _read_trace(options.measured, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
         print(json.dumps(numbers, indent=1) if options.json else summary(shown))
         return 0
@@ -109,7 +109,7 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     cost, machine = _costs(options, program)
     walks = _read_trace(options.measured, program) if options.measured else []
     if walks and not (options.cost or options.profile):
-        times = measured(program, walks)["profile"]
+        times = run_numbers(program, walks)["profile"]
         cost, machine = times, machine._replace(step=times.pop("step"))
     seconds = bool(options.profile or (walks and not options.cost))
     return _Execution(program, simulate(program, cost, machine), machine, walks, seconds)
@@ -119,10 +119,10 @@ def run_simulate(options: SimulateOptions) -> int:
     """Print what a simulation says, and write its trace."""
     execution = _execute(options, options.file)
     if options.trace:
-        slices = events(execution.program, [execution.timeline], SIMULATED)
-        slices += events(execution.program, execution.walks, MEASURED) if execution.walks else []
+        slices = trace_events(execution.program, [execution.timeline], SIMULATED)
+        slices += trace_events(execution.program, execution.walks, MEASURED) if execution.walks else []
         with open_output(options.trace) as out:
-            out.write(trace(slices))
+            out.write(trace_file(slices))
     numbers = report(execution.program, execution.run)
     print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
     return 0
@@ -195,8 +195,8 @@ def run_export(options: ExportOptions) -> int:
     if options.to == "csv":
         files = [("", as_torch_csv(program).encode())]
     elif options.to == "chrome":
-        slices = events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
-        files = [("", trace(slices))]
+        slices = trace_events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
+        files = [("", trace_file(slices))]
     elif options.output == "-":
         raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")
     else:

@@ -25,7 +25,7 @@ from schedgen.ir.cost import Amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, EXCHANGED, VERSIONED, Instruction, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.report.chrome_trace import name
+from schedgen.report.chrome_trace import event_name
 from schedgen.simulator.cost import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
@@ -196,7 +196,7 @@ def _node(
     elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.peer]) > 1:
         kind = COLLECTIVE_NODE
         attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": str(i.peer)}
-    node = messages["Node"](id=at, name=name(i), type=kind, start_time_micros=begin, duration_micros=length)
+    node = messages["Node"](id=at, name=event_name(i), type=kind, start_time_micros=begin, duration_micros=length)
     node.data_deps.extend(edges[0])
     node.ctrl_deps.extend(edges[1])
     for key, value in attributes.items():

@@ -1,4 +1,4 @@
-"""Simulations and measured runs as Chrome trace events of one form, which Perfetto opens and measured_run reads."""
+"""Timelines of simulations and measured runs as Chrome trace events, which Perfetto opens and `measured_run` reads."""
 
 from __future__ import annotations
 
@@ -14,46 +14,51 @@ from schedgen.ir.program import Program
 from schedgen.simulator.simulate import CAUSES
 from schedgen.simulator.timeline import Timeline
 
-_NAMES = ("simulated", "measured")
+_PROCESS_NAMES = ("simulated", "measured")
 
 
-def events(program: Program, walks: Sequence[Timeline], process: int) -> list[dict[str, Any]]:
-    """The events of walks through the list, one after the other; `process`: SIMULATED or MEASURED."""
+def trace_events(program: Program, timelines: Sequence[Timeline], process: int) -> list[dict[str, Any]]:
+    """The events of passes through the program, in microseconds; `process`: SIMULATED or MEASURED.
+
+    Every rank is a thread, every instruction an event with its line, the number of the pass and its wait, and every
+    message an arrow.
+    """
     table, workers = program.rows, program.header.workers
-    found: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": process, "args": {"name": _NAMES[process]}},
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": process, "args": {"name": _PROCESS_NAMES[process]}},
         *(
             {"name": "thread_name", "ph": "M", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
             for rank in range(workers)
         ),
     ]
     instructions = [program.instruction(row) for row in range(len(program))]
-    names, texts = [name(i) for i in instructions], [str(i) for i in instructions]
+    names, texts = [event_name(i) for i in instructions], [str(i) for i in instructions]
     line = line_of(program, 0, 0)  # from one rank to the next there are two lines more
     sends = np.flatnonzero(table.op == Op.SEND)
-    for walk, times in enumerate(walks):
-        columns = (table.rank.tolist(), *(column.tolist() for column in times[:4]))
+    for nth, timeline in enumerate(timelines):
+        columns = (table.rank.tolist(), *(column.tolist() for column in timeline[:4]))
         for row, (rank, start, length, wait, cause) in enumerate(zip(*columns, strict=True)):
-            args = {"instruction": texts[row], "line": line + row + 2 * rank, "walk": walk, "wait": wait}
+            args = {"instruction": texts[row], "line": line + row + 2 * rank, "walk": nth, "wait": wait}
             if wait:
                 args["cause"] = CAUSES[cause]
             event = {"name": names[row], "ph": "X", "pid": process, "tid": rank, "ts": start, "dur": length}
-            found.append({**event, "args": args})
-        for row in sends[times.arrival[sends] >= 0].tolist():
-            number = 2 * (walk * len(program) + row) + process
-            one = {"name": texts[row], "cat": "message", "id": number, "pid": process}
-            found.append({**one, "ph": "s", "tid": int(table.rank[row]), "ts": float(times.start[row])})
-            found.append({**one, "ph": "f", "bp": "e", "tid": int(table.peer[row]), "ts": float(times.arrival[row])})
-    return found
+            events.append({**event, "args": args})
+        start, arrival = timeline.start, timeline.arrival
+        for row in sends[arrival[sends] >= 0].tolist():
+            number = 2 * (nth * len(program) + row) + process
+            arrow = {"name": texts[row], "cat": "message", "id": number, "pid": process}
+            events.append({**arrow, "ph": "s", "tid": int(table.rank[row]), "ts": float(start[row])})
+            events.append({**arrow, "ph": "f", "bp": "e", "tid": int(table.peer[row]), "ts": float(arrival[row])})
+    return events
 
 
-def trace(found: Sequence[dict[str, Any]]) -> bytes:
-    """The file of events."""
-    return json.dumps({"traceEvents": found}).encode()
+def trace_file(events: Sequence[dict[str, Any]]) -> bytes:
+    """The events as the bytes of a JSON file."""
+    return json.dumps({"traceEvents": events}).encode()
 
 
-def name(i: Instruction) -> str:
-    """The opcode and what it is about: FWD 0 3, SEND x.0.3, STEP 2."""
+def event_name(i: Instruction) -> str:
+    """The opcode and its operand: FWD 0 3, SEND x.0.3, STEP 2."""
     if i.kind > 0:
         return f"{Op(i.op).name} {i.buffer}"
     shard = f"/{i.via}" if i.via >= 0 else ""

@@ -1,4 +1,4 @@
-"""Latency against memory of the schemes that `schedgen.report.compare` found, as SVG by matplotlib."""
+"""A plot of the schemes that `compare` compiled: latency against memory, as SVG by matplotlib."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from schedgen.report.compare import Comparison, Row
+from schedgen.report.compare import Comparison, SchemeNumbers
 from schedgen.report.draw.figure_style import text_width
 from schedgen.simulator.lower_bounds import bounds
 from schedgen.util.errors import UsageError
 
-# The same bytes every time.
+# With these the same comparison gives the same bytes.
 _STYLE: dict[Any, Any] = {"svg.hashsalt": "schedgen", "svg.fonttype": "none", "font.size": 8}
-_LABEL, _LINE = 7, 8.6  # points: of the schemes' names, and from one line to the next
+_LABEL, _LINE = 7, 8.6  # points: size of the labels, and from one line to the next
 _BESIDE = 5.0  # points from a mark to its label
-_STEP, _FAR = 3.0, 90  # points by which a label gives way, and the most
+_STEP, _FAR = 3.0, 90  # points that a label moves at a time, and at the most
 
 
 class Box(NamedTuple):
-    """In points."""
+    """A rectangle, in points."""
 
     left: float
     bottom: float
     width: float
     height: float
 
-    def meets(self, other: Box) -> bool:
-        apart = self.left + self.width <= other.left or other.left + other.width <= self.left
-        return not (apart or self.bottom + self.height <= other.bottom or other.bottom + other.height <= self.bottom)
+    def overlaps(self, other: Box) -> bool:
+        """Whether the two have an inner point in common."""
+        beside = self.left + self.width <= other.left or other.left + other.width <= self.left
+        return not (beside or self.bottom + self.height <= other.bottom or other.bottom + other.height <= self.bottom)
 
     def within(self, other: Box) -> bool:
+        """Whether it lies in the other."""
         across = other.left <= self.left and self.left + self.width <= other.left + other.width
         return across and other.bottom <= self.bottom and self.bottom + self.height <= other.bottom + other.height
 
 
-def plot(found: Comparison, title: str, out: BinaryIO) -> None:
-    """Two panels: against activations, above the lower bound for so many, and against weights a worker holds."""
+def plot_comparison(comparison: Comparison, title: str, out: BinaryIO) -> None:
+    """Write two panels: latency against activations, with its lower bound, and against weights a worker holds."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -51,37 +53,38 @@ def plot(found: Comparison, title: str, out: BinaryIO) -> None:
         FigureCanvasSVG(figure)
         figure.suptitle(title)
         left, right = figure.subplots(1, 2, sharey=True)
-        most = max(row.peak_activations for row in found.rows)
-        limits = [bounds(header, header.cost, header.workers) for header in found.headers]
-        memory = np.linspace(1, most + 1, 200)
-        left.plot(memory, [_bound(limits, one) for one in memory], color="0.6", label="lower bound")
+        rows = comparison.rows
+        most = max(row.peak_activations for row in rows)
+        limits = [bounds(header, header.cost, header.workers) for header in comparison.headers]
+        counts = np.linspace(1, most + 1, 200)
+        left.plot(counts, [_lower_bound(limits, count) for count in counts], color="0.6", label="lower bound")
         panels: list[tuple[Any, str, str]] = [
             (left, "peak_activations", "activations a worker holds at the most"),
             (right, "weights", "weights a worker holds at the most, in stages"),
         ]
-        for axes, what, words in panels:
-            _lines(axes, found.rows, what)
-            axes.set_xlabel(words)
+        for axes, field, label in panels:
+            _draw_lines(axes, rows, field)
+            axes.set_xlabel(label)
             axes.margins(x=0.15)
             axes.set_xlim(left=0)
             axes.grid(color="0.9")
         left.set_ylabel("latency")
-        left.set_ylim(0.95 * min(_bound(limits, most), found.rows[0].latency), 1.08 * found.rows[-1].latency)
+        left.set_ylim(0.95 * min(_lower_bound(limits, most), rows[0].latency), 1.08 * rows[-1].latency)
         left.plot([], [], **_mark(True), label="a scheme; hollow: another beats it (no * in the table)")
         figure.legend(handles=left.get_legend_handles_labels()[0], loc="outside lower center", ncols=4, frameon=False)
-        figure.draw_without_rendering()  # from here on it is known where things are
+        figure.draw_without_rendering()  # lays the figure out: labels need to know where points are
         figure.set_layout_engine("none")
-        for axes, what, _ in panels:
-            _points(axes, found.rows, what)
+        for axes, field, _ in panels:
+            _draw_points(axes, rows, field)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def _lines(axes: Any, rows: Sequence[Row], what: str) -> None:
+def _draw_lines(axes: Any, rows: Sequence[SchemeNumbers], field: str) -> None:
     """A line along the groups of lpp and of fslpp."""
     for name, style in (("lpp", "-"), ("fslpp", ":")):
-        along = sorted((row.groups or 0, getattr(row, what), row.latency) for row in rows if row.scheme == name)
-        axes.plot([x for _, x, _ in along], [y for *_, y in along], style, color="C0", label=f"{name}, along G")
-    axes.update_datalim([(getattr(row, what), row.latency) for row in rows])
+        points = sorted((row.groups or 0, getattr(row, field), row.latency) for row in rows if row.scheme == name)
+        axes.plot([x for _, x, _ in points], [y for *_, y in points], style, color="C0", label=f"{name}, along G")
+    axes.update_datalim([(getattr(row, field), row.latency) for row in rows])
 
 
 def _mark(best: bool) -> dict[str, Any]:
@@ -89,22 +92,22 @@ def _mark(best: bool) -> dict[str, Any]:
     return {"marker": "o", "linestyle": "", "markersize": 4.5, "markeredgecolor": "C1", "markerfacecolor": fill}
 
 
-def _points(axes: Any, rows: Sequence[Row], what: str) -> None:
-    """A mark a scheme, filled where no other is better; schemes at one place share a label."""
-    places: dict[tuple[float, float], list[Row]] = defaultdict(list)
+def _draw_points(axes: Any, rows: Sequence[SchemeNumbers], field: str) -> None:
+    """A mark for each scheme, filled where no other is better; schemes at one point share a label."""
+    groups: dict[tuple[float, float], list[SchemeNumbers]] = defaultdict(list)
     for row in rows:
-        places[getattr(row, what), row.latency].append(row)
-    for (x, y), those in places.items():
-        axes.plot(x, y, **_mark(any(row.best for row in those)), zorder=3)
+        groups[getattr(row, field), row.latency].append(row)
+    for (x, y), group in groups.items():
+        axes.plot(x, y, **_mark(any(row.best for row in group)), zorder=3)
     scale = 72 / axes.figure.dpi
-    at = scale * axes.transData.transform(np.array(list(places), float))
-    texts = [",\n".join(row.label for row in those) for those in places.values()]
+    points = (scale * axes.transData.transform(np.array(list(groups), float))).tolist()
+    texts = [",\n".join(row.label for row in group) for group in groups.values()]
     sizes = [
         (max(text_width(line, _LABEL) for line in text.split("\n")), _LINE * (text.count("\n") + 1)) for text in texts
     ]
     area = Box(*(scale * np.array(axes.bbox.bounds)))
-    for (x, y), text, box in zip(at.tolist(), texts, spread(at.tolist(), sizes, area), strict=True):
-        aside = abs(box.bottom + box.height / 2 - y) > 1
+    for (x, y), text, box in zip(points, texts, place_labels(points, sizes, area), strict=True):
+        moved = abs(box.bottom + box.height / 2 - y) > 1
         leader = {"arrowstyle": "-", "linewidth": 0.4, "color": "0.5", "shrinkA": 0, "shrinkB": 2.5}
         axes.annotate(
             text,
@@ -114,29 +117,32 @@ def _points(axes: Any, rows: Sequence[Row], what: str) -> None:
             textcoords="offset points",
             va="center",
             fontsize=_LABEL,
-            arrowprops=leader if aside else None,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # a stroke would be no text
+            arrowprops=leader if moved else None,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # a stroke would not be text
             zorder=4,
         )
 
 
-def spread(points: Sequence[Sequence[float]], sizes: Sequence[tuple[float, float]], area: Box) -> list[Box]:
-    """Where labels go: beside their points, or as near as they meet neither other labels nor marks."""
+def place_labels(points: Sequence[Sequence[float]], sizes: Sequence[tuple[float, float]], area: Box) -> list[Box]:
+    """Boxes of labels, beside their points or as near as they overlap neither other labels nor marks.
+
+    `points`: (x, y) of the marks; `sizes`: (width, height) of their labels; `area`: where labels may be.
+    """
     taken = [Box(x - 3, y - 3, 6, 6) for x, y in points]
-    found: dict[int, Box] = {}
+    boxes: dict[int, Box] = {}
     for k in sorted(range(len(points)), key=lambda k: (points[k][1], points[k][0])):
         (x, y), (width, height) = points[k], sizes[k]
-        ways = [
+        choices = [
             Box(left, y + sign * _STEP * step - height / 2, width, height)
             for step in range(int(_FAR / _STEP))
             for sign, left in itertools.product((1, -1), (x + _BESIDE, x - _BESIDE - width, x + 4 * _BESIDE))
         ]
-        free = (box for box in ways if box.within(area) and not any(box.meets(other) for other in taken))
-        found[k] = next(free, ways[0])
-        taken.append(found[k])
-    return [found[k] for k in range(len(points))]
+        free = (box for box in choices if box.within(area) and not any(box.overlaps(other) for other in taken))
+        boxes[k] = next(free, choices[0])
+        taken.append(boxes[k])
+    return [boxes[k] for k in range(len(points))]
 
 
-def _bound(limits: Sequence[Mapping[str, float]], memory: float) -> float:
-    """What the latency of none of them can be below; `limits`: with one activation a worker."""
-    return min(max(one["work"], one["critical_path"], one["memory"] / memory) for one in limits)
+def _lower_bound(limits: Sequence[Mapping[str, float]], activations: float) -> float:
+    """The least latency of all schemes with so many activations a worker; `limits`: their bounds with one."""
+    return min(max(limit["work"], limit["critical_path"], limit["memory"] / activations) for limit in limits)

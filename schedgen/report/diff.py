@@ -1,4 +1,4 @@
-"""What changed between two schedules: in words and numbers first, then each rank's list as a unified diff."""
+"""What changed between two schedules: header and numbers in words, then each rank's list as a unified diff."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedgen.ir.file import CHUNK, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Ints
 from schedgen.ir.program import Program, Rows, concatenate
-from schedgen.report.patience_match import Numbers, match
+from schedgen.report.patience_match import Numbers, patience_match
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import clip
 
@@ -23,15 +23,15 @@ _COLOUR = {"-": "31", "+": "32", "@": "36"}
 
 
 def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
-    """Lines to print; none where the two are the same. Line numbers are those of the files; the names, as given."""
-    headers = list(_headers(a.header, b.header))
+    """The diff's lines, none if the programs are equal; line numbers are those of the files `a_name` and `b_name`."""
+    headers = list(_header_changes(a.header, b.header))
     changed = not all(np.array_equal(old, new) for old, new in zip(a.rows.columns(), b.rows.columns(), strict=True))
     if not headers and not changed:
         return
-    yield from (f"{what}: {clip(str(old))} -> {clip(str(new))}" for what, old, new in headers)
-    numbers = [(what, old, new) for (what, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True)]
-    yield from (f"{what}: {old} -> {new}" for what, old, new in numbers if old != new)
-    same = ", ".join(f"{what} {old}" for what, old, new in numbers if old == new != "0")
+    yield from (f"{key}: {clip(str(old))} -> {clip(str(new))}" for key, old, new in headers)
+    numbers = [(key, old, new) for (key, old), new in zip(_numbers(a).items(), _numbers(b).values(), strict=True)]
+    yield from (f"{key}: {old} -> {new}" for key, old, new in numbers if old != new)
+    same = ", ".join(f"{key} {old}" for key, old, new in numbers if old == new != "0")
     if same:
         yield f"unchanged: {same}"
     if changed:
@@ -39,7 +39,7 @@ def diff(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
 
 
 def coloured(lines: Iterable[str]) -> Iterator[str]:
-    """The lines of `diff` as a terminal shows them: what went red, what came green."""
+    """The lines of `diff` with colours for a terminal: removed rows red, added ones green."""
     for line in lines:
         if line.startswith(("--- ", "+++ ")):
             yield f"\033[1m{line}\033[m"
@@ -65,54 +65,54 @@ _VALUES: dict[str, Callable[[Header], object]] = {
 }
 
 
-def _headers(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
+def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
+    """(name, old value, new value) of what differs."""
     for key in dict.fromkeys([*a.scheme, *b.scheme]):
         if a.scheme.get(key) != b.scheme.get(key):
             yield key, a.scheme.get(key), b.scheme.get(key)
-    for what, value in _VALUES.items():
+    for key, value in _VALUES.items():
         if value(a) != value(b):
-            yield what, value(a), value(b)
-    for what in ("weights", "compute"):
-        old, new = getattr(a, what), getattr(b, what)
+            yield key, value(a), value(b)
+    for key, old, new in (("weights", a.weights, b.weights), ("compute", a.compute, b.compute)):
         common = tuple(slice(min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))
         moved = int((old[common] != new[common]).sum())
         if moved:
-            yield what, f"{moved} of the jobs that both have", "another worker"
+            yield key, f"{moved} of the jobs that both have", "another worker"
 
 
 def _numbers(program: Program) -> dict[str, str]:
-    """What a schedule comes to, each by its own costs."""
-    found: dict[str, Any] = stats(program)
-    kinds = found["workers"][0]["peak_memory"]
+    """The numbers of a schedule under its own costs, formatted."""
+    numbers: dict[str, Any] = stats(program)
+    peaks = [worker["peak_memory"] for worker in numbers["workers"]]
     return {
-        "latency": f"{found['latency']:.6g}",
-        "bubble": f"{found['bubble']:.2%}",
-        **{f"peak {kind}": str(max(one["peak_memory"][kind] for one in found["workers"])) for kind in kinds},
-        **{what: str(found[what]) for what in ("messages", "collectives", "instructions")},
+        "latency": f"{numbers['latency']:.6g}",
+        "bubble": f"{numbers['bubble']:.2%}",
+        **{f"peak {kind}": str(max(peak[kind] for peak in peaks)) for kind in peaks[0]},
+        **{key: str(numbers[key]) for key in ("messages", "collectives", "instructions")},
     }
 
 
 class _Merged(NamedTuple):
-    """Both lists as one, in the order of a unified diff: by rank, what went before what came."""
+    """Both lists merged in the order of a unified diff: by rank, removed rows before added ones."""
 
     rank: Ints
     sign: Numbers  # _SAME, _OLD or _NEW
-    row: Numbers  # among a's rows and then b's; of _SAME, a's
-    before: tuple[Numbers, Numbers]  # rows of a and of b ahead of it
+    row: Numbers  # index of a's rows followed by b's; of _SAME, a's
+    before: tuple[Numbers, Numbers]  # how many rows of a, and of b, come before it
 
 
 def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
     both = concatenate([a.rows, b.rows])
     merged = _merge(both, len(a))
     changes = np.flatnonzero(merged.sign)
-    hunk = np.zeros(len(merged.sign) + 1, np.int64)  # +1 where a change's surroundings begin, -1 behind their end
+    hunk = np.zeros(len(merged.sign) + 1, np.int64)  # +1 where a change's context begins, -1 behind its end
     ranks = merged.rank[changes]
     begins, ends = np.searchsorted(merged.rank, ranks), np.searchsorted(merged.rank, ranks, "right")
     np.add.at(hunk, np.maximum(changes - CONTEXT, begins), 1)
     np.add.at(hunk, np.minimum(changes + CONTEXT + 1, ends), -1)
     shown = np.flatnonzero(np.cumsum(hunk)[:-1])
-    apart = (np.diff(shown) > 1) | (np.diff(merged.rank[shown]) > 0)
-    starts = np.append(0, np.flatnonzero(apart) + 1)
+    breaks = (np.diff(shown) > 1) | (np.diff(merged.rank[shown]) > 0)
+    starts = np.append(0, np.flatnonzero(breaks) + 1)
     stops = np.append(starts[1:], len(shown))
     lines = _lines(both, merged, shown)
     first = [line_of(program, 0, 0) for program in (a, b)]
@@ -123,28 +123,28 @@ def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
         if rank != last:
             yield from (f"--- {a_name} rank {rank}", f"+++ {b_name} rank {rank}")
             last = rank
-        places = []
+        ranges = []
         for side, (program, other) in enumerate(((a, _NEW), (b, _OLD))):
             count = int((sign != other).sum())
-            at = first[side] + int(merged.before[side][part[0]]) + 2 * rank
-            at = at if count else at - 1  # nothing of it is shown: the line before
-            place = at if rank < program.header.workers else 0
-            places.append(f"{place}" if count == 1 else f"{place},{count}")
-        yield f"@@ -{places[0]} +{places[1]} @@"
+            line = first[side] + int(merged.before[side][part[0]]) + 2 * rank
+            line = line if count else line - 1  # no row of this side is shown: the line before
+            line = line if rank < program.header.workers else 0
+            ranges.append(f"{line}" if count == 1 else f"{line},{count}")
+        yield f"@@ -{ranges[0]} +{ranges[1]} @@"
         for _ in part:
             yield next(lines)
 
 
 def _merge(both: Rows, length: int) -> _Merged:
-    """`both`: the rows of a, `length` of them, and of b."""
-    partner = match(*np.split(_codes(both), [length]))
+    """`both`: the rows of a, which are `length`, and those of b."""
+    partner = patience_match(*np.split(_codes(both), [length]))
     paired = partner >= 0
     new = np.ones(len(both.op) - length, np.bool_)
     new[partner[paired]] = False
     row = np.concatenate([np.arange(length), length + np.flatnonzero(new)])
     rank, sign = both.rank[row], np.full(len(row), _NEW)
     sign[:length] = np.where(paired, _SAME, _OLD)
-    pairs = np.concatenate([np.cumsum(paired), np.cumsum(~new)[new]])  # so many pairs up to here, itself included
+    pairs = np.concatenate([np.cumsum(paired), np.cumsum(~new)[new]])  # number of pairs up to each row, itself included
     order = np.lexsort((sign, pairs, rank))
     rank, sign, row = rank[order], sign[order], row[order]
     before = [np.cumsum(sign != other) - (sign != other) for other in (_NEW, _OLD)]
@@ -152,7 +152,7 @@ def _merge(both: Rows, length: int) -> _Merged:
 
 
 def _codes(table: Rows) -> Numbers:
-    """A number for each row: equal where rank and instruction are."""
+    """A number for each row; rows of equal rank and instruction have equal numbers."""
     codes, size = np.zeros(len(table.op), np.int64), 1
     for column in table.columns():
         span = int(column.max(initial=0)) + 2
@@ -165,7 +165,7 @@ def _codes(table: Rows) -> Numbers:
 
 
 def _lines(both: Rows, merged: _Merged, shown: Numbers) -> Iterator[str]:
-    """The rows shown, each behind its sign."""
+    """The rows `shown` as text, each after its sign."""
     buffer = np.empty(min(len(shown), CHUNK) * text.LONGEST, np.uint8)
     for begin in range(0, len(shown), CHUNK):
         part = shown[begin : begin + CHUNK]

@@ -1,14 +1,14 @@
-"""What a measured step comes to: time by worker and cause, seconds by opcode and stage.
+"""The trace of a run, read as timelines, and its numbers: time by worker and cause, seconds by opcode and stage.
 
-It reads the traces of `mpirun --trace`. Those of `schedgen simulate --trace` have
-the same form and give the same numbers as the simulation.
+`mpirun --trace` writes such traces; those of `schedgen simulate --trace` have the same form and give the numbers of
+the simulation.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,61 +22,69 @@ from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline
 from schedgen.simulator.timeline import measured as timelines
 from schedgen.util.errors import RefusedFile, clip
 
-MOST = 1e30  # microseconds: so long takes nothing
+MOST = 1e30  # microseconds that a time in a trace is below
 NEAR = 1e-3  # microseconds by which rounding may make instructions overlap
 
 
-def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
-    """Every walk through the list: of the measured process of a trace, or, where it has none, of the simulated one.
+class _Slice(NamedTuple):
+    """An instruction as the trace has it, with times in microseconds."""
 
-    Raises RefusedFile where it is no trace of the program: every rank must have
-    executed its list from the first line to the last, as often as the others.
+    instruction: str
+    start: float  # of its work, behind the wait
+    length: float
+    wait: float
+    cause: int  # of the wait, an index of CAUSES; -1: it did not wait
+
+
+def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
+    """The timelines of all passes through the program, of the measured process or, where none is, the simulated one.
+
+    Raises RefusedFile where the text is no trace of the program: every rank must have executed its list from the first
+    line to the last, as often as the others.
     """
     ranks = _slices(text, name, program.header.workers)
     bounds = program.bounds.tolist()
-    walks = len(ranks[0]) // (bounds[1] - bounds[0])
-    columns: list[Any] = []
-    for rank, found in enumerate(ranks):
+    passes = len(ranks[0]) // (bounds[1] - bounds[0])
+    columns: list[Times] = []
+    for rank, slices in enumerate(ranks):
         listed = [str(i) for i in program.instructions(rank)]
-        for at, (said, *_) in enumerate(found):
-            if said != listed[at % len(listed)]:
-                line = line_of(program, bounds[rank] + at % len(listed))
-                reason = f"{clip(said)}, but line {line} of the schedule is {listed[at % len(listed)]}"
-                raise RefusedFile(f"{name}: instruction {at + 1} of rank {rank} is {reason}")
-        if len(found) != max(walks, 1) * len(listed):
-            raise RefusedFile(
-                f"{name}: rank {rank} has {len(found)} instructions, not {max(walks, 1)} times the {len(listed)} of "
-                "its list"
-            )
-        times = np.array([numbers for _, *numbers in found], np.float64).reshape(walks, len(listed), 4)
+        for k, (instruction, *_) in enumerate(slices):
+            if instruction != listed[k % len(listed)]:
+                line = line_of(program, bounds[rank] + k % len(listed))
+                reason = f"{clip(instruction)}, but line {line} of the schedule is {listed[k % len(listed)]}"
+                raise RefusedFile(f"{name}: instruction {k + 1} of rank {rank} is {reason}")
+        if len(slices) != max(passes, 1) * len(listed):
+            wanted = f"{max(passes, 1)} times the {len(listed)} of its list"
+            raise RefusedFile(f"{name}: rank {rank} has {len(slices)} instructions, not {wanted}")
+        times = np.array([numbers for _, *numbers in slices], np.float64).reshape(passes, len(listed), 4)
         end = (times[..., 0] + times[..., 1]).ravel()
         early = np.flatnonzero((times[..., 0] - times[..., 2]).ravel()[1:] < end[:-1] - NEAR - 1e-9 * end[:-1])
         if len(early):
-            at = int(early[0]) + 1
-            raise RefusedFile(
-                f"{name}: instruction {at + 1} of rank {rank}, {found[at][0]}, begins before the one before it ends"
-            )
+            k = int(early[0]) + 1
+            position = f"instruction {k + 1} of rank {rank}, {slices[k].instruction},"
+            raise RefusedFile(f"{name}: {position} begins before the one before it ends")
         columns.append(times)
     start, length, wait, cause = np.moveaxis(np.concatenate(columns, axis=1), 2, 0)
     return timelines(program, start, length, wait, cause.astype(np.int8))
 
 
-def measured(program: Program, walks: Sequence[Timeline]) -> dict[str, Any]:
-    """The numbers of a walk through the list, in seconds, means over all walks.
+def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
+    """The numbers of one pass through the program, in seconds: means over the timelines of all passes.
 
     latency   from the first instruction's start to the end of the last job
-    makespan  ... to the end of the last instruction
+    makespan  from there to the end of the last instruction
     bubble    idle fraction of workers x latency, as in simulate
-    idle      by cause; with busy it makes up workers x makespan. Beside simulate's causes: overhead, what is neither
-              computing nor waiting; begin, before a rank's first instruction; end, behind its last
-    seconds   of an instruction of each opcode, waits left out
+    idle      by cause; with busy it makes up workers x makespan. To simulate's causes are added: overhead, neither
+              computing nor waiting; begin, before a rank's first instruction; end, after its last
+    seconds   of an instruction of each opcode, without waits
     profile   of a job of each direction and of a STEP by stage, as `simulate --profile` reads it
+    workers   busy and idle of each
 
-    Per worker: busy and idle.
+    Raises RefusedFile where the jobs take no time.
     """
     table, workers = program.rows, program.header.workers
-    start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*walks, strict=True))[:3])
-    cause = np.stack([walk.cause for walk in walks])
+    start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*passes, strict=True))[:3])
+    cause = np.stack([timeline.cause for timeline in passes])
     first, last = program.bounds[:-1], program.bounds[1:] - 1
     begins, ends = start[:, first] - wait[:, first], start[:, last] + length[:, last]
     begin, end = begins.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
@@ -90,71 +98,71 @@ def measured(program: Program, walks: Sequence[Timeline]) -> dict[str, Any]:
         return summed
 
     busy = by_rank(np.where(compute, length, 0.0))
-    idle = {words: by_rank(np.where(cause == i, wait, 0.0)) for i, words in enumerate(CAUSES)}
+    idle = {name: by_rank(np.where(cause == k, wait, 0.0)) for k, name in enumerate(CAUSES)}
     rest = (ends - begins).mean(axis=0) - busy - np.sum(list(idle.values()), axis=0)
-    idle["overhead"] = np.round(rest, 12) + 0.0  # where there is none, it is not what rounding leaves
+    idle["overhead"] = np.round(rest, 12) + 0.0  # without what rounding leaves
     idle["begin"] = (begins - begin).mean(axis=0)
     idle["end"] = (end - ends).mean(axis=0)
     mean = length.mean(axis=0)
     return {
-        "walks": len(walks),
+        "walks": len(passes),
         "latency": float(latency.mean()),
         "makespan": float((end - begin).mean()),
         "bubble": max(0.0, float(1 - busy.sum() / (latency.mean() * workers))),
-        "idle": {words: float(seconds.sum()) for words, seconds in idle.items()},
+        "idle": {name: float(seconds.sum()) for name, seconds in idle.items()},
         "seconds": {op.name: float(mean[table.op == op].mean()) for op in Op if (table.op == op).any()},
-        "profile": profile(program, mean),
+        "profile": _profile(program, mean),
         "workers": [
-            {"worker": r, "busy": float(busy[r]), "idle": {words: float(of[r]) for words, of in idle.items()}}
+            {"worker": r, "busy": float(busy[r]), "idle": {name: float(seconds[r]) for name, seconds in idle.items()}}
             for r in range(workers)
         ],
     }
 
 
-def profile(program: Program, seconds: Times) -> dict[str, list[float]]:
+def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
     """Mean seconds of a job of each direction and of a STEP, by stage; `seconds`: of each row of the program.
 
-    Where a schedule splits backwards, a stage whose own are all whole has half of one as I and half as W.
+    Where a schedule splits backwards, a stage that has only unsplit ones takes half of their time as I, half as W.
     """
     table, stages = program.rows, program.header.stages
-    found = {}
+    means = {}
 
     def mean(rows: Numbers, weight: float | Times = 1.0) -> list[float]:
         total = np.bincount(table.stage[rows], weight * seconds[rows], minlength=stages)
-        means: list[float] = (total / np.bincount(table.stage[rows], minlength=stages)).tolist()
-        return means
+        by_stage: list[float] = (total / np.bincount(table.stage[rows], minlength=stages)).tolist()
+        return by_stage
 
     for direction in program.header.directions:
-        ops = [op for op, one in DIRECTION.items() if one == direction]
+        ops = [op for op in DIRECTION if DIRECTION[op] == direction]
         rows = np.flatnonzero(np.isin(table.op, ops))
         weight = np.ones(len(rows))
         if direction in ("I", "W"):
             halves = np.bincount(table.stage[rows], minlength=stages) > 0
-            whole = np.flatnonzero((table.op == Op.BWD) & ~halves[table.stage])
-            rows, weight = np.append(rows, whole), np.append(weight, np.full(len(whole), 0.5))
-        found[direction] = mean(rows, weight)
-    return {**found, "step": mean(np.flatnonzero(table.op == Op.STEP))}
+            unsplit = np.flatnonzero((table.op == Op.BWD) & ~halves[table.stage])
+            rows, weight = np.append(rows, unsplit), np.append(weight, np.full(len(unsplit), 0.5))
+        means[direction] = mean(rows, weight)
+    return {**means, "step": mean(np.flatnonzero(table.op == Op.STEP))}
 
 
-def _slices(text: str, name: str, workers: int) -> list[list[tuple[str, float, float, float, float]]]:
-    """By rank, in the order of the file: instruction, start, length, wait in microseconds, cause."""
+def _slices(text: str, name: str, workers: int) -> list[list[_Slice]]:
+    """The instructions of every rank in the order of the file; RefusedFile where one lacks something."""
     try:
-        whole = json.loads(text)
-        every = whole["traceEvents"] if isinstance(whole, dict) else None
-        events = [one for one in every or () if one["ph"] == "X"]
-        process = MEASURED if any(one["pid"] == MEASURED for one in events) else SIMULATED
-        events = [one for one in events if one["pid"] == process]
+        values = json.loads(text)
+        listed = values["traceEvents"] if isinstance(values, dict) else None
+        events = [event for event in listed or () if event["ph"] == "X"]
+        process = MEASURED if any(event["pid"] == MEASURED for event in events) else SIMULATED
+        events = [event for event in events if event["pid"] == process]
     except (ValueError, RecursionError, KeyError, TypeError):
         events = []
     if not events:
         raise RefusedFile(f"{name}: not a trace that mpirun --trace or schedgen simulate --trace wrote")
-    ranks: list[list[tuple[str, float, float, float, float]]] = [[] for _ in range(workers)]
+    ranks: list[list[_Slice]] = [[] for _ in range(workers)]
     for number, event in enumerate(events, start=1):
         try:
             rank, args = event["tid"], event["args"]
-            said, times = args["instruction"], (event["ts"], event["dur"], args["wait"])
+            instruction, times = args["instruction"], (event["ts"], event["dur"], args["wait"])
             cause = CAUSES.index(args["cause"]) if times[2] else -1
-            sound = type(rank) is int and type(said) is str and all(type(time) in (int, float) for time in times)
+            sound = type(rank) is int and type(instruction) is str and all(type(t) in (int, float) for t in times)
             if not (sound and abs(times[0]) < MOST and 0 <= times[1] < MOST and 0 <= times[2] < MOST):
                 raise ValueError
         except (KeyError, TypeError, ValueError):
@@ -163,5 +171,5 @@ def _slices(text: str, name: str, workers: int) -> list[list[tuple[str, float, f
             ) from None
         if not 0 <= rank < workers:
             raise RefusedFile(f"{name}: it has a rank {clip(str(rank))}, but the schedule has {workers} workers")
-        ranks[rank].append((said, *times, cause))
+        ranks[rank].append(_Slice(instruction, *times, cause))
     return ranks

@@ -1,9 +1,12 @@
-"""Which rows of two lists are the same, for a diff: patience matching [Bram Cohen], in time n log n.
+"""Which rows of two lists correspond, for a diff: patience matching [Bram Cohen], in O(n log n).
 
-Rows that occur once in both lists are paired; the longest run of pairs that keeps both orders stays and cuts the
-lists into gaps; what is equal beside a pair joins it; then the same in every gap, all gaps at once. Where nothing in
-any gap is single, equal rows are counted, and the k-th of one list pairs with the k-th of the other. A schedule's rows
-are nearly all single, and of those no matching has more.
+1. Rows that occur exactly once in each list are paired.
+2. Of these pairs the longest sequence that ascends in both lists is kept; it cuts the lists into gaps.
+3. Equal rows next to a pair are paired, too.
+4. The same in every gap, all gaps at once. Where no gap has a row that occurs once, the k-th of equal rows in one
+   list is paired with the k-th in the other.
+
+Nearly all rows of a schedule occur once, and no matching has more pairs of these.
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from schedgen.util.jit import kernel
 Numbers = NDArray[np.int64]
 
 
-def match(a: Numbers, b: Numbers) -> Numbers:
-    """For each row of `a` the row of `b` it is the same as, ascending, or -1; equal numbers are equal rows."""
+def patience_match(a: Numbers, b: Numbers) -> Numbers:
+    """For each row of `a` its partner, a row of `b`, or -1; partners ascend. Rows are numbers, equal where they are."""
     partner, taken = np.full(len(a), -1), np.zeros(len(b), np.bool_)
-    grow, climb = _grow.sized(len(a) + len(b)), _climb.sized(len(a) + len(b))
+    grow, ascending = _grow.sized(len(a) + len(b)), _longest_ascending.sized(len(a) + len(b))
     span = max(a.max(initial=0), b.max(initial=0)) + 1
     grow(a, b, partner, taken)
-    count = False
+    count = False  # whether equal rows are told apart by counting them
     while True:
         rest = [np.flatnonzero(free) for free in (partner < 0, ~taken)]
         gaps = [np.cumsum(paired)[left] for paired, left in zip((partner >= 0, taken), rest, strict=True)]
@@ -30,18 +33,18 @@ def match(a: Numbers, b: Numbers) -> Numbers:
         if count:
             _, both = np.unique(np.concatenate(keys), return_inverse=True)
             keys = [_numbered(part) for part in np.split(both, [len(keys[0])])]
-        (mine, at), (theirs, to) = (_single(key) for key in keys)
-        _, i, j = np.intersect1d(mine, theirs, assume_unique=True, return_indices=True)
-        order = np.argsort(at[i])
-        old, new = rest[0][at[i][order]], rest[1][to[j][order]]
-        if len(old):
-            kept = climb(new)
-            partner[old[kept]] = new[kept]
-            taken[new[kept]] = True
+        (keys_a, index_a), (keys_b, index_b) = (_single(key) for key in keys)
+        _, i, j = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
+        order = np.argsort(index_a[i])
+        rows_a, rows_b = rest[0][index_a[i][order]], rest[1][index_b[j][order]]
+        if len(rows_a):
+            kept = ascending(rows_b)
+            partner[rows_a[kept]] = rows_b[kept]
+            taken[rows_b[kept]] = True
             grow(a, b, partner, taken)
         elif count:
             return partner
-        count = not len(old)
+        count = not len(rows_a)
 
 
 def _single(key: Numbers) -> tuple[Numbers, Numbers]:
@@ -51,7 +54,7 @@ def _single(key: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _numbered(key: Numbers) -> Numbers:
-    """Keys told apart: (key, how many of it came before) as one number."""
+    """One number for (key, how many equal keys come before it)."""
     order = np.argsort(key, kind="stable")
     begins = np.flatnonzero(np.append(True, key[order][1:] != key[order][:-1]))
     nth = np.arange(len(key)) - np.repeat(begins, np.diff(np.append(begins, len(key)))) if len(key) else key
@@ -62,7 +65,7 @@ def _numbered(key: Numbers) -> Numbers:
 
 @kernel
 def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: NDArray[np.bool_]) -> None:
-    """Pair what is equal behind a pair, and then what is equal before one; the ends of the lists count as pairs."""
+    """Pair equal rows right behind a pair, then those right before one; the ends of the lists count as pairs."""
     i, j = 0, 0
     while i < len(a):
         if partner[i] < 0 and j < len(b) and not taken[j] and a[i] == b[j]:
@@ -80,8 +83,8 @@ def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: NDArray[np.bool_]) ->
 
 
 @kernel
-def _climb(numbers: Numbers) -> NDArray[np.bool_]:
-    """Which of the numbers make the longest ascending sequence (patience sorting)."""
+def _longest_ascending(numbers: Numbers) -> NDArray[np.bool_]:
+    """Which of the numbers make up the longest ascending sequence, by patience sorting."""
     tops, before = np.empty(len(numbers), np.int64), np.full(len(numbers), -1)
     piles = 0
     for i in range(len(numbers)):

@@ -12,7 +12,7 @@ import pytest
 
 from mpirun.engine.trace import Reading, aligned
 from schedgen.checker.files import checked
-from schedgen.report.measured_run import measured, read_trace
+from schedgen.report.measured_run import read_trace, run_numbers
 
 MLP = "mpirun.models.mlp:tiny"
 RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, walks a step
@@ -116,7 +116,7 @@ def test_an_activation_is_used_by_the_next_stage(found):
 @pytest.mark.parametrize("name", RUNS)
 def test_schedgen_reads_it_and_all_time_is_accounted_for(found, traces, tmp_path, name):
     program = checked(str(traces / f"{name}.json"))
-    numbers = measured(program, read_trace(json.dumps({"traceEvents": found[name]}), name, program))
+    numbers = run_numbers(program, read_trace(json.dumps({"traceEvents": found[name]}), name, program))
     assert numbers["walks"] == WALKS[name]
     for worker in numbers["workers"]:
         assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from schedgen.report.compare_plot import Box, spread
+from schedgen.report.compare_plot import Box, place_labels
 from schedgen.schemes import SCHEMES
 
 SIZES = ("--stages", "8", "--microbatches", "8", "--workers", "4")
@@ -118,10 +118,10 @@ def test_labels_of_points_that_are_near_do_not_meet():
     pytest.importorskip("matplotlib")
     points = [(100.0, 100.0 + 4 * k) for k in range(8)] + [(103.0, 100.0), (390.0, 20.0)]
     sizes, area = [(40.0, 8.6), (60.0, 17.2)] * 5, Box(0, 0, 400, 300)
-    boxes = spread(points, sizes, area)
+    boxes = place_labels(points, sizes, area)
     assert [(box.width, box.height) for box in boxes] == sizes and all(box.within(area) for box in boxes)
     for k, box in enumerate(boxes):
-        assert not any(box.meets(other) for other in boxes[:k])
+        assert not any(box.overlaps(other) for other in boxes[:k])
     assert boxes[-1].left + boxes[-1].width < 390  # there is no room on the right
 
 

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 
 import schedgen.util.jit
-from schedgen.report.patience_match import match
+from schedgen.report.patience_match import patience_match
 
 ROWS = st.lists(st.integers(0, 9), max_size=12)
 
 
 def matched(a, b):
     """The pairs of `match`, which must be equal rows in ascending order."""
-    partner = match(np.array(a, np.int64), np.array(b, np.int64)).tolist()
+    partner = patience_match(np.array(a, np.int64), np.array(b, np.int64)).tolist()
     pairs = [(i, j) for i, j in enumerate(partner) if j >= 0]
     assert all(a[i] == b[j] for i, j in pairs)
     assert all(j < j2 for (_, j), (_, j2) in pairwise(pairs))
@@ -70,7 +70,7 @@ def test_kernels_match_alike(monkeypatch):
     partners = []
     for small in (10**12, 0):
         monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
-        partners.append(match(a, b).tolist())
+        partners.append(patience_match(a, b).tolist())
     assert partners[0] == partners[1]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from schedgen.checker.files import checked
 from schedgen.ir.instructions import Op
-from schedgen.report.measured_run import measured, read_trace
+from schedgen.report.measured_run import read_trace, run_numbers
 
 CAUSES = {"activation", "gradient", "weight", "weight_gradient", "send", "reduction", "overhead", "begin", "end"}
 
@@ -196,7 +196,7 @@ def test_a_stage_with_whole_backwards_only_gives_both_halves(run, tmp_path):
         for at, i in enumerate(program.instructions(rank)):
             args = {"instruction": str(i), "wait": 0}
             events.append({"name": "", "ph": "X", "pid": 0, "tid": rank, "ts": 4 * at, "dur": 4, "args": args})
-    numbers = measured(program, read_trace(json.dumps({"traceEvents": events}), "trace", program))
+    numbers = run_numbers(program, read_trace(json.dumps({"traceEvents": events}), "trace", program))
     assert numbers["profile"]["F"] == pytest.approx([4e-6] * 3)
     for half in "IW":
         assert numbers["profile"][half] == pytest.approx([2e-6, 4e-6, 4e-6])
