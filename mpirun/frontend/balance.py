@@ -1,4 +1,4 @@
-"""Where one stage ends and the next begins, so that the slowest is fastest."""
+"""A sequence divided into runs, even in number, or so that the costliest run costs as little as it can."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NEVER = float("inf")
+NEVER = float("inf")  # the price of a place where no run may begin
 
 
-def even(count: int, parts: int) -> list[int]:
-    """Where each of `parts` runs of `count` things begins; the first ones are longer where they do not divide."""
-    short, longer = divmod(count, parts)
-    return [short * k + min(k, longer) for k in range(parts)]
+def even_starts(count: int, runs: int) -> list[int]:
+    """Where each of `runs` runs of `count` items begins; the first ones are longer where they do not divide."""
+    shorter, longer = divmod(count, runs)
+    return [shorter * k + min(k, longer) for k in range(runs)]
 
 
-def balanced(
-    costs: Sequence[float], parts: int, tolls: Sequence[float] | None = None, slack: float = 0.0
+def balanced_starts(
+    costs: Sequence[float], runs: int, prices: Sequence[float] | None = None, slack: float = 0.0
 ) -> list[int] | None:
-    """Where each of `parts` runs of `costs` begins, so that the largest sum is least; None: there is no way.
+    """Where each of `runs` runs of items with these costs begins, so that the largest sum is least; None: impossible.
 
-    `tolls`: whole numbers, what a border in front of each costs; NEVER: there may be none. Of all cuts whose
-    largest sum is within `slack` of the least, it is the one of least toll, and then that of the least squares.
+    `prices`, whole numbers, by item: what it costs to begin a run there, or NEVER. Of all divisions whose largest sum
+    is within `slack` of the least, it is the one of least total price, and then of least sum of squares.
     """
     count = len(costs)
     ends = np.concatenate([[0.0], np.cumsum(costs if any(costs) else np.ones(count))])
-    toll = np.zeros(count) if tolls is None else np.asarray(tolls, float)
-    closed = np.where(np.isinf(toll), NEVER, 0.0)
-    least = np.full(count + 1, NEVER)
+    price = np.zeros(count) if prices is None else np.asarray(prices, float)
+    closed = np.where(np.isinf(price), NEVER, 0.0)
+    least = np.full(count + 1, NEVER)  # by number of items, the least largest sum of the runs so far
     least[0] = 0.0
-    for _ in range(parts):
+    for _ in range(runs):
         least = np.array(
             [NEVER, *(np.maximum(least[:j] + closed[:j], ends[j] - ends[:j]).min() for j in range(1, count + 1))]
         )
@@ -38,14 +38,14 @@ def balanced(
     limit = least[-1] * (1 + slack + 1e-12)
     paid = np.full(count + 1, NEVER)
     paid[0] = 0.0
-    choices: list[list[int]] = []
-    for _ in range(parts):
+    choices: list[list[int]] = []  # by run, then number of items: where the last run begins
+    for _ in range(runs):
         before, paid, chosen = paid, np.full(count + 1, NEVER), [0] * (count + 1)
         for j in range(1, count + 1):
             sums = ends[j] - ends[:j]
-            price = np.where(sums > limit, NEVER, before[:j] + toll[:j] + 0.5 * (sums / ends[-1]) ** 2)
-            chosen[j] = int(price.argmin())
-            paid[j] = price[chosen[j]]
+            totals = np.where(sums > limit, NEVER, before[:j] + price[:j] + 0.5 * (sums / ends[-1]) ** 2)
+            chosen[j] = int(totals.argmin())
+            paid[j] = totals[chosen[j]]
         choices.append(chosen)
     starts, end = [], count
     for chosen in reversed(choices):

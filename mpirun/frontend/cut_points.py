@@ -1,160 +1,174 @@
-"""Where a traced graph is cut: the nodes that begin the second stage, the third and so on."""
+"""Where a graph is cut: at pipe_split(), where submodules begin, or where stages are balanced and little is sent.
+
+Out: the nodes of the body that begin the second stage, the third and so on.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from numbers import Real
 from operator import getitem
 
 from torch import fx, nn
 
-from mpirun.frontend.balance import NEVER, balanced
-from mpirun.frontend.errors import place, unknown
-from mpirun.frontend.node_dependencies import Flow, persistent, size
+from mpirun.frontend.balance import NEVER, balanced_starts
+from mpirun.frontend.errors import line_of, unknown_name
+from mpirun.frontend.node_dependencies import NodeDependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
-MARK = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph
+PIPE_SPLIT = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph
 SLACK = 0.1  # how much slower the slowest stage may be so that less is sent
 
 
-def marked(flow: Flow) -> list[fx.Node]:
-    """Where the model's source calls pipe_split."""
-    found = []
-    for mark in flow.graph.nodes:
-        if str(mark.target) == MARK:
-            behind = [node for node in flow.body if flow.position[node] > flow.position[mark]]
+def starts_at_pipe_splits(dependencies: NodeDependencies) -> list[fx.Node]:
+    """The first nodes behind each pipe_split() in the model's source."""
+    starts: list[fx.Node] = []
+    for mark in dependencies.graph.nodes:
+        if str(mark.target) == PIPE_SPLIT:
+            position = dependencies.position
+            behind = [node for node in dependencies.body if position[node] > position[mark]]
             if not behind:
-                raise UsageError(f"{place(mark)}: the stage that begins here would have no computation")
-            found.append(behind[0])
-            _computes(flow, found, place(mark))
-    return found
+                raise UsageError(f"{line_of(mark)}: the stage that begins here would have no computation")
+            if behind[0] is dependencies.body[0] or behind[0] in starts:
+                raise _empty_stage(line_of(mark))
+            starts.append(behind[0])
+    return starts
 
 
-def named(flow: Flow, module: nn.Module, points: Collection[str]) -> list[fx.Node]:
-    """Where the submodules of these names begin."""
+def starts_at_modules(dependencies: NodeDependencies, module: nn.Module, points: Collection[str]) -> list[fx.Node]:
+    """The first nodes of the submodules of these names."""
     names = dict(module.named_modules(remove_duplicate=False))
-    found: dict[fx.Node, str] = {}
+    starts: dict[fx.Node, str] = {}
     for point in points:
         if point not in names or not point:
-            raise unknown("points: the submodule", point, names)
-        inside = [node for node in flow.body if point in modules(node)]
+            raise unknown_name("points: the submodule", point, names)
+        inside = [node for node in dependencies.body if point in module_names(node)]
         if not inside:
             raise UsageError(f"points: {point!r} computes nothing when the example runs")
-        calls = {key for node in inside for key, (path, *_) in stack(node).items() if path == point}
+        calls = {key for node in inside for key, (path, *_) in module_calls(node).items() if path == point}
         if len(calls) > 1:
-            where = place(inside[0])
+            where = line_of(inside[0])
             raise UsageError(f"points: {point!r} runs {len(calls)} times ({where}), so it does not say where to cut")
-        if inside[0] in found:
-            raise UsageError(f"points: {found[inside[0]]!r} and {point!r} begin at the same place")
-        found[inside[0]] = point
-        _computes(flow, [inside[0]], f"points: {point!r}")
-    return list(found)
+        if inside[0] in starts:
+            raise UsageError(f"points: {starts[inside[0]]!r} and {point!r} begin at the same place")
+        if inside[0] is dependencies.body[0]:
+            raise _empty_stage(f"points: {point!r}")
+        starts[inside[0]] = point
+    return list(starts)
 
 
-def automatic(flow: Flow, module: nn.Module, stages: int, costs: Mapping[str, float] | None) -> list[fx.Node]:
-    """Where stages are balanced and little is sent."""
+def balanced_stages(
+    dependencies: NodeDependencies, module: nn.Module, stages: int, costs: Mapping[str, float] | None
+) -> list[fx.Node]:
+    """The first nodes of stages that take equally long and send little; `costs`: of submodules, as `split` takes."""
     if stages < 1:
         raise UsageError(f"{stages} stages: there should be one at least")
-    tolls = _tolls(flow)
-    begins = balanced(_costs(flow, module, costs), stages, tolls, SLACK) if stages <= len(tolls) else None
-    if begins is None:
-        most = 1 + sum(toll < NEVER for toll in tolls[1:])
+    prices = _prices(dependencies)
+    starts = None
+    if stages <= len(prices):
+        starts = balanced_starts(_node_costs(dependencies, module, costs), stages, prices, SLACK)
+    if starts is None:
+        most = 1 + sum(price < NEVER for price in prices[1:])
         into = f"{most} stage{'s' * (most > 1)}"
-        raise UsageError(f"the traced graph can be cut into {into} at most, not {stages}{_whole(flow)}")
-    return [flow.body[begin] for begin in begins[1:]]
+        raise UsageError(
+            f"the traced graph can be cut into {into} at most, not {stages}{_longest_uncut_range(dependencies)}"
+        )
+    return [dependencies.body[start] for start in starts[1:]]
 
 
-def stack(node: fx.Node) -> Mapping[str, tuple[str, object]]:
+def module_calls(node: fx.Node) -> Mapping[str, tuple[str, object]]:
     """The calls of modules that a node is in: by call the module's name and class."""
     return node.meta.get("nn_module_stack") or {}
 
 
-def modules(node: fx.Node) -> list[str]:
-    """The names of the modules that it is in, the outermost first, without the whole."""
-    return [path for path, *_ in stack(node).values() if path]
+def module_names(node: fx.Node) -> list[str]:
+    """The names of the submodules that a node is in, the outermost first."""
+    return [path for path, *_ in module_calls(node).values() if path]
 
 
-def changed(flow: Flow) -> list[tuple[fx.Node, int, int]]:
-    """Memory that is changed in place, and the first and the last place in the body between which it may not be cut."""
-    index = {node: k for k, node in enumerate(flow.body)}
-    found = []
-    for root, writes in flow.writes.items():
-        if persistent(root):
-            inside = [k for node, k in index.items() if any(flow.root(one) is root for one in node.all_input_nodes)]
+def uncut_ranges(dependencies: NodeDependencies) -> list[tuple[fx.Node, int, int]]:
+    """Roots of memory that is changed in place, and the first and last index in the body that no cut may separate."""
+    root, index = dependencies.root, {node: k for k, node in enumerate(dependencies.body)}
+    ranges = []
+    for memory, writes in dependencies.writes.items():
+        if is_buffer(memory):
+            inside = [
+                k for node, k in index.items() if any(root(operand) is memory for operand in node.all_input_nodes)
+            ]
         else:
-            inside = [k for node, k in index.items() if flow.root(node) is root and k <= index.get(writes[-1], -1)]
+            inside = [k for node, k in index.items() if root(node) is memory and k <= index.get(writes[-1], -1)]
         if inside:
-            found.append((root, min(inside), max(inside)))
-    return found
+            ranges.append((memory, min(inside), max(inside)))
+    return ranges
 
 
-def _whole(flow: Flow) -> str:
-    """The longest run of operations that is not cut, and why."""
-    root, first, last = max(changed(flow), key=lambda one: one[2] - one[1], default=(None, 0, 0))
+def _longest_uncut_range(dependencies: NodeDependencies) -> str:
+    """The longest run of operations that is not cut, and why, as the end of a sentence."""
+    ranges = uncut_ranges(dependencies)
+    root, first, last = max(ranges, key=lambda entry: entry[2] - entry[1], default=(None, 0, 0))
     if root is None or last == first:
         return ""
-    what = f"the buffer {root.target}" if persistent(root) else "a tensor"
-    where = place(flow.writes[root][0])
+    what = f"the buffer {root.target}" if is_buffer(root) else "a tensor"
+    where = line_of(dependencies.writes[root][0])
     return f": {last - first + 1} operations stay together, since {what} is changed in place at {where}"
 
 
-def _computes(flow: Flow, found: Sequence[fx.Node], what: str) -> None:
-    if found[-1] is flow.body[0] or found[-1] in found[:-1]:
-        raise UsageError(f"{what}: the stage that ends here would have no computation")
+def _empty_stage(what: str) -> UsageError:
+    return UsageError(f"{what}: the stage that ends here would have no computation")
 
 
-def _tolls(flow: Flow) -> list[float]:
-    """Bytes that a border in front of each node of the body sends, and how many modules it cuts through."""
-    index = {node: k for k, node in enumerate(flow.body)}
-    changes = [0] * (len(flow.body) + 1)
+def _prices(dependencies: NodeDependencies) -> list[float]:
+    """By node of the body, what a cut in front of it costs: bytes that it sends, and modules that it cuts through."""
+    body = dependencies.body
+    index = {node: k for k, node in enumerate(body)}
+    changes = [0] * (len(body) + 1)  # of the bytes that are alive
     for node, begin in index.items():
-        uses = [index[user] for user in node.users if user in index] + [len(index)] * any(
-            user.op == "output" for user in node.users
-        )
-        changes[begin + 1] += size(node)
-        changes[min(max(uses, default=begin) + 1, len(index))] -= size(node)
-    tolls, total = [0.0], 0
-    for k, (one, other) in enumerate(pairwise(flow.body), 1):
-        total += changes[k]
-        tolls.append(float(total + len(stack(one).keys() & stack(other).keys())))
-    for k, node in enumerate(flow.body):
+        uses = [index[user] for user in node.users if user in index]
+        uses += [len(index)] * any(user.op == "output" for user in node.users)
+        changes[begin + 1] += value_bytes(node)
+        changes[min(max(uses, default=begin) + 1, len(index))] -= value_bytes(node)
+    prices, alive = [0.0], 0
+    for k, (before, node) in enumerate(pairwise(body), 1):
+        alive += changes[k]
+        prices.append(float(alive + len(module_calls(before).keys() & module_calls(node).keys())))
+    for k, node in enumerate(body):
         if node.target is getitem:  # goes with what it is part of
-            tolls[k] = NEVER
-    for _, first, last in changed(flow):
-        tolls[first + 1 : last + 1] = [NEVER] * (last - first)
-    return tolls
+            prices[k] = NEVER
+    for _, first, last in uncut_ranges(dependencies):
+        prices[first + 1 : last + 1] = [NEVER] * (last - first)
+    return prices
 
 
-def _costs(flow: Flow, module: nn.Module, costs: Mapping[str, float] | None) -> list[float]:
-    """Of each node of the body: flops and bytes of parameters, scaled to the costs of modules that are known."""
-    parameters = flow.traced.parameters
-    own = [
-        float(
-            flow.flops.get(node, 0)
-            + sum(parameters[str(one.target)].nbytes for one in node.all_input_nodes if str(one.target) in parameters)
-        )
-        for node in flow.body
-    ]
+def _node_costs(dependencies: NodeDependencies, module: nn.Module, costs: Mapping[str, float] | None) -> list[float]:
+    """By node of the body, its flops and the bytes of its parameters; where `costs` are given, scaled to these.
+
+    The cost of a submodule is that of its nodes, without those of submodules in it that have costs of their own.
+    """
+    parameters, body = dependencies.exported.parameters, dependencies.body
+    own = []
+    for node in body:
+        read = [str(operand.target) for operand in node.all_input_nodes if str(operand.target) in parameters]
+        own.append(float(dependencies.flops.get(node, 0) + sum(parameters[name].nbytes for name in read)))
     if costs is None:
         return own
     names = dict(module.named_modules())
     inside: dict[str, list[int]] = {name: [] for name in costs}
     for name, cost in costs.items():
         if name not in names:
-            raise unknown("costs: the submodule", name, names)
+            raise unknown_name("costs: the submodule", name, names)
         if not isinstance(cost, Real) or not 0 <= cost < math.inf:
             raise UsageError(f"costs: that of {name!r} should be a number that is not negative, not {cost!r}")
-    for k, node in enumerate(flow.body):
-        known = [name for name in modules(node) if name in costs]
-        if known:
-            inside[known[-1]].append(k)
+    for k, node in enumerate(body):
+        priced = [name for name in module_names(node) if name in costs]
+        if priced:
+            inside[priced[-1]].append(k)
     scaled = [0.0] * len(own)
-    for name, nodes in inside.items():
-        if not nodes:
+    for name, indices in inside.items():
+        if not indices:
             raise UsageError(f"costs: {name!r} computes nothing when the example runs")
-        total = sum(own[k] for k in nodes)
-        for k in nodes:
-            scaled[k] = costs[name] * (own[k] / total if total else 1 / len(nodes))
+        total = sum(own[k] for k in indices)
+        for k in indices:
+            scaled[k] = costs[name] * (own[k] / total if total else 1 / len(indices))
     return scaled

@@ -1,6 +1,7 @@
-"""Two traces of one module, on microbatches of two sizes, as one graph.
+"""Microbatches of two sizes: the exports on the example, and on a sample less, merged into one graph.
 
-What differs between them are numbers, such as the shape of a view.
+The two graphs have the same nodes and differ in numbers only, such as the shape of a view. These become `SizedInt`
+and `SizedFloat`; `size_and_device_lookup.py` makes stages choose between them by the shape of an input.
 """
 
 from __future__ import annotations
@@ -11,94 +12,98 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from mpirun.data.microbatches import Dims, leaf_dims, sample_count
-from mpirun.frontend.errors import place
-from mpirun.frontend.export_graph import Traced
-from mpirun.frontend.split_result import Inputs
+from mpirun.frontend.errors import line_of
+from mpirun.frontend.export_graph import ExportedGraph
+from mpirun.frontend.module_io import Call, Example
 from mpirun.frontend.subgraphs import attributes
 from schedgen.util.errors import UsageError
 
-SHAPES = "shapes"  # in a node's meta: those of its value for each size, if they differ
+SHAPES = "shapes"  # in a node's meta: the shapes of its value for both sizes, if they differ
 
 
-class Count(int):
-    """A number that is another for another size; itself the example's."""
+class SizedInt(int):
+    """A number that depends on the microbatch's size; as an int, it is the example's."""
 
-    each: tuple[int, int]
+    by_size: tuple[int, int]
 
 
-class Real(float):
+class SizedFloat(float):
     """The same of a floating-point number."""
 
-    each: tuple[float, float]
+    by_size: tuple[float, float]
 
 
-def fewer(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example with a sample less."""
+def smaller_example(args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> Call:
+    """The example with a sample less; UsageError where that leaves none."""
     nested: Any = (args, kwargs) if args and kwargs else args or kwargs
     if sample_count(nested, dims) < 2:
         raise UsageError("dims: the example has one sample, so a smaller microbatch would have none")
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    found = [
+    shorter = [
         leaf if dim is None else leaf.narrow(dim, 0, leaf.shape[dim] - 1).contiguous()
         for leaf, dim in zip(leaves, leaf_dims(nested, dims), strict=True)
     ]
-    smaller: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
+    smaller: Call = pytree.tree_unflatten(shorter, spec)
     return smaller
 
 
-def merged(traced: Traced, other: Traced) -> Traced:
-    """The first, which knows of the numbers that differ; `other`: the trace on a sample less."""
-    _merge(traced.graph, other.graph, traced.state, other.state)
-    return traced._replace(example=Inputs(*traced.example[:2], other.example[:2]))
+def merge_sizes(exported: ExportedGraph, smaller: ExportedGraph) -> ExportedGraph:
+    """The first, its numbers that depend on the size marked; `smaller`: the export on a sample less.
+
+    UsageError, with the line, where the two differ in more than numbers.
+    """
+    _merge(exported.graph, smaller.graph, exported.state, smaller.state)
+    return exported._replace(example=Example(*exported.example[:2], smaller.example[:2]))
 
 
-def _merge(ours: fx.Graph, theirs: fx.Graph, our_state: dict[str, Any], their_state: dict[str, Any]) -> None:
-    twins: dict[fx.Node, fx.Node] = {}
-    for one, other in zip(ours.nodes, theirs.nodes, strict=False):  # each ends with its only output
-        if one.op != other.op or (one.op != "placeholder" and one.target != other.target):
-            raise _otherwise(one)
-        twins[other] = one
-        if one.op == "get_attr":
-            _same_state(one, our_state[str(one.target)], their_state[str(one.target)])
+def _merge(graph: fx.Graph, other: fx.Graph, state: dict[str, Any], other_state: dict[str, Any]) -> None:
+    """`other` and `other_state` are those of the smaller size."""
+    node_of: dict[fx.Node, fx.Node] = {}  # by node of the other graph
+    for node, twin in zip(graph.nodes, other.nodes, strict=False):  # each ends with its only output
+        if node.op != twin.op or (node.op != "placeholder" and node.target != twin.target):
+            raise _differs(node)
+        node_of[twin] = node
+        if node.op == "get_attr":
+            _merge_attributes(node, state[str(node.target)], other_state[str(node.target)])
         values: list[Any] = []
-        fx.node.map_aggregate((other.args, other.kwargs), values.append)
+        fx.node.map_aggregate((twin.args, twin.kwargs), values.append)
         rest = iter(values)
-        one.args, one.kwargs = fx.node.map_aggregate(
-            (one.args, one.kwargs), lambda value: _both(one, value, next(rest, None), twins)
+        node.args, node.kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda value: _merged(node, value, next(rest, None), node_of)
         )
         if next(rest, None) is not None:
-            raise _otherwise(one)
-        shapes = tuple(_shape(node) for node in (one, other))
+            raise _differs(node)
+        shapes = _shape(node), _shape(twin)
         if shapes[0] != shapes[1]:
-            one.meta[SHAPES] = shapes
+            node.meta[SHAPES] = shapes
 
 
-def _both(node: fx.Node, value: Any, other: Any, twins: dict[fx.Node, fx.Node]) -> Any:
-    """An argument of the example's, and of the smaller one's."""
+def _merged(node: fx.Node, value: Any, other: Any, node_of: dict[fx.Node, fx.Node]) -> Any:
+    """An argument of a node, from those of the two graphs."""
     if isinstance(value, fx.Node):
-        if twins.get(other) is value:
+        if node_of.get(other) is value:
             return value
     elif type(value) is type(other) and value == other:
         return value
     elif type(value) is type(other) and type(value) in (int, float) and node.op != "output":
-        number = Count(value) if type(value) is int else Real(value)
-        number.each = (value, other)
+        number = SizedInt(value) if type(value) is int else SizedFloat(value)
+        number.by_size = (value, other)
         return number
-    raise _otherwise(node)
+    raise _differs(node)
 
 
-def _otherwise(node: fx.Node) -> UsageError:
-    where = place(node.prev if node.op == "output" else node)
+def _differs(node: fx.Node) -> UsageError:
+    where = line_of(node.prev if node.op == "output" else node)
     return UsageError(f"{where}: does something else for a microbatch with a sample less")
 
 
-def _same_state(node: fx.Node, value: Any, other: Any) -> None:
+def _merge_attributes(node: fx.Node, value: Any, other: Any) -> None:
     if isinstance(value, fx.GraphModule) and isinstance(other, fx.GraphModule):
-        _merge(value.graph, other.graph, *(attributes(one) for one in (value, other)))
+        _merge(value.graph, other.graph, attributes(value), attributes(other))
     elif value is not other:
-        both = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
-        if not both or not bool(((value == other) | ((value != value) & (other != other))).all()):  # NaN is itself
-            raise _otherwise(next(iter(node.users), node))
+        tensors = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
+        if not tensors or not bool(((value == other) | ((value != value) & (other != other))).all()):  # NaN is itself
+            raise _differs(next(iter(node.users), node))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""Which line of the model's source is the reason."""
+"""Errors and warnings about a model's source, which name the line that is the reason."""
 
 from __future__ import annotations
 
@@ -19,51 +19,59 @@ from torch import fx, nn
 
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
-DATA = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
+DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
 
 
-def note(sentence: str) -> None:
-    """A warning, on rank 0 alone where ranks are running."""
+def warn_user(sentence: str) -> None:
+    """An MpirunWarning, on rank 0 alone where ranks are running."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.COMM_WORLD.rank == 0:
         warnings.warn(sentence, MpirunWarning, stacklevel=3)
 
 
-class Place(NamedTuple):
-    """A line of source."""
+class SourceLine(NamedTuple):
+    """A line of a Python file, and the function that it is in."""
 
     file: str
     line: int
     function: str
 
     def __str__(self) -> str:
+        """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory where it lies in that."""
         path, here = Path(self.file), Path.cwd()
         text = linecache.getline(self.file, self.line).strip()
         name = path.relative_to(here) if path.is_relative_to(here) else path
         return f"{name}:{self.line}: in {self.function}" + (f": `{text}`" if text else "")
 
 
-def place(node: fx.Node) -> str:
-    """Where a node of a traced graph comes from."""
-    found = [Place(file, int(line), name) for file, line, name in FRAME.findall(node.meta.get("stack_trace") or "")]
-    return str(_last(found) or f"{node.op} {node.target}")
+def line_of(node: fx.Node) -> str:
+    """The user's line that a node of an exported graph comes from; the node itself where none is known."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    lines = [SourceLine(file, int(line), name) for file, line, name in frames]
+    return str(_innermost(lines) or f"{node.op} {node.target}")
 
 
-def untraceable(module: nn.Module, error: BaseException) -> UsageError:
-    """What to tell the user where torch.export has failed."""
+def line_of_forward(module: nn.Module) -> SourceLine:
+    """Where the forward of a module begins."""
+    code = type(module).forward.__code__
+    return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def export_error(module: nn.Module, error: BaseException) -> UsageError:
+    """What to tell the user where torch.export has failed with `error`."""
     chain = list(_chain(error))
-    frames = [
-        Place(frame.filename, frame.lineno or 0, frame.name)
-        for one in chain
-        for frame in reversed(traceback.extract_tb(one.__traceback__))
+    lines = [
+        SourceLine(frame.filename, frame.lineno or 0, frame.name)
+        for link in reversed(chain)
+        for frame in traceback.extract_tb(link.__traceback__)
     ]
-    where = _last(frames[::-1]) or forward(module)
-    for one in chain:
-        if isinstance(one, UsageError):
-            return UsageError(f"{where}: {one}")
-    if any(word in type(one).__name__ for one in chain for word in DATA):
+    where = _innermost(lines) or line_of_forward(module)
+    for link in chain:
+        if isinstance(link, UsageError):
+            return UsageError(f"{where}: {link}")
+    if any(word in type(link).__name__ for link in chain for word in DATA_DEPENDENT):
         why = (
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
         )
@@ -73,47 +81,41 @@ def untraceable(module: nn.Module, error: BaseException) -> UsageError:
 
 def check_hooks(module: nn.Module) -> None:
     """UsageError for hooks that stages would not have."""
-    for name, one in module.named_modules():
-        if one._backward_hooks or one._backward_pre_hooks:
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
             what = f"{name!r}, " if name else ""
-            raise UsageError(f"{what}{type(one).__name__}: its backward hook would not be called in a stage")
+            raise UsageError(f"{what}{type(part).__name__}: its backward hook would not be called in a stage")
 
 
 def check_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """UsageError where its forward cannot be called so."""
+    """UsageError where the module's forward cannot be called with the example."""
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise UsageError(f"{forward(module)}: cannot be called with the example: {error}") from None
+        raise UsageError(f"{line_of_forward(module)}: cannot be called with the example: {error}") from None
 
 
-def unknown(what: str, name: object, names: Iterable[str]) -> UsageError:
-    """There is no such name, but there are others."""
+def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:
+    """`name` does not exist; the error suggests those of `names` that are similar."""
     near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
     return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
 
-def users(frame: FrameType | None) -> bool:
-    """Whether a switch of gradients is the user's, not one inside of torch."""
+def called_by_user(frame: FrameType | None) -> bool:
+    """Whether gradients are switched on or off by the user, not inside torch; `frame` does it."""
     while frame is not None and frame.f_code.co_filename.endswith(("grad_mode.py", "_contextlib.py")):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(OURS)
+    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
 
 
-def _last(places: Iterable[Place]) -> Place | None:
-    """The innermost that is neither torch's nor ours, nor was generated."""
-    users = [one for one in places if not one.file.startswith((*OURS, "<"))]
-    return users[-1] if users else None
-
-
-def forward(module: nn.Module) -> Place:
-    """Where its forward begins."""
-    code = type(module).forward.__code__
-    return Place(code.co_filename, code.co_firstlineno, code.co_name)
+def _innermost(lines: Iterable[SourceLine]) -> SourceLine | None:
+    """The last of the user's lines: not torch's, not ours, not in generated code."""
+    own = [line for line in lines if not line.file.startswith((*NOT_THE_USERS, "<"))]
+    return own[-1] if own else None

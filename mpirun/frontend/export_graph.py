@@ -1,4 +1,7 @@
-"""A module's forward as a graph: torch.export's, with the sentences it lacks."""
+"""A module's forward as a graph: torch.export's, and a UsageError where that would not be what the forward does.
+
+In: a module and an example of a microbatch's input. Out: an `ExportedGraph`. Nothing is computed: tensors have no data.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
-from mpirun.frontend.errors import check_example, check_hooks, forward, place, untraceable, users
-from mpirun.frontend.meta_device import is_deferred
-from mpirun.frontend.split_result import Inputs, Output
+from mpirun.frontend.errors import called_by_user, check_example, check_hooks, export_error, line_of, line_of_forward
+from mpirun.frontend.meta_device import is_on_meta
+from mpirun.frontend.module_io import Example, ModuleOutput
 from mpirun.frontend.subgraphs import attribute
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
 
 
-class Traced(NamedTuple):
+class ExportedGraph(NamedTuple):
     """The graph of one microbatch's forward; nodes are in the order of execution."""
 
     graph: fx.Graph
@@ -34,58 +37,59 @@ class Traced(NamedTuple):
     state: dict[str, Any]  # what get_attr nodes refer to; a parameter has one name only
     parameters: dict[str, nn.Parameter]
     temporary: set[str]  # the names of buffers that are not saved
-    example: Inputs
+    example: Example
     spec: pytree.TreeSpec  # of the output
 
-    def output(self) -> tuple[list[fx.Node], Output]:
+    def output(self) -> tuple[list[fx.Node], ModuleOutput]:
         """What the last stage returns, and how the module's own output is made of it."""
         nodes = list(dict.fromkeys(leaf for leaf in self.results if isinstance(leaf, fx.Node)))
         leaves = [nodes.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in self.results]
-        return nodes, Output(leaves, [None if isinstance(leaf, fx.Node) else leaf for leaf in self.results], self.spec)
+        constants = [None if isinstance(leaf, fx.Node) else leaf for leaf in self.results]
+        return nodes, ModuleOutput(leaves, constants, self.spec)
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-    """UsageError, with the line of the model that is the reason, where that cannot be done."""
+def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedGraph:
+    """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, where there is none."""
     _check_inputs(args, kwargs)
     where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if is_deferred(module):
+    if is_on_meta(module):
         where = torch.device("meta")
-        args, kwargs = pytree.tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
     check_example(module, args, kwargs)
     check_hooks(module)
     export = torch.export.export
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
-        with _quiet(), _seen(), where:
+        with _silent(), _refusing(), where:
             program = export(module, args, kwargs, strict=False)
-            whole = program.module()
+            exported = program.module()
     except Exception as error:
-        raise untraceable(module, error) from None
-    graph = whole.graph
+        raise export_error(module, error) from None
+    graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
-    for name, part in whole.named_modules():
+    for name, part in exported.named_modules():
         if isinstance(part, fx.GraphModule) and name != "_guards_fn":
-            _check(part.graph)
-    state = _state(module, whole, graph)
-    if is_deferred(module):
+            _check_nodes(part.graph)
+    state = _state(module, exported, graph)
+    if is_on_meta(module):
         _check_values(module, state, graph)
-    numbers = pytree.tree_unflatten(list(range(program.call_spec.in_spec.num_leaves)), program.call_spec.in_spec)
+    spec = program.call_spec.in_spec
+    numbers = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     order = pytree.tree_leaves((numbers[0], {name: numbers[1][name] for name in kwargs}))
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    results = next(node for node in graph.nodes if node.op == "output").args[0]
-    traced = Traced(
+    placeholders = graph.find_nodes(op="placeholder")
+    traced = ExportedGraph(
         graph,
         {placeholders[number]: leaf for leaf, number in enumerate(order)},
-        list(results),
+        list(graph.output_node().args[0]),  # type: ignore[arg-type]
         state,
         {name: parameter for name, parameter in module.named_parameters() if state.get(name) is parameter},
         {name for name, _ in module.named_buffers() if name not in module.state_dict()} | {*program.constants},
-        Inputs(*pytree.tree_map_only(Tensor, lambda one: torch.empty_like(one, device="meta"), (args, kwargs))),
+        Example(*pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))),
         program.call_spec.out_spec,
     )
     if not traced.output()[0]:
-        raise UsageError(f"{forward(module)}: returns no tensor")
+        raise UsageError(f"{line_of_forward(module)}: returns no tensor")
     return traced
 
 
@@ -98,31 +102,32 @@ def _check_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check(graph: fx.Graph) -> None:
-    """Refuse objects, as a Generator, and what depends on data: its values would have to be known to cut the graph."""
+def _check_nodes(graph: fx.Graph) -> None:
+    """Refuse objects, as a Generator, and numbers and shapes that depend on data: stages are given tensors only."""
     for node in graph.nodes:
+        for operand in [operand.meta.get("val") for operand in node.all_input_nodes]:
+            if isinstance(operand, CustomObjArgument):
+                name = operand.class_fqn.rpartition(".")[2]
+                raise UsageError(f"{line_of(node)}: a {name} is no part of a stage; use tensors")
         value = node.meta.get("val")
-        objects = [one.meta.get("val") for one in node.all_input_nodes]
-        for one in [one for one in objects if isinstance(one, CustomObjArgument)]:
-            raise UsageError(f"{place(node)}: a {one.class_fqn.rpartition('.')[2]} is no part of a stage; use tensors")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UsageError(
-                f"{place(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"
+                f"{line_of(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"
             )
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            raise UsageError(f"{place(node)}: the shape depends on data, but should be the same for every microbatch")
+            raise UsageError(f"{line_of(node)}: the shape depends on data, but should be the same for every microbatch")
 
 
-def _state(module: nn.Module, whole: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
+def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
     """By name what get_attr nodes refer to; these are renamed so that each parameter has one node and name."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    own = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {}
     first: dict[str, fx.Node] = {}
     for node in list(graph.find_nodes(op="get_attr")):
-        value = own.get(node.target)
+        value = parameters.get(node.target)
         if value is None:
-            value = attribute(whole, node.target)
+            value = attribute(exported, node.target)
         node.target = names.get(id(value), node.target)
         state[node.target] = value
         if first.setdefault(node.target, node) is not node:
@@ -132,40 +137,40 @@ def _state(module: nn.Module, whole: fx.GraphModule, graph: fx.Graph) -> dict[st
 
 
 def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> None:
-    """Refuse tensors that the forward makes of numbers, which were not kept."""
-    known = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    """Refuse tensors that the forward makes of numbers: on the meta device the numbers are lost."""
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     for node in graph.find_nodes(op="get_attr"):
         value = state.get(node.target)
-        if node.target not in known and isinstance(value, Tensor) and value.is_meta:
-            where = place(next(iter(node.users), node))
+        if node.target not in names and isinstance(value, Tensor) and value.is_meta:
+            where = line_of(next(iter(node.users), node))
             raise UsageError(f"{where}: a tensor of numbers is lost on the meta device; make it a buffer")
 
 
 @contextlib.contextmanager
-def _seen() -> Iterator[None]:
-    """With errors where something that gradients depend on would be dropped: traced are the forward's operations."""
-    inside = 0  # regions under autocast
+def _refusing() -> Iterator[None]:
+    """Errors for what torch.export would drop though gradients depend on it: it traces the forward's operations."""
+    autocast_depth = 0
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     switch = torch.set_grad_enabled.__init__
 
     def refuse(what: str) -> Callable[..., NoReturn]:
-        def raised(*_: object, **__: object) -> NoReturn:
+        def refused(*_: object, **__: object) -> NoReturn:
             raise UsageError(f"{what} is not traced, and its gradients would be others")
 
-        return raised
+        return refused
 
     def entered(region: torch.autocast) -> Any:
-        nonlocal inside
-        inside += 1
+        nonlocal autocast_depth
+        autocast_depth += 1
         return enter(region)
 
     def left(region: torch.autocast, *error: Any) -> Any:
-        nonlocal inside
-        inside -= 1
+        nonlocal autocast_depth
+        autocast_depth -= 1
         return leave(region, *error)
 
     def switched(region: torch.set_grad_enabled, mode: bool) -> None:
-        if inside and mode != torch.is_grad_enabled() and users(sys._getframe(1)):
+        if autocast_depth and mode != torch.is_grad_enabled() and called_by_user(sys._getframe(1)):
             refuse("no_grad under autocast")()
         switch(region, mode)
 
@@ -180,7 +185,7 @@ def _seen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silent() -> Iterator[None]:
     """Without what torch prints of an error besides raising it."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, LOGS)]
     for logger, _ in levels:

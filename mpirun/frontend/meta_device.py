@@ -1,4 +1,4 @@
-"""Modules on the meta device, which have no values: a rank makes those of the stages that it builds."""
+"""Modules on the meta device, which have no values: a rank gives values to the stages that it builds, and no others."""
 
 from __future__ import annotations
 
@@ -14,65 +14,67 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mpirun.model.rng import derived_seed
 from schedgen.util.errors import UsageError
 
-Init = Callable[[nn.Module], Any]
+Init = Callable[[nn.Module], Any]  # gives a submodule the values of its own parameters and buffers, in place
 
 
-def is_deferred(module: nn.Module) -> bool:
-    """Whether it has no values."""
-    return any(one.is_meta for one in (*module.parameters(), *module.buffers()))
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether some parameter or buffer has no values."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-class Values(NamedTuple):
-    """A module without values, and what gives a submodule those of its own parameters and buffers, in place."""
+class MetaModule(NamedTuple):
+    """A module without values, and what gives them to its submodules."""
 
     module: nn.Module
-    init: Init | None  # None: its reset_parameters
+    init: Init | None  # None: the submodule's reset_parameters
 
 
-def values_of(module: nn.Module, init: Init | None) -> Values | None:
-    """None: the module has its values."""
+def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
+    """None where the module has its values; UsageError where there is an `init` all the same."""
     if init is not None and not callable(init):
         raise UsageError(f"init should be a function of a module, not {type(init).__name__}")
-    if is_deferred(module):
-        return Values(module, init)
+    if is_on_meta(module):
+        return MetaModule(module, init)
     if init is not None:
         raise UsageError("init gives values to a module on the meta device, but this one has values")
     return None
 
 
-class Deferred:
-    """Builds a stage, or a layer of one: each submodule of the source seeded by its name, whatever the cut."""
+class MetaBuilder:
+    """Builds a stage, or a layer of one: each submodule's values are seeded by its name, whatever the cut."""
 
-    seeded = "module"  # all stages alike
+    seeded = "module"  # by this and the run's seed: all stages alike
 
-    def __init__(self, stage: nn.Module, source: Values) -> None:
+    def __init__(self, stage: nn.Module, source: MetaModule) -> None:
+        """`stage` is made of tensors of `source`, under the same names."""
         self.stage, self.source = stage, source
 
     def __call__(self) -> nn.Module:
+        """A copy of the stage with values on the CPU; UsageError where nothing gives values to one of its tensors."""
         seed = torch.initial_seed()
-        empty = {
-            name: one for name, one in (*self.stage.named_parameters(), *self.stage.named_buffers()) if one.is_meta
-        }
-        submodules = dict.fromkeys(name.rpartition(".")[0] for name in empty)
-        made = {name: self._made(name, derived_seed(seed, name) % 2**63) for name in submodules}
+        tensors = {**dict(self.stage.named_parameters()), **dict(self.stage.named_buffers())}
+        empty = {name: tensor for name, tensor in tensors.items() if tensor.is_meta}
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in empty)
+        filled = {name: self._filled(name, derived_seed(seed, name)) for name in owners}
         values: dict[int, Tensor] = {}
-        for name, one in empty.items():
-            submodule, _, own = name.rpartition(".")
-            value = getattr(made[submodule], own)
-            if not isinstance(value, Tensor) or (value.shape, value.dtype) != (one.shape, one.dtype) or _unset(value):
+        for name, tensor in empty.items():
+            owner, _, attribute = name.rpartition(".")
+            value = getattr(filled[owner], attribute)
+            fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+            if not fits or _is_unset(value):
                 by = "init" if self.source.init else "reset_parameters"
                 raise UsageError(f"{name} is on the meta device, and {by} gives it no values")
-            values[id(one)] = value
+            values[id(tensor)] = value
         return copy.deepcopy(self.stage, values)
 
-    def _made(self, name: str, seed: int) -> nn.Module:
-        """A submodule of which only what is its own has values."""
+    def _filled(self, name: str, seed: int) -> nn.Module:
+        """A copy of the source's submodule whose own parameters and buffers, but not its children's, have values."""
         module = copy.copy(self.source.module.get_submodule(name))
         module._parameters = {
-            own: one if one is None else nn.Parameter(_empty(one), one.requires_grad)
-            for own, one in module._parameters.items()
+            own: parameter if parameter is None else nn.Parameter(_unset(parameter), parameter.requires_grad)
+            for own, parameter in module._parameters.items()
         }
-        module._buffers = {own: one if one is None else _empty(one) for own, one in module._buffers.items()}
+        module._buffers = {own: buffer if buffer is None else _unset(buffer) for own, buffer in module._buffers.items()}
         init = self.source.init or getattr(type(module), "reset_parameters", None)
         if init is None:
             raise UsageError(
@@ -85,23 +87,23 @@ class Deferred:
         return module
 
 
-def _empty(one: Tensor) -> Tensor:
-    """Memory for it on the CPU, filled with what nothing is set to."""
-    found = torch.empty(one.shape, dtype=one.dtype, device="cpu")
-    nothing = _nothing(one.dtype)
-    return found if nothing is None else found.fill_(nothing)
+def _unset(tensor: Tensor) -> Tensor:
+    """Memory for it on the CPU, filled with the value that stands for none."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    filler = _filler(tensor.dtype)
+    return memory if filler is None else memory.fill_(filler)
 
 
-def _nothing(dtype: torch.dtype) -> float | None:
-    """None: any value may be meant."""
+def _filler(dtype: torch.dtype) -> float | None:
+    """A value that no init gives; None where any value may be meant: booleans and bytes."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return torch.iinfo(dtype).max if dtype in (torch.int32, torch.int64) else None
 
 
-def _unset(value: Tensor) -> bool:
-    """Whether nothing was written to it; unknown of booleans and bytes, and of shapes alone."""
-    nothing = _nothing(value.dtype)
-    if isinstance(value, FakeTensor) or nothing is None or not value.numel():
+def _is_unset(value: Tensor) -> bool:
+    """Whether nothing was written to it, as far as that can be seen: not of fake tensors."""
+    filler = _filler(value.dtype)
+    if isinstance(value, FakeTensor) or filler is None or not value.numel():
         return False
-    return bool((value.isnan() if math.isnan(nothing) else value == nothing).all())
+    return bool((value.isnan() if math.isnan(filler) else value == filler).all())

@@ -1,8 +1,8 @@
-"""What each node of a traced graph needs, and what a stage computes for itself rather than receives.
+"""What each node of an exported graph needs, and which nodes every stage computes for itself.
 
-A node is free if it needs no parameters and no random numbers, and is cheap:
-masks, positions. Every stage that uses it computes it. The others, the body of
-the graph, are computed once, each in its stage.
+A node needs its operands, and the last write in place to their memory. It is *replicated* if it needs no parameters
+and no random numbers and is cheap, as masks and positions are: every stage that uses it computes it. The other nodes
+are the *body* of the graph: each is computed once, in one stage, and sent to others.
 """
 
 from __future__ import annotations
@@ -18,158 +18,176 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpirun.frontend.errors import place
-from mpirun.frontend.export_graph import Traced
-from mpirun.frontend.subgraphs import attributes, regions
+from mpirun.frontend.errors import line_of
+from mpirun.frontend.export_graph import ExportedGraph
+from mpirun.frontend.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
 STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4)}  # written, says no schema
-CHEAP = 16  # flops a byte of output: a free node does no more
+CHEAP = 16  # flops a byte of output: a replicated node does no more
 
 
-class Flow:
-    def __init__(self, traced: Traced, flops: Mapping[fx.Node, int] | None = None) -> None:
-        self.traced, self.graph = traced, traced.graph
+class NodeDependencies:
+    """Of an exported graph, whose nodes may still be changed: after a change it is made anew.
+
+    position    by node, its index in the graph
+    views       by node that shares memory with an earlier one, the node whose memory it is, its *root*
+    writes      by root, the nodes that write to its memory in place, in order
+    needs       by node, the nodes that it needs, its operands among them
+    flops       by node that has any
+    replicated  the nodes that every stage computes for itself
+    alive       the nodes that outputs and buffers need
+    body        the nodes that are computed once, in order
+    """
+
+    def __init__(self, exported: ExportedGraph, flops: Mapping[fx.Node, int] | None = None) -> None:
+        """`flops`: where they have been counted before the graph was changed."""
+        self.exported, self.graph = exported, exported.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.roots: dict[fx.Node, fx.Node] = {}  # of a node that shares memory with an earlier one
-        self.writes: dict[fx.Node, list[fx.Node]] = {}  # by root, in order
+        self.views: dict[fx.Node, fx.Node] = {}
+        self.writes: dict[fx.Node, list[fx.Node]] = {}
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            written = [self.root(one) for one in _written(node, traced.state)]
-            changed = [self.writes[root][-1] for root in map(self.root, node.all_input_nodes) if root in self.writes]
-            self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *changed]))
-            for one in _shared(node):
-                self.roots[node] = self.root(one)
+            written = [self.root(argument) for argument in _written(node, exported.state)]
+            last = [self.writes[root][-1] for root in map(self.root, node.all_input_nodes) if root in self.writes]
+            self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *last]))
+            for argument in _aliased(node):
+                self.views[node] = self.root(argument)
             for root in written:
                 self.writes.setdefault(root, []).append(node)
-        self.flops = _flops(traced) if flops is None else flops
-        self.free: set[fx.Node] = set()
-        spoiled: set[fx.Node] = set()  # memory that something not free writes to
-        while True:
-            self.free = set()
-            for node in self.graph.nodes:
-                if self.root(node) not in spoiled and self._free(node):
-                    self.free.add(node)
-            found = {root for root, nodes in self.writes.items() if any(node not in self.free for node in nodes)}
-            if found == spoiled:
-                break
-            spoiled = found
-        results = traced.output()[0]
-        kept = [node for root, nodes in self.writes.items() if persistent(root) for node in nodes]
-        ends = [one for node in results for one in self.writes.get(self.root(node), [])]
-        self.alive = self.closure([*results, *ends, *kept], lambda node: True)
-        body = self.alive - self.free
+        self.flops = _count_flops(exported) if flops is None else flops
+        self.replicated = self._replicated()
+        results = exported.output()[0]
+        buffers = [node for root, nodes in self.writes.items() if is_buffer(root) for node in nodes]
+        ends = [write for node in results for write in self.writes.get(self.root(node), [])]
+        self.alive = self.closure([*results, *ends, *buffers], lambda node: True)
+        body = self.alive - self.replicated
         self.body = [node for node in self.graph.nodes if node in body and node.op == "call_function"]
 
     def root(self, node: fx.Node) -> fx.Node:
-        """Whose memory it is."""
-        return self.roots.get(node, node)
+        """The node whose memory it shares; itself where it has its own."""
+        return self.views.get(node, node)
 
-    def final(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    def final_writes(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """The writes to their memory, after which they are what later stages see."""
-        return [one for node in nodes for one in self.writes.get(self.root(node), []) if one in self.alive]
+        return [write for node in nodes for write in self.writes.get(self.root(node), []) if write in self.alive]
 
     def closure(self, nodes: Iterable[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
-        """`nodes` and what they need, and so on for what is `inside`."""
-        found = set(nodes)
-        stack = list(found)
+        """`nodes` and what they need, and so on for nodes that are `inside`."""
+        reached = set(nodes)
+        stack = list(reached)
         while stack:
             node = stack.pop()
             if inside(node):
-                new = {one for one in self.needs[node] if one in node.all_input_nodes or inside(one)} - found
-                found |= new
+                new = {need for need in self.needs[node] if need in node.all_input_nodes or inside(need)} - reached
+                reached |= new
                 stack += new
-        return found
+        return reached
 
     def ordered(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """In the order of execution."""
         return sorted(nodes, key=self.position.__getitem__)
 
     def draws(self, node: fx.Node) -> bool:
         """Whether it draws random numbers."""
-        return _random(node, self.traced.state)
+        return _is_random(node, self.exported.state)
 
-    def _free(self, node: fx.Node) -> bool:
+    def _replicated(self) -> set[fx.Node]:
+        """Cheap nodes that need only one another, and whose memory only they write to."""
+        spoiled: set[fx.Node] = set()  # roots of memory that other nodes write to
+        while True:
+            replicated: set[fx.Node] = set()
+            for node in self.graph.nodes:
+                if self.root(node) not in spoiled and self._may_be_replicated(node, replicated):
+                    replicated.add(node)
+            written = {root for root, nodes in self.writes.items() if any(node not in replicated for node in nodes)}
+            if written == spoiled:
+                return replicated
+            spoiled = written
+
+    def _may_be_replicated(self, node: fx.Node, replicated: set[fx.Node]) -> bool:
         if node.op == "placeholder":
             return True
         if node.op == "get_attr":
-            return node.target not in self.traced.parameters and node not in self.writes
+            return node.target not in self.exported.parameters and node not in self.writes
         return (
             node.op == "call_function"
-            and all(one in self.free for one in self.needs[node])
+            and all(need in replicated for need in self.needs[node])
             and not self.draws(node)
-            and self.flops.get(node, 0) <= CHEAP * size(node)
+            and self.flops.get(node, 0) <= CHEAP * value_bytes(node)
         )
 
 
-def persistent(root: fx.Node) -> bool:
-    """Whether changes to its memory outlive the forward: it is a buffer."""
+def is_buffer(root: fx.Node) -> bool:
+    """Whether writes to its memory outlive the forward."""
     return root.op == "get_attr"
 
 
-def size(node: fx.Node) -> int:
-    """Bytes of its value."""
-    return sum(one.numel() * one.element_size() for one in tree_leaves(node.meta.get("val")) if isinstance(one, Tensor))
+def value_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors that a node gives."""
+    return sum(x.numel() * x.element_size() for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
 
 
-def _random(node: fx.Node, state: Mapping[str, Any]) -> bool:
+def _is_random(node: fx.Node, state: Mapping[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
-    return any(_random(one, attributes(code)) for code, _ in regions(node, state) for one in code.graph.nodes)
+    return any(_is_random(inner, attributes(code)) for code, _ in subgraphs(node, state) for inner in code.graph.nodes)
 
 
 def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     """The arguments that it changes in place."""
-    found = []
-    for code, operands in regions(node, state):
-        inner = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
-        written = (one for each in code.graph.nodes for one in _written(each, attributes(code)))
-        found += [inner[one] for one in written if one in inner]
+    written = []
+    for code, operands in subgraphs(node, state):
+        operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
+        inside = (argument for inner in code.graph.nodes for argument in _written(inner, attributes(code)))
+        written += [operand_of[argument] for argument in inside if argument in operand_of]
     if isinstance(node.target, OpOverload):
         hidden = STATISTICS.get(node.target, ()) if len(node.args) > 5 and node.args[5] else ()
-        for index, argument in enumerate(node.target._schema.arguments):
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            found += [given] * (isinstance(given, fx.Node) and (writes or index in hidden))
-    return found
+        for index, parameter in enumerate(node.target._schema.arguments):
+            argument = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
+            writes = parameter.alias_info is not None and parameter.alias_info.is_write
+            if isinstance(argument, fx.Node) and (writes or index in hidden):
+                written.append(argument)
+    return written
 
 
-def _shared(node: fx.Node) -> list[fx.Node]:
+def _aliased(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory its result may share."""
     if node.target is getitem:
         return [node.all_input_nodes[0]]
-    if not isinstance(node.target, OpOverload) or all(one.alias_info is None for one in node.target._schema.returns):
+    if not isinstance(node.target, OpOverload) or all(r.alias_info is None for r in node.target._schema.returns):
         return []
-    arguments = zip(node.target._schema.arguments, node.args, strict=False)
-    return [given for argument, given in arguments if argument.alias_info is not None and isinstance(given, fx.Node)]
+    pairs = zip(node.target._schema.arguments, node.args, strict=False)
+    return [node for parameter, node in pairs if parameter.alias_info is not None and isinstance(node, fx.Node)]
 
 
-def _flops(traced: Traced) -> dict[fx.Node, int]:
+def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
     """Of the nodes that have any, as torch counts them."""
-    found: dict[fx.Node, int] = {}
-    known: dict[str, int] = {}  # of an operator on these shapes
-    values = [node.meta.get("val") for node in traced.graph.nodes]
+    flops: dict[fx.Node, int] = {}
+    by_call: dict[str, int] = {}  # an operator on these shapes
+    values = [node.meta.get("val") for node in exported.graph.nodes]
     fake = detect_fake_mode([value for value in values if isinstance(value, Tensor)])
     if fake is None:
-        return found
+        return flops
 
     def value(node: fx.Node) -> Any:
-        return node.meta["val"] if "val" in node.meta else traced.state[str(node.target)]
+        return node.meta["val"] if "val" in node.meta else exported.state[str(node.target)]
 
     with fake, torch.no_grad(), FlopCounterMode(display=False) as counter:
-        for node in traced.graph.nodes:
+        for node in exported.graph.nodes:
             if node.op != "call_function" or node.target is getitem or not node.all_input_nodes:
                 continue
-            given = fx.node.map_arg((node.args, node.kwargs), value)
-            shapes = tree_map(lambda one: one.shape if isinstance(one, Tensor) else one, given)
-            key = f"{node.target} {shapes}"
-            if key not in known:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            shapes = tree_map(lambda x: x.shape if isinstance(x, Tensor) else x, (args, kwargs))
+            call = f"{node.target} {shapes}"
+            if call not in by_call:
                 before = counter.get_total_flops()
                 try:
-                    node.target(*given[0], **given[1])
+                    node.target(*args, **kwargs)
                 except Exception as error:
-                    raise UsageError(f"{place(node)}: cannot be run by itself: {raised(error)[:200]}") from None
-                known[key] = counter.get_total_flops() - before
-            if known[key]:
-                found[node] = known[key]
-    return found
+                    raise UsageError(f"{line_of(node)}: cannot be run by itself: {raised(error)[:200]}") from None
+                by_call[call] = counter.get_total_flops() - before
+            if by_call[call]:
+                flops[node] = by_call[call]
+    return flops

@@ -1,8 +1,7 @@
-"""What a stage takes from what it is given, not from the trace: devices, and numbers that depend on the size.
+"""What a stage looks up when it runs rather than takes from the export: the microbatch's size, and the device.
 
-A number that is another for a microbatch with a sample less is looked up by the
-shape of a placeholder; new tensors are made where a placeholder is. A region
-that has none of these gets one more operand.
+Numbers that depend on the size are chosen by the shape of a placeholder; new tensors are made where a placeholder is.
+A subgraph that has no such placeholder gets one more operand.
 """
 
 from __future__ import annotations
@@ -14,103 +13,108 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mpirun.frontend.dynamic_sizes import SHAPES, Count, Real
-from mpirun.frontend.subgraphs import attributes, regions
+from mpirun.frontend.dynamic_sizes import SHAPES, SizedFloat, SizedInt
+from mpirun.frontend.subgraphs import attributes, subgraphs
 
 
-def bind(graph: fx.Graph, state: Mapping[str, Any]) -> None:
-    """`state`: what get_attr nodes refer to. A placeholder whose shape shows the size has its SHAPES."""
-    known = _known(graph)
-    like = _like(graph, state) if known is None else known
+def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
+    """Change a stage's graph, and its subgraphs; `state`: what get_attr nodes refer to.
+
+    A placeholder whose shape tells the size has SHAPES in its meta.
+    """
+    sized = _sized_placeholder(graph)
+    like = _device_node(graph, state) if sized is None else sized
     for node in list(graph.nodes):
-        for code, _ in regions(node, state):
-            if like is not None and _lacks(code.graph, attributes(code)):
+        for code, _ in subgraphs(node, state):
+            if like is not None and _lacks_operand(code.graph, attributes(code)):
                 *_, last = [None, *code.graph.find_nodes(op="placeholder")]
                 with code.graph.inserting_after(last) if last else code.graph.inserting_before():
                     code.graph.placeholder("like").meta = {key: like.meta[key] for key in (SHAPES,) if key in like.meta}
                 node.args = (*node.args, like)
-            bind(code.graph, attributes(code))
-            for one in code.graph.nodes:  # the rest holds fake tensors
-                one.meta = {"stack_trace": one.meta.get("stack_trace")}
+            insert_lookups(code.graph, attributes(code))
+            for inner in code.graph.nodes:  # the rest of meta holds fake tensors
+                inner.meta = {"stack_trace": inner.meta.get("stack_trace")}
             code.recompile()
-    if known is not None:
-        _look_up(graph, known)
+    if sized is not None:
+        _look_up_sizes(graph, sized)
     if like is not None:
-        _follow_device(graph, like)
+        _look_up_device(graph, like)
 
 
-def sized(node: fx.Node, state: Mapping[str, Any]) -> bool:
-    """Whether it, or a region that it runs, has numbers that depend on the size."""
-    return bool(_numbers(node)) or any(
-        sized(one, attributes(code)) for code, _ in regions(node, state) for one in code.graph.nodes
+def depends_on_size(node: fx.Node, state: Mapping[str, Any]) -> bool:
+    """Whether a node, or a subgraph that it runs, has numbers that depend on the size."""
+    return bool(_sized_numbers(node)) or any(
+        depends_on_size(inner, attributes(code)) for code, _ in subgraphs(node, state) for inner in code.graph.nodes
     )
 
 
-def _known(graph: fx.Graph) -> fx.Node | None:
+def size_index(x: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
+    """Which of the two sizes a microbatch has: 0 the example's, 1 a sample less."""
+    return shapes.index(tuple(x.shape))
+
+
+def _sized_placeholder(graph: fx.Graph) -> fx.Node | None:
     return next((node for node in graph.find_nodes(op="placeholder") if node.meta.get(SHAPES)), None)
 
 
-def _like(graph: fx.Graph, state: Mapping[str, Any]) -> fx.Node | None:
+def _device_node(graph: fx.Graph, state: Mapping[str, Any]) -> fx.Node | None:
+    """A node whose value lies where the stage does."""
     tensors = [node for node in graph.find_nodes(op="get_attr") if isinstance(state.get(str(node.target)), Tensor)]
     return next(iter([*graph.find_nodes(op="placeholder"), *tensors]), None)
 
 
-def _lacks(graph: fx.Graph, state: Mapping[str, Any]) -> bool:
-    """Whether a region needs an operand that shows the size, or one that shows the device."""
-    size = _known(graph) is None and any(sized(node, state) for node in graph.nodes)
-    return size or (_like(graph, state) is None and _made(graph, state))
+def _lacks_operand(graph: fx.Graph, state: Mapping[str, Any]) -> bool:
+    """Whether a subgraph needs an operand that tells the size, or one that tells the device."""
+    size = _sized_placeholder(graph) is None and any(depends_on_size(node, state) for node in graph.nodes)
+    return size or (_device_node(graph, state) is None and _names_device(graph, state))
 
 
-def _made(graph: fx.Graph, state: Mapping[str, Any]) -> bool:
+def _names_device(graph: fx.Graph, state: Mapping[str, Any]) -> bool:
     """Whether it makes tensors on a device that is named."""
     return any(
-        _devices(node) or any(_made(code.graph, attributes(code)) for code, _ in regions(node, state))
+        _has_device(node) or any(_names_device(code.graph, attributes(code)) for code, _ in subgraphs(node, state))
         for node in graph.nodes
     )
 
 
-def _look_up(graph: fx.Graph, known: fx.Node) -> None:
-    """Make of the numbers that depend on the size what the shape of `known` says."""
-    nodes = [node for node in graph.nodes if _numbers(node)]
-    found: dict[tuple[type, tuple[float, float]], fx.Node] = {}
+def _look_up_sizes(graph: fx.Graph, sized: fx.Node) -> None:
+    """Replace numbers that depend on the size by a choice that the shape of `sized` makes."""
+    nodes = [node for node in graph.nodes if _sized_numbers(node)]
+    chosen: dict[tuple[type, tuple[float, float]], fx.Node] = {}
     *_, last = graph.find_nodes(op="placeholder")
     if nodes:
         with graph.inserting_after(last):
-            which = graph.call_function(size_of, (known, known.meta[SHAPES]))
+            index = graph.call_function(size_index, (sized, sized.meta[SHAPES]))
     for node in nodes:
-        for number in _numbers(node):
-            if (type(number), number.each) not in found:
-                with graph.inserting_after(which):
-                    found[type(number), number.each] = graph.call_function(getitem, (number.each, which))
+        for number in _sized_numbers(node):
+            if (type(number), number.by_size) not in chosen:
+                with graph.inserting_after(index):
+                    choice = graph.call_function(getitem, (number.by_size, index))
+                chosen[type(number), number.by_size] = choice
         node.args, node.kwargs = fx.node.map_aggregate(
             (node.args, node.kwargs),
-            lambda one: found[type(one), one.each] if isinstance(one, Count | Real) else one,
+            lambda value: chosen[type(value), value.by_size] if isinstance(value, SizedInt | SizedFloat) else value,
         )
 
 
-def size_of(x: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
-    """Which of two sizes a microbatch has."""
-    return shapes.index(tuple(x.shape))
-
-
-def _numbers(node: fx.Node) -> list[Count | Real]:
+def _sized_numbers(node: fx.Node) -> list[SizedInt | SizedFloat]:
     values: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), values.append)
-    return [value for value in values if isinstance(value, Count | Real)]
+    return [value for value in values if isinstance(value, SizedInt | SizedFloat)]
 
 
-def _devices(node: fx.Node) -> bool:
-    return any(isinstance(one, torch.device) for one in [*node.args, *node.kwargs.values()])
+def _has_device(node: fx.Node) -> bool:
+    return any(isinstance(argument, torch.device) for argument in [*node.args, *node.kwargs.values()])
 
 
-def _follow_device(graph: fx.Graph, like: fx.Node) -> None:
-    """Make new tensors where the stage's are, not where the example's were."""
-    for node in [node for node in graph.nodes if _devices(node)]:
+def _look_up_device(graph: fx.Graph, like: fx.Node) -> None:
+    """Make new tensors where `like` is, not where the example's were."""
+    for node in [node for node in graph.nodes if _has_device(node)]:
         with graph.inserting_before(node):
             device = graph.call_function(getattr, (like, "device"))
 
-        def there(given: Any) -> Any:
-            return device if isinstance(given, torch.device) else given
+        def replaced(argument: Any) -> Any:
+            return device if isinstance(argument, torch.device) else argument
 
-        node.args = tuple(map(there, node.args))
-        node.kwargs = {name: there(given) for name, given in node.kwargs.items()}
+        node.args = tuple(map(replaced, node.args))
+        node.kwargs = {name: replaced(argument) for name, argument in node.kwargs.items()}

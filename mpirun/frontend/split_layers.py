@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mpirun.frontend.balance import even
+from mpirun.frontend.balance import even_starts
 from mpirun.model.contract import Layers
 from schedgen.util.errors import UsageError
 
@@ -14,5 +14,5 @@ def split_layers(layers: Layers, stages: int) -> list[Layers]:
     if stages > len(layers):
         raise UsageError(f"it has {len(layers)} layers, too few for {stages} stages")
     names = list(layers)
-    starts = [*even(len(names), stages), len(names)]
+    starts = [*even_starts(len(names), stages), len(names)]
     return [{name: layers[name] for name in names[start:end]} for start, end in pairwise(starts)]

@@ -1,27 +1,34 @@
-"""Any module that torch.export can trace, as stages."""
+"""`mpirun.split`: any module that torch.export can trace, as stages.
+
+1. Export the forward as a graph (export_graph); for microbatches of two sizes, merge two graphs (dynamic_sizes).
+2. Find what each node needs (node_dependencies), and make changes in place where that lets stages be cut (inplace).
+3. Choose the nodes that begin stages (cut_points); a change in place behind a cut is made to a copy (inplace).
+4. Decide of parameters that several stages use whether they are sent or replicated.
+5. Build a module for each stage (stage_modules).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
 from torch import fx, nn
 
 from mpirun.data.microbatches import Dims
-from mpirun.frontend.batch_coupling import warn
-from mpirun.frontend.cut_points import automatic, marked, modules, named
-from mpirun.frontend.dynamic_sizes import fewer, merged
-from mpirun.frontend.errors import note, unknown
-from mpirun.frontend.export_graph import trace
-from mpirun.frontend.inplace import separate, separate_inputs, settle
-from mpirun.frontend.meta_device import Init, values_of
-from mpirun.frontend.node_dependencies import Flow
+from mpirun.frontend.batch_coupling import warn_of_batch_statistics
+from mpirun.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
+from mpirun.frontend.dynamic_sizes import merge_sizes, smaller_example
+from mpirun.frontend.errors import unknown_name, warn_user
+from mpirun.frontend.export_graph import ExportedGraph, export_graph
+from mpirun.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
+from mpirun.frontend.meta_device import Init, meta_module
+from mpirun.frontend.node_dependencies import NodeDependencies
 from mpirun.frontend.split_result import Cut
-from mpirun.frontend.stage_modules import Builder
+from mpirun.frontend.stage_modules import StageBuilder
 from schedgen.util.errors import UsageError
 
-WAYS = ("transmit", "replicate")
+SHARED = ("transmit", "replicate")
 
 
 def split(
@@ -45,106 +52,137 @@ def split(
     `dims`: along which dimension the example's samples lie, a number, or nested as args, kwargs or (args, kwargs),
     None for what is not of samples: it is traced a second time, and microbatches may have a sample less.
     `init`: of a module on the meta device, what gives a submodule its own parameters and buffers, in place, on the
-    ranks that build them (the default is its reset_parameters).
+    ranks that build them (the default is its reset_parameters). UsageError, with the line of the model that is the
+    reason, where the module cannot be split.
     """
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if not isinstance(example_args, tuple):
         example_args = (example_args,)
-    if isinstance(points, str) or not isinstance(points, Collection):
-        raise UsageError(f"points should be names of submodules, not {points!r}")
-    for what, given in (("example_kwargs", example_kwargs), ("costs", costs)):
-        if not isinstance(given, Mapping | None):
-            raise UsageError(f"{what} should be a mapping from names, not {type(given).__name__}")
-    if not isinstance(shared, str | Mapping):
-        raise UsageError(f"shared should be 'transmit' or 'replicate', or a mapping to these, not {shared!r}")
+    _check_options(module, example_kwargs, stages, points, costs, shared)
     if not module.training:
-        note(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
-    if stages is not None and type(stages) is not int:
-        raise UsageError(f"stages should be a whole number, not {stages!r}")
-    example_kwargs, values = dict(example_kwargs or {}), values_of(module, init)
-    traced = trace(module, example_args, example_kwargs)
-    if dims is not None:
-        smaller = fewer(example_args, example_kwargs, dims)
-        try:
-            other = trace(module, *smaller)
-        except UsageError as error:
-            raise UsageError(f"with a sample less: {error}") from None
-        traced = merged(traced, other)
-    flow = separate_inputs(settle(Flow(traced)))
-    if not flow.body:
+        warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
+    meta = meta_module(module, init)
+    exported = _export(module, example_args, dict(example_kwargs or {}), dims)
+    dependencies = copy_changed_inputs(update_buffers_early(NodeDependencies(exported)))
+    if not dependencies.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
-    starts = _starts(flow, module, stages, points, costs)
-    flow, starts = separate(flow, starts)
-    stage_of: dict[fx.Node, int] = {}
-    for node in flow.body:
-        behind = sum(flow.position[start] <= flow.position[node] for start in starts)
-        stage_of[node] = stage_of[node.all_input_nodes[0]] if node.target is getitem else behind
-    if len({*stage_of.values()}) <= len(starts):
-        raise UsageError(f"one of {len(starts) + 1} stages would have no computation")
-    uses = _uses(flow, stage_of)
-    sent = {name for name, way in _ways(flow, shared).items() if way == "transmit"}
-    results, output = flow.traced.output()
-    owners = {name: found[0] for name, found in uses.items() if name in sent}
-    made = Builder(flow, stage_of, results, owners).build()
-    warn(module)
+    starts = _starts(dependencies, module, stages, points, costs)
+    dependencies, starts = copy_at_cuts(dependencies, starts)
+    stage_of = _stages_of_nodes(dependencies, starts)
+    used_by = _stages_of_shared_parameters(dependencies, stage_of)
+    treatment = _treatments(dependencies, shared)
+    results, output = dependencies.exported.output()
+    senders = {name: users[0] for name, users in used_by.items() if treatment[name] == "transmit"}
+    built = StageBuilder(dependencies, stage_of, results, senders).build()
+    warn_of_batch_statistics(module)
+    bodies: list[list[fx.Node]] = [[] for _ in built.modules]
+    for node in dependencies.body:
+        bodies[stage_of[node]].append(node)
     return Cut(
-        made.modules,
-        made.reads,
-        [[(stage, name) for stage in found] for name, found in uses.items() if name not in sent],
-        [_name(flow, stage_of, stage) for stage in range(len(made.modules))],
-        flow.traced.example,
+        built.modules,
+        built.reads,
+        [[(stage, name) for stage in users] for name, users in used_by.items() if name not in senders],
+        [_stage_name(nodes) for nodes in bodies],
+        dependencies.exported.example,
         output,
-        tuple(
-            sum(flow.flops.get(node, 0) for node in flow.body if stage_of[node] == stage)
-            for stage in range(len(made.modules))
-        ),
-        made.bytes,
-        values,
+        tuple(sum(dependencies.flops.get(node, 0) for node in nodes) for nodes in bodies),
+        built.sent_bytes,
+        meta,
     )
 
 
+def _check_options(
+    module: object, example_kwargs: object, stages: object, points: object, costs: object, shared: object
+) -> None:
+    """UsageError where they are not of the types that `split` takes."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
+    if isinstance(points, str) or not isinstance(points, Collection):
+        raise UsageError(f"points should be names of submodules, not {points!r}")
+    for what, value in (("example_kwargs", example_kwargs), ("costs", costs)):
+        if not isinstance(value, Mapping | None):
+            raise UsageError(f"{what} should be a mapping from names, not {type(value).__name__}")
+    if not isinstance(shared, str | Mapping):
+        raise UsageError(f"shared should be 'transmit' or 'replicate', or a mapping to these, not {shared!r}")
+    if stages is not None and type(stages) is not int:
+        raise UsageError(f"stages should be a whole number, not {stages!r}")
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> ExportedGraph:
+    """The module's graph; where `dims` are given, for the example's size and a sample less."""
+    exported = export_graph(module, args, kwargs)
+    if dims is None:
+        return exported
+    smaller = smaller_example(args, kwargs, dims)
+    try:
+        other = export_graph(module, *smaller)
+    except UsageError as error:
+        raise UsageError(f"with a sample less: {error}") from None
+    return merge_sizes(exported, other)
+
+
 def _starts(
-    flow: Flow, module: nn.Module, stages: int | None, points: Collection[str], costs: Mapping[str, float] | None
+    dependencies: NodeDependencies,
+    module: nn.Module,
+    stages: int | None,
+    points: Collection[str],
+    costs: Mapping[str, float] | None,
 ) -> list[fx.Node]:
-    marks, ours = marked(flow), named(flow, module, points)
-    found = flow.ordered({*marks, *ours})
-    if len(found) < len(marks) + len(ours):
+    """The nodes that begin the second stage, the third and so on."""
+    marked, named = starts_at_pipe_splits(dependencies), starts_at_modules(dependencies, module, points)
+    starts = dependencies.ordered({*marked, *named})
+    if len(starts) < len(marked) + len(named):
         raise UsageError("points: one of them is where pipe_split() is called")
-    if not found:
+    if not starts:
         if stages is None:
             raise UsageError("say how many stages, or at which points to cut")
-        return automatic(flow, module, stages, costs)
+        return balanced_stages(dependencies, module, stages, costs)
     if costs is not None:
         raise UsageError("costs choose where stages begin, but points or pipe_split() say so")
-    if stages not in (None, len(found) + 1):
-        raise UsageError(f"points and pipe_split() make {len(found) + 1} stages, not {stages}")
-    return found
+    if stages not in (None, len(starts) + 1):
+        raise UsageError(f"points and pipe_split() make {len(starts) + 1} stages, not {stages}")
+    return starts
 
 
-def _uses(flow: Flow, stage_of: Mapping[fx.Node, int]) -> dict[str, list[int]]:
+def _stages_of_nodes(dependencies: NodeDependencies, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The stage of each node of the body."""
+    stage_of: dict[fx.Node, int] = {}
+    for node in dependencies.body:
+        if node.target is getitem:  # goes with what it is part of
+            stage_of[node] = stage_of[node.all_input_nodes[0]]
+        else:
+            position = dependencies.position
+            stage_of[node] = sum(position[start] <= position[node] for start in starts)
+    if len({*stage_of.values()}) <= len(starts):
+        raise UsageError(f"one of {len(starts) + 1} stages would have no computation")
+    return stage_of
+
+
+def _stages_of_shared_parameters(
+    dependencies: NodeDependencies, stage_of: Mapping[fx.Node, int]
+) -> dict[str, list[int]]:
     """The stages that use each trained parameter that several do."""
-    uses = {
+    parameters = dependencies.exported.parameters
+    stages = {
         str(node.target): sorted({stage_of[user] for user in node.users if user in stage_of})
-        for node in flow.graph.find_nodes(op="get_attr")
-        if node.target in flow.traced.parameters and flow.traced.parameters[str(node.target)].requires_grad
+        for node in dependencies.graph.find_nodes(op="get_attr")
+        if node.target in parameters and parameters[str(node.target)].requires_grad
     }
-    return {name: found for name, found in uses.items() if len(found) > 1}
+    return {name: users for name, users in stages.items() if len(users) > 1}
 
 
-def _ways(flow: Flow, shared: str | Mapping[str, str]) -> dict[str, str]:
-    """Of each parameter what is to be done where several stages use it."""
-    given = dict.fromkeys(flow.traced.parameters, shared) if isinstance(shared, str) else shared
-    for name, way in given.items():
-        if name not in flow.traced.parameters:
-            raise unknown("shared: the parameter", name, flow.traced.parameters)
-        if way not in WAYS:
-            raise UsageError(f"shared: {way!r} is neither 'transmit' nor 'replicate'")
-    return dict.fromkeys(flow.traced.parameters, "transmit") | dict(given)
+def _treatments(dependencies: NodeDependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
+    """By parameter, what is to be done where several stages use it."""
+    parameters = dependencies.exported.parameters
+    treatments = dict.fromkeys(parameters, shared) if isinstance(shared, str) else shared
+    for name, treatment in treatments.items():
+        if name not in parameters:
+            raise unknown_name("shared: the parameter", name, parameters)
+        if treatment not in SHARED:
+            raise UsageError(f"shared: {treatment!r} is neither 'transmit' nor 'replicate'")
+    return dict.fromkeys(parameters, "transmit") | dict(treatments)
 
 
-def _name(flow: Flow, stage_of: Mapping[fx.Node, int], stage: int) -> str:
-    """The first and the last module in a stage."""
-    found = [(modules(node) or [""])[-1] for node in flow.body if stage_of[node] == stage]
-    inside = [name for name in found if name] or ["the module itself"]
-    return inside[0] if inside[0] == inside[-1] else f"{inside[0]} to {inside[-1]}"
+def _stage_name(nodes: Sequence[fx.Node]) -> str:
+    """The first and the last submodule in a stage."""
+    names = [name for name in ((module_names(node) or [""])[-1] for node in nodes) if name] or ["the module itself"]
+    return names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"

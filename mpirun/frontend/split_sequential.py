@@ -1,4 +1,4 @@
-"""An nn.Sequential is a list of layers: its stages are runs of them, and each sends one tensor to the next."""
+"""An nn.Sequential as stages: runs of its children, each of which sends one tensor to the next."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import nn
 
-from mpirun.frontend.balance import balanced, even
-from mpirun.frontend.batch_coupling import warn
-from mpirun.frontend.errors import check_hooks, forward, unknown
-from mpirun.frontend.meta_device import Init, values_of
+from mpirun.frontend.balance import balanced_starts, even_starts
+from mpirun.frontend.batch_coupling import warn_of_batch_statistics
+from mpirun.frontend.errors import check_hooks, line_of_forward, unknown_name
+from mpirun.frontend.meta_device import Init, meta_module
 from mpirun.frontend.split_result import Cut
 from mpirun.model.dataflow import Input, Value
 from schedgen.util.errors import UsageError, raised
@@ -38,7 +38,9 @@ def split_sequential(
             f"split_sequential takes an nn.Sequential, not {type(module).__name__}; split takes any module"
         )
     if type(module).forward is not nn.Sequential.forward:
-        raise UsageError(f"{forward(module)}: more than the children one after the other; split takes any module")
+        raise UsageError(
+            f"{line_of_forward(module)}: more than the children one after the other; split takes any module"
+        )
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
     check_hooks(module)
@@ -50,18 +52,18 @@ def split_sequential(
     elif costs is not None:
         raise UsageError("costs choose where stages begin, but the stages are named")
     else:
-        starts = _named(names, stages)
+        starts = _named_starts(names, stages)
     runs = [names[a:b] for a, b in zip(starts, [*starts[1:], len(names)], strict=True)]
     parts: list[nn.Module] = [nn.Sequential(OrderedDict((name, module._modules[name]) for name in run)) for run in runs]
     for part in parts:
         part.training = module.training
-    warn(module)
+    warn_of_batch_statistics(module)
     return Cut(
         parts,
         [[Input(0) if stage == 0 else Value(stage - 1, 0)] for stage in range(len(parts))],
         _ties(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
-        values=values_of(module, init),
+        meta=meta_module(module, init),
     )
 
 
@@ -70,15 +72,15 @@ def _starts(names: Sequence[str], stages: int, costs: Sequence[float] | None) ->
         raise UsageError(f"{stages} stages: there should be one at least")
     if stages > len(names):
         raise UsageError(f"the Sequential has {len(names)} children, too few for {stages} stages")
-    return even(len(names), stages) if costs is None else balanced(costs, stages) or []
+    return even_starts(len(names), stages) if costs is None else balanced_starts(costs, stages) or []
 
 
-def _named(names: Sequence[str], points: Sequence[str | int]) -> list[int]:
+def _named_starts(names: Sequence[str], points: Sequence[str | int]) -> list[int]:
     starts = [0]
     for point in points:
         name = names[point] if isinstance(point, int) and -len(names) <= point < len(names) else str(point)
         if name not in names:
-            raise unknown("the child", name, names)
+            raise unknown_name("the child", name, names)
         start = names.index(name)
         if start == 0 and starts == [0]:
             continue
@@ -94,17 +96,17 @@ def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
     if isinstance(costs, str | Path):
         try:
             profile = json.loads(Path(costs).read_text())
-            found = [sum(times) for times in zip(*(profile[job] for job in "FBIW" if job in profile), strict=True)]
+            numbers = [sum(times) for times in zip(*(profile[job] for job in "FBIW" if job in profile), strict=True)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{costs} is no profile of mpirun profile: {raised(error)}") from None
         where = str(costs)
     else:
-        found, where = [float(cost) for cost in costs], "costs"
-    if len(found) != children:
-        raise UsageError(f"{where} has {len(found)} numbers, but the Sequential {children} children")
-    if not all(math.isfinite(cost) and cost >= 0 for cost in found):
+        numbers, where = [float(cost) for cost in costs], "costs"
+    if len(numbers) != children:
+        raise UsageError(f"{where} has {len(numbers)} numbers, but the Sequential {children} children")
+    if not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
         raise UsageError(f"{where} should be numbers that are not negative")
-    return found
+    return numbers
 
 
 def _ties(parts: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
@@ -114,4 +116,4 @@ def _ties(parts: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
         for name, parameter in part.named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 places.setdefault(id(parameter), []).append((stage, name))
-    return [several for several in places.values() if len(several) > 1]
+    return [tie for tie in places.values() if len(tie) > 1]

@@ -1,4 +1,4 @@
-"""A module for each stage of a traced graph."""
+"""A module for each stage of an exported graph, what it reads of others, and what it sends to them."""
 
 from __future__ import annotations
 
@@ -11,130 +11,142 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.frontend.dynamic_sizes import SHAPES
-from mpirun.frontend.node_dependencies import Flow, size
-from mpirun.frontend.size_and_device_lookup import bind, sized
+from mpirun.frontend.node_dependencies import NodeDependencies, is_buffer, value_bytes
+from mpirun.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.frontend.subgraphs import attributes
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.rng import RandomOp
 
 aten = torch.ops.aten
-DRAWS = "__draws__"  # the submodule that has its layers that draw
+RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
 
 
-class Stages(NamedTuple):
+class StageModules(NamedTuple):
+    """The stages' modules, what each argument of their forwards is, and the bytes of each value that is sent."""
+
     modules: list[nn.Module]
     reads: list[list[Source]]
-    bytes: dict[Value, int]
+    sent_bytes: dict[Value, int]
 
 
-class Builder:
+class StageBuilder:
+    """Builds the stages of a graph, from the stage of each node of its body."""
+
     def __init__(
-        self, flow: Flow, stage_of: Mapping[fx.Node, int], results: Sequence[fx.Node], owners: Mapping[str, int]
+        self,
+        dependencies: NodeDependencies,
+        stage_of: Mapping[fx.Node, int],
+        results: Sequence[fx.Node],
+        owners: Mapping[str, int],
     ) -> None:
-        """`stage_of`: the nodes of the body. `owners`: of the parameters that are sent to other stages."""
-        self.flow, self.stage_of, self.results, self.owners = flow, stage_of, results, owners
+        """`results`: what the last stage returns; `owners`: by parameter that is sent, the stage that sends it."""
+        self.dependencies, self.stage_of, self.results, self.owners = dependencies, stage_of, results, owners
+        self.exported = dependencies.exported
         self.count = max(stage_of.values()) + 1
-        self.sent: list[set[fx.Node]] = [set() for _ in range(self.count)]
-        self.copied: set[str] = set()  # parameters and buffers that a stage has already
+        self.sent: list[set[fx.Node]] = [set() for _ in range(self.count)]  # by stage
+        self.placed: set[str] = set()  # parameters that a stage has already
 
-    def build(self) -> Stages:
+    def build(self) -> StageModules:
+        """All stages: from the last to the first, since a stage sends what later ones need."""
         nodes = [self._nodes(stage) for stage in reversed(range(self.count))][::-1]
-        sends = [self.flow.ordered(sent) for sent in self.sent[:-1]] + [list(self.results)]
-        modules: list[nn.Module] = []
-        reads: list[list[Source]] = []
-        sizes: dict[Value, int] = {}
-        for stage, found in enumerate(nodes):
-            foreign = [node for node in found if not self._here(node, stage)]
-            foreign += self._size(found, foreign)
-            modules.append(self._module(stage, found, foreign, sends[stage]))
-            reads.append([])
-            for node in foreign:
-                maker = self._maker(node)
-                value = None if maker is None else Value(maker, sends[maker].index(node))
-                reads[-1].append(Input(self.flow.traced.inputs[node]) if value is None else value)
-                if value is not None:
-                    sizes[value] = size(node)
-        return Stages(modules, reads, sizes)
+        outputs = [self.dependencies.ordered(sent) for sent in self.sent[:-1]] + [list(self.results)]
+        built = StageModules([], [], {})
+        for stage, own in enumerate(nodes):
+            received = [node for node in own if not self._is_here(node, stage)]
+            received += self._size_input(own, received)
+            built.modules.append(self._module(stage, own, received, outputs[stage]))
+            built.reads.append([])
+            for node in received:
+                sender = self._sender(node)
+                if sender is None:
+                    built.reads[-1].append(Input(self.exported.inputs[node]))
+                else:
+                    value = Value(sender, outputs[sender].index(node))
+                    built.reads[-1].append(value)
+                    built.sent_bytes[value] = value_bytes(node)
+        return built
 
-    def _size(self, found: Sequence[fx.Node], foreign: Sequence[fx.Node]) -> list[fx.Node]:
-        """An input that shows the size of the microbatch, where a stage needs it and sees it nowhere else."""
-        if any(SHAPES in node.meta for node in foreign) or not any(sized(x, self.flow.traced.state) for x in found):
+    def _size_input(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> list[fx.Node]:
+        """An input that tells the size of the microbatch, where a stage needs it and sees it nowhere else."""
+        state = self.exported.state
+        if any(SHAPES in node.meta for node in received) or not any(depends_on_size(node, state) for node in nodes):
             return []
-        return [next(node for node in self.flow.traced.inputs if SHAPES in node.meta)]
+        return [next(node for node in self.exported.inputs if SHAPES in node.meta)]
 
     def _nodes(self, stage: int) -> list[fx.Node]:
-        """All that a stage computes or reads; what it reads is added to what others send."""
-        ends = self.results if stage == self.count - 1 else self.sent[stage]
-        kept = [node for root, nodes in self.flow.writes.items() if root.op == "get_attr" for node in nodes]
-        writes = [node for node in [*self.flow.final(ends), *kept] if self._here(node, stage)]
-        found = self.flow.closure([*ends, *writes], lambda node: self._here(node, stage))
-        for node in found:
-            maker = self._maker(node)
-            if maker is not None and not self._here(node, stage):
-                self.sent[maker].add(node)
-        return self.flow.ordered(found)
+        """All that a stage computes or receives; what it receives is added to what others send."""
+        outputs = self.results if stage == self.count - 1 else self.sent[stage]
+        writes = self.dependencies.final_writes(outputs)
+        writes += [node for root, nodes in self.dependencies.writes.items() if is_buffer(root) for node in nodes]
+        ends = [*outputs, *(node for node in writes if self._is_here(node, stage))]
+        nodes = self.dependencies.closure(ends, lambda node: self._is_here(node, stage))
+        for node in nodes:
+            sender = self._sender(node)
+            if sender is not None and sender != stage:
+                self.sent[sender].add(node)
+        return self.dependencies.ordered(nodes)
 
-    def _maker(self, node: fx.Node) -> int | None:
-        """The stage that sends it; None: every stage has it."""
+    def _sender(self, node: fx.Node) -> int | None:
+        """The stage that has a node's value and sends it; None: every stage has or computes it."""
         return self.owners.get(str(node.target)) if node.op == "get_attr" else self.stage_of.get(node)
 
-    def _here(self, node: fx.Node, stage: int) -> bool:
+    def _is_here(self, node: fx.Node, stage: int) -> bool:
         """Whether a stage has or computes it."""
-        return node.op != "placeholder" and self._maker(node) in (None, stage)
+        return node.op != "placeholder" and self._sender(node) in (None, stage)
 
     def _module(
-        self, stage: int, nodes: Sequence[fx.Node], foreign: Sequence[fx.Node], sends: Sequence[fx.Node]
+        self, stage: int, nodes: Sequence[fx.Node], received: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> fx.GraphModule:
         graph, root = fx.Graph(), nn.Module()
-        new = {node: graph.placeholder(node.name) for node in foreign}
+        new = {node: graph.placeholder(node.name) for node in received}
         for node in nodes:
             if node not in new:
-                new[node] = self._drawing(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
-                if node.target is aten.view.default and self.flow.root(node) not in self.flow.writes:
+                new[node] = self._random_op(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
+                if node.target is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
                     new[node].target = aten.reshape.default  # what is received is contiguous, whatever was traced
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
-        for node, copied in new.items():  # the rest holds fake tensors
+        for node, copied in new.items():  # the rest of meta holds fake tensors
             copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
-        bind(graph, attributes(root, graph))
-        outputs = [
+        insert_lookups(graph, attributes(root, graph))
+        returned = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
-            for node in sends
+            for node in outputs
         ]
-        graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
+        graph.output(returned[0] if len(returned) == 1 else tuple(returned))
         module = fx.GraphModule(root, graph, f"Stage{stage}")
-        for name in self.flow.traced.temporary & {name for name, _ in module.named_buffers()}:
-            owner, _, last = name.rpartition(".")
-            module.get_submodule(owner)._non_persistent_buffers_set.add(last)
+        for name in self.exported.temporary & {name for name, _ in module.named_buffers()}:
+            owner, _, attribute = name.rpartition(".")
+            module.get_submodule(owner)._non_persistent_buffers_set.add(attribute)
         module.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {  # its copies would save these otherwise
             "_non_persistent_buffers_set": module._non_persistent_buffers_set
         }
         return module
 
-    def _drawing(
+    def _random_op(
         self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]
     ) -> fx.Node | None:
-        """A node that draws random numbers, as a layer."""
-        if node.op != "call_function" or not self.flow.draws(node):
+        """A node that draws random numbers, as a call of a layer; None for others."""
+        if node.op != "call_function" or not self.dependencies.draws(node):
             return None
-        if not hasattr(root, DRAWS):
-            root.add_module(DRAWS, nn.Module())
-        root.get_submodule(DRAWS).add_module(node.name, RandomOp(node.target))  # type: ignore[arg-type]
+        if not hasattr(root, RANDOM_OPS):
+            root.add_module(RANDOM_OPS, nn.Module())
+        root.get_submodule(RANDOM_OPS).add_module(node.name, RandomOp(node.target))  # type: ignore[arg-type]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-        return graph.create_node("call_module", f"{DRAWS}.{node.name}", args, kwargs, node.name)
+        return graph.create_node("call_module", f"{RANDOM_OPS}.{node.name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
-        """The parameter itself in the first stage that has it, else a copy."""
-        value = self.flow.traced.state[name]
-        owner, _, last = name.rpartition(".")
+        """Give a stage a parameter, itself in the first stage that has it, else a copy; or a copy of what is none."""
+        value = self.exported.state[name]
+        owner, _, attribute = name.rpartition(".")
         for part in owner.split(".") if owner else ():
             if not hasattr(root, part):
                 root.add_module(part, nn.Module())
             root = getattr(root, part)
         if isinstance(value, nn.Parameter):
-            setattr(root, last, copy.deepcopy(value) if name in self.copied else value)
-            self.copied.add(name)
+            setattr(root, attribute, copy.deepcopy(value) if name in self.placed else value)
+            self.placed.add(name)
         elif isinstance(value, Tensor):
-            root.register_buffer(last, value.detach().clone())
+            root.register_buffer(attribute, value.detach().clone())
         else:
-            setattr(root, last, copy.deepcopy(value))
+            setattr(root, attribute, copy.deepcopy(value))

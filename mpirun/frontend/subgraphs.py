@@ -1,4 +1,4 @@
-"""Regions of a traced graph, without gradients or under autocast: graphs of their own, which a node runs."""
+"""Subgraphs of an exported graph: a region under `no_grad` or autocast is a graph of its own, which one node runs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import Any
 from torch import fx
 
 
-def regions(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
-    """Those that a node runs, and what their placeholders are; `state`: what get_attr nodes of its graph refer to."""
-    for index, one in enumerate(node.args):
-        if isinstance(one, fx.Node) and one.op == "get_attr" and isinstance(state.get(str(one.target)), fx.GraphModule):
-            yield state[str(one.target)], list(node.args[index + 1 :])
+def subgraphs(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
+    """The subgraphs that a node runs, and the operands of each, one for each of its placeholders.
+
+    `state`: what the get_attr nodes of the node's graph refer to, by target.
+    """
+    for index, argument in enumerate(node.args):
+        target = str(argument.target) if isinstance(argument, fx.Node) and argument.op == "get_attr" else ""
+        if isinstance(state.get(target), fx.GraphModule):
+            yield state[target], list(node.args[index + 1 :])
 
 
 def attributes(module: Any, graph: fx.Graph | None = None) -> dict[str, Any]:
-    """What get_attr nodes of a region, or of a graph to be that of a module, refer to."""
+    """What the get_attr nodes of a module's graph refer to, by target; `graph`: another that is to be the module's."""
     nodes = (graph or module.graph).find_nodes(op="get_attr")
     return {str(node.target): attribute(module, str(node.target)) for node in nodes}
 
 
 def attribute(module: Any, name: str) -> Any:
-    """Of a module, by its dotted name."""
+    """A module's attribute, by its dotted name."""
     owner, _, last = name.rpartition(".")
     return getattr(module.get_submodule(owner), last)

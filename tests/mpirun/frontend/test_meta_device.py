@@ -97,7 +97,7 @@ def test_children_of_a_sequential() -> None:
 
 def test_microbatches_with_a_sample_less() -> None:
     cut = split(on_meta(GPT2Like), EXAMPLE, stages=2, dims=0, init=set_values)
-    assert cut.inputs is not None and cut.inputs.fewer is not None
+    assert cut.example is not None and cut.example.smaller is not None
 
 
 class Numbers(Layers):

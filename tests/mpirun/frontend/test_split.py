@@ -113,7 +113,7 @@ def test_transformers(name: str, attention: str, stages: int, shared: str) -> No
     agree(module, cut, (), inputs)
     if sized:
         agree(module, cut, (), {key: one[:2] for key, one in inputs.items()})
-    for value in cut.bytes:  # masks and positions are made where they are used
+    for value in cut.sent_bytes:  # masks and positions are made where they are used
         output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
         assert "mask" not in str(output)
 
@@ -261,7 +261,7 @@ def test_points() -> None:
         ["blocks.3", "head.wei", "norm.bia", "norm.wei"],
     ]
     assert cut.edges == [(0, 1), (1, 2)]
-    assert cut.bytes == {Value(0, 0): TOKENS.numel() * WIDTH * 4, Value(1, 0): TOKENS.numel() * WIDTH * 4}
+    assert cut.sent_bytes == {Value(0, 0): TOKENS.numel() * WIDTH * 4, Value(1, 0): TOKENS.numel() * WIDTH * 4}
     assert cut.reads[1] == [Input(0), Input(1), Value(0, 0)] or cut.reads[1] == [Input(1), Value(0, 0)]
     agree(module, cut, (TOKENS, MASK))
 
@@ -389,7 +389,7 @@ def test_random_numbers_are_drawn_once() -> None:
 
     module = Noise()
     cut = split(module, X, points=["two"])
-    assert len(cut.bytes) == 2
+    assert len(cut.sent_bytes) == 2
     agree(module, cut, (X,))
 
 

@@ -1,0 +1,86 @@
+"""A module's own input and output, in terms of stages: the leaves that stages read, the outputs of the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from schedgen.util.errors import UsageError
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward
+
+
+class Example(NamedTuple):
+    """The input that a module was traced on: every microbatch has its nesting, shapes and types."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]  # tensors in both have no data
+    smaller: Call | None = None  # the same with a sample less, where a microbatch may have that too
+
+    def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
+        """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
+
+        UsageError where it is not like the example. A `minibatch`, from which microbatches are cut, has other shapes.
+        """
+        if self.args and self.kwargs:
+            args, kwargs = data
+        elif isinstance(data, Mapping) and not self.args:
+            args, kwargs = (), data
+        else:
+            args, kwargs = data if isinstance(data, tuple) else (data,), {}
+        if kwargs.keys() != self.kwargs.keys():
+            raise UsageError(f"the batch's inputs are {sorted(kwargs)}, but those of the example {sorted(self.kwargs)}")
+        leaves, structure = pytree.tree_flatten((args, {name: kwargs[name] for name in self.kwargs}))
+        expected = pytree.tree_structure((self.args, self.kwargs))
+        if structure != expected:
+            raise UsageError(f"the batch's input is nested as {structure}, but that of the example as {expected}")
+        if not minibatch:
+            self.check(leaves)
+        return tuple(leaves)
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """UsageError where the leaves of a microbatch are neither like the example nor like `smaller`."""
+        if self.smaller is not None and _difference(leaves, self.smaller) is None:
+            return
+        if (difference := _difference(leaves, (self.args, self.kwargs))) is not None:
+            shapes = "every microbatch has the example's shapes" + (
+                "; split with dims, it may have a sample less" if self.smaller is None else ", or a sample less"
+            )
+            raise UsageError(f"{difference}: {shapes}")
+
+
+class ModuleOutput(NamedTuple):
+    """How the module's own output is made of the last stage's outputs."""
+
+    leaves: list[int | None]  # which output of the last stage each leaf is; None: the constant
+    constants: list[Any]
+    spec: pytree.TreeSpec
+
+    def rebuild(self, outputs: Tensor | tuple[Tensor, ...]) -> Any:
+        """The module's output, from what the last stage returned."""
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        leaves = [
+            constant if index is None else tensors[index]
+            for index, constant in zip(self.leaves, self.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _difference(leaves: Sequence[Any], example: Call) -> str | None:
+    """The first leaf that is not like the example's."""
+    for (path, expected), leaf in zip(pytree.tree_leaves_with_path(example), leaves, strict=True):
+        if _traced_part(leaf) != _traced_part(expected):
+            name = pytree.keystr(path)[3:]
+            return (
+                f"input {name} of a microbatch is {_traced_part(leaf)}, "
+                f"but the module was traced on {_traced_part(expected)}"
+            )
+    return None
+
+
+def _traced_part(leaf: Any) -> str:
+    """What of an input's leaf is part of the exported graph: all but the elements of tensors."""
+    return f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
