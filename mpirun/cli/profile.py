@@ -1,10 +1,9 @@
 """`python -m mpirun profile`: what a model's stages cost here, in the form that `schedgen simulate --profile` reads.
 
-Every rank trains all stages by schedules of one worker, with the interpreter
-that trains, and times its instructions; all ranks do so at once, and share
-cores and memory's bandwidth as they do in training. Bytes are the same on all:
-the first counts them by the tracker, in steps of its own. Messages are timed
-between neighbouring ranks.
+seconds      Every rank computes all stages by a schedule of one worker, with the interpreter that runs use, and times
+             its instructions. All ranks do so at once, and share cores and memory's bandwidth as they do in a run.
+bytes        The same on all ranks: rank 0 counts them by the memory tracker, in steps of its own.
+alpha, beta  Messages are timed between neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from schedgen.ir.graph_file import Dag
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, F, Instruction, Kind, Op, W
 from schedgen.ir.program import Program
-from schedgen.ir.stage_graph import chain
+from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import open_output
@@ -42,7 +41,7 @@ from schedgen.util.files import open_output
 MICROBATCHES = 4  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
 Key = tuple[int, int]  # an opcode and a stage
-Buffer = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
+BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
 
 
 class Bytes(NamedTuple):
@@ -55,7 +54,7 @@ class Bytes(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """What it leaves beside them."""
+        """What it leaves beside these buffers."""
         return max(0, self.after - self.before - self.defined)
 
     @property
@@ -68,128 +67,124 @@ class Profile:
     """One rank's part of a profile."""
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
+        """Compile the schedules and set up the model. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
         on_rank_0(comm, lambda: check_writable("--output", options.output))
-        schedules, splits = from_rank_0(comm, lambda: _schedules(options))
+        self.programs, splits = from_rank_0(comm, lambda: _schedules(options))
         self.split = options.split or splits
-        self.at: Instruction | None = None
-        self.training = training(comm, options.setup, schedules[0].header)
-        self.programs = schedules
-
-    def _interpreter(self, split: bool) -> tuple[Interpreter, list[Instruction]]:
-        """This rank's own, of all stages."""
-        program = self.programs[split]
-        code = program.instructions(0)
-        return interpreter(MPI.COMM_SELF, program, code, self.training), code
+        self.current: Instruction | None = None
+        self.setup = training(comm, options.setup, self.programs[0].header)
 
     def position(self) -> str:
         """The instruction being executed, for error messages; empty outside of a step."""
-        return "" if self.at is None else f"{self.at}: "
+        return "" if self.current is None else f"{self.current}: "
 
     def execute(self) -> int:
-        """Measure, and write the file on rank 0; the exit code."""
+        """Measure, and write the file on rank 0; the exit code. Collective."""
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds()
-        alpha, beta = measure_link_speed(self.comm, self.training.crowded)
+        alpha, beta = measure_link_speed(self.comm, self.setup.crowded)
         if self.comm.size == 1:
             print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
-        numbers = {**seconds, "alpha": alpha, "beta": beta, **sizes}
-        on_rank_0(self.comm, lambda: _write(self.options.output, numbers))
+        profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
+        on_rank_0(self.comm, lambda: _write(self.options.output, profile))
         return 0
 
-    # Bytes
+    def _interpreter(self, split: bool) -> tuple[Interpreter, list[Instruction]]:
+        """One that computes all stages on this rank alone, and its instructions."""
+        program = self.programs[split]
+        instructions = program.instructions(0)
+        return interpreter(MPI.COMM_SELF, program, instructions, self.setup), instructions
 
     def _bytes(self) -> dict[str, object]:
         """Bytes by stage. The same in every run: no time comes in, nor what was measured before."""
-        found: dict[Key, list[Bytes]] = {}
+        measured: dict[Key, list[Bytes]] = {}
         gc.collect()
         gc.disable()  # its moments are accidents: what only cycles of Python's objects keep, stays
         for split in (False, True):
-            one, code = self._interpreter(split)
-            with measure(self.training.device.torch) as memory:
-                for self.at, act in zip(code, one.code, strict=True):
-                    found.setdefault((self.at.op, self.at.stage), []).append(_execute(one, self.at, act, memory))
+            machine, instructions = self._interpreter(split)
+            with measure(self.setup.device.torch) as memory:
+                for i, act in zip(instructions, machine.code, strict=True):
+                    self.current = i
+                    measured.setdefault((i.op, i.stage), []).append(_execute(machine, i, act, memory))
         gc.enable()
-        self.at = None
-        stages = range(len(self.training.shapes))
-        weight = [shape.weight_bytes for shape in self.training.shapes]
+        self.current = None
+        stages = range(len(self.setup.shapes))
+        weight = [shape.weight_bytes for shape in self.setup.shapes]
+        graph, dataflow = self.programs[0].header.graph, self.setup.dataflows[0]
+        by_edge = {"apart": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
         return {
-            "activation": [found[Op.FWD, s][0].defined for s in stages],
-            **self._apart(),
+            "activation": [measured[Op.FWD, s][0].defined for s in stages],
+            **by_edge,
             "weight": weight,
-            "saved": [max(one.kept for one in found[Op.FWD, s]) for s in stages],
-            "half": [max(one.kept for one in found[Op.BWD_I, s]) for s in stages],
+            "saved": [max(job.kept for job in measured[Op.FWD, s]) for s in stages],
+            "half": [max(job.kept for job in measured[Op.BWD_I, s]) for s in stages],
             "workspace": {
-                direction: [max(one.workspace for one in found[OPS[direction], s]) for s in stages]
+                direction: [max(job.workspace for job in measured[OPS[direction], s]) for s in stages]
                 for direction in ("F", "B", "I", "W")
             },
-            "owned": [weight[s] + found[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
+            "owned": [weight[s] + measured[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
         }
-
-    def _apart(self) -> dict[str, list[int]]:
-        """Bytes by edge, where some stage's consumers read different parts of its output."""
-        graph, dataflow = self.programs[0].header.graph, self.training.dataflows[0]
-        return {"apart": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
-
-    # Seconds
 
     def _seconds(self) -> dict[str, list[float]]:
         """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
-        found: dict[Key, list[float]] = {}
-        one, code = self._interpreter(self.split)
-        self._step(one, code, {})  # to warm up
+        measured: dict[Key, list[float]] = {}
+        machine, instructions = self._interpreter(self.split)
+        self._step(machine, instructions, {})  # to warm up
         self.comm.Barrier()
         for _ in tqdm(range(steps), unit="step", disable=silent):
-            self._step(one, code, found)
-        medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in found.items()})
-        stages = range(len(self.training.shapes))
+            self._step(machine, instructions, measured)
+        medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in measured.items()})
         return {
-            name: [float(np.median([one[OPS[name], s] for one in medians])) for s in stages]
+            name: [
+                float(np.median([of_rank[OPS[name], s] for of_rank in medians])) for s in range(len(self.setup.shapes))
+            ]
             for name in (*DIRECTIONS[3 if self.split else 2], "step")
         }
 
-    def _step(self, one: Interpreter, code: Sequence[Instruction], found: dict[Key, list[float]]) -> None:
-        """Every instruction once, timed."""
-        for self.at, act in zip(code, one.code, strict=True):
-            one.compute.batches.clear()  # in training, first and last stage make theirs on ranks of their own
+    def _step(
+        self, machine: Interpreter, instructions: Sequence[Instruction], measured: dict[Key, list[float]]
+    ) -> None:
+        """Execute and time every instruction once."""
+        for i, act in zip(instructions, machine.code, strict=True):
+            self.current = i
+            machine.compute.batches.clear()  # in a run, first and last stage make theirs on ranks of their own
             begin = time.perf_counter()
             act()
-            self.training.device.finish()
-            found.setdefault((self.at.op, self.at.stage), []).append(time.perf_counter() - begin)
-        self.at = None
+            self.setup.device.finish()
+            measured.setdefault((i.op, i.stage), []).append(time.perf_counter() - begin)
+        self.current = None
 
 
-def _execute(one: Interpreter, i: Instruction, act: Act, memory: Memory) -> Bytes:
-    one.compute.batches.clear()
+def _execute(machine: Interpreter, i: Instruction, act: Act, memory: Memory) -> Bytes:
+    """Execute an instruction and measure it."""
+    machine.compute.batches.clear()
     before = memory.live
     memory.reset_peak()
     act()
     peak = memory.peak
-    read, made = _buffers(one.header, i)
-    # Copies take the buffers' places: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
+    read, made = _buffers(machine.header.graph, i)
+    # Copies replace the buffers: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
     for key in (*read, *made):
-        buffer = one.buffers(*key)
+        buffer = machine.buffers(*key)
         buffer.value = buffer.value.clone()
-    return Bytes(before, peak, memory.live, sum(one.buffers(*key).value.nbytes for key in made))
+    return Bytes(before, peak, memory.live, sum(machine.buffers(*key).value.nbytes for key in made))
 
 
-def _buffers(header: Header, i: Instruction) -> tuple[list[Buffer], list[Buffer]]:
-    """The x and g that an instruction makes, and before them the g that it is the last to read."""
+def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[BufferKey]]:
+    """The g that an instruction is the last to read, and the x and g that it makes."""
+    read: list[BufferKey] = []
     if i.op == Op.FWD:
-        return [], [(Kind.X, i.stage, i.mb, via) for via in header.graph.output_consumers(i.stage)]
+        return read, [(Kind.X, i.stage, i.mb, consumer) for consumer in graph.output_consumers(i.stage)]
     if i.op not in (Op.BWD, Op.BWD_I):
-        return [], []
-    read: list[Buffer] = [
-        (Kind.G, i.stage, i.mb, header.graph.gradient_consumer(i.stage, c)) for c in header.graph.consumers[i.stage]
-    ]
-    return read, [
-        (Kind.G, p, i.mb, header.graph.gradient_consumer(p, i.stage)) for p in header.graph.producers[i.stage]
-    ]
+        return read, []
+    read += [(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in graph.consumers[i.stage]]
+    return read, [(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in graph.producers[i.stage]]
 
 
 def _schedules(options: ProfileOptions) -> tuple[list[Program], bool]:
-    """One worker's program with whole and with split backwards; whether --schedule has split ones."""
+    """One worker's programs, with unsplit and with split backwards; whether --schedule has split ones."""
     splits = False
     dag = Dag(options.stages or 1, chain(options.stages or 1))
     if options.schedule is not None:
@@ -204,7 +199,7 @@ def _schedules(options: ProfileOptions) -> tuple[list[Program], bool]:
 
 
 def _of_model(header: Header) -> Dag:
-    """The stages of the model, whole where the schedule has shards of them."""
+    """The graph of the model's stages, of which the schedule may have shards."""
     T = header.tensor_parallel.degree
     ties = {tuple(sorted({stage // T for stage in tie})) for tie in header.tied}
     return Dag(
@@ -216,20 +211,23 @@ def _of_model(header: Header) -> Dag:
 
 
 def _one_worker(dag: Dag, split: bool) -> Program:
-    """A step on one worker. Microbatches go by twos, so a stage does two jobs of a kind in a row: what is in the
-    caches then lies between a pipeline's 1F1B and GPipe."""
+    """A step on one worker.
+
+    Microbatches go by twos, so that a stage does two jobs of a kind in a row: what is in the caches then lies between
+    a pipeline's 1F1B and GPipe.
+    """
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-        place = np.where(d == F, s, 3 * dag.stages - 2 * s + (d == W))
-        return (b // 2 * 4 * dag.stages + place) * 2 + b % 2
+        job = np.where(d == F, s, 3 * dag.stages - 2 * s + (d == W))
+        return (b // 2 * 4 * dag.stages + job) * 2 + b % 2
 
     scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split)
     scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
     return compile_scheme(scheme, Sizes(dag.stages, MICROBATCHES, 1), tied=dag.tied)
 
 
-def _write(path: str, numbers: dict[str, object]) -> None:
-    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in numbers.items())
+def _write(path: str, profile: dict[str, object]) -> None:
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
     try:
         with open_output(path) as out:
             out.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())

@@ -1,4 +1,4 @@
-"""What rank 0 says of the steps: a bar on a terminal, a line now and then elsewhere, --metrics, a summary."""
+"""What rank 0 prints of the steps: a bar on a terminal, a line now and then elsewhere, --metrics, a summary."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from schedgen.util.errors import UsageError
 
 
 class Progress:
-    def __init__(self, begun: int, steps: int, tokens: int, weights: Sequence[float], metrics: str | None) -> None:
-        """`begun`: steps done by an earlier run; `tokens` of a step; `weights` of its losses; `metrics`: a file."""
-        self.begun, self.steps, self.tokens, self.weights = begun, steps, tokens, weights
+    """The steps of a run so far, as its user sees them."""
+
+    def __init__(self, begun: int, steps: int, tokens: int, loss_weights: Sequence[float], metrics: str | None) -> None:
+        """`begun`: steps done by an earlier run; `tokens` of a step; `metrics`: a file. UsageError if it cannot be."""
+        self.begun, self.steps, self.tokens, self.loss_weights = begun, steps, tokens, loss_weights
         self.metrics = _metrics(metrics, begun) if metrics else None
         self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
         self.every = max(1, (steps - begun) // 20)
@@ -28,7 +30,8 @@ class Progress:
         self.seconds: list[float] = []
 
     def step(self, step: int, result: Result, seconds: float) -> None:
-        loss = mean(result.losses, self.weights)
+        """Show a step, counted from 0, that is done."""
+        loss = mean(result.losses, self.loss_weights)
         self.losses.append(loss)
         self.seconds.append(seconds)
         rate = self.tokens / seconds
@@ -42,11 +45,12 @@ class Progress:
             )
         if self.metrics is not None:
             numbers = {"loss": loss, "grad_norm": result.grad_norm}
-            known = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-            row = {"step": step, **known, "seconds": round(seconds, 6), "tokens": self.tokens}
+            finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+            row = {"step": step, **finite, "seconds": round(seconds, 6), "tokens": self.tokens}
             print(json.dumps(row), file=self.metrics, flush=True)
 
     def close(self, header: Header) -> None:
+        """Print the summary."""
         if self.bar is not None:
             self.bar.close()
         if self.losses:
@@ -61,7 +65,7 @@ class Progress:
 
 
 def _metrics(path: str, begun: int) -> TextIO:
-    """The file, with the rows of steps that an earlier run has done."""
+    """The file, opened, with the rows of steps that an earlier run has done."""
     try:
         rows = Path(path).read_text().splitlines(keepends=True) if begun and Path(path).exists() else []
         file = Path(path).open("w")  # noqa: SIM115 -- open as long as the run lasts
@@ -72,7 +76,7 @@ def _metrics(path: str, begun: int) -> TextIO:
 
 
 def _step(row: str) -> float:
-    """Which step a row is of; infinite where it is none."""
+    """The step that a row is of; infinite where it is of none."""
     try:
         return int(json.loads(row)["step"])
     except (ValueError, TypeError, KeyError):
@@ -80,6 +84,7 @@ def _step(row: str) -> float:
 
 
 def mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The weighted mean; `weights` add up to 1."""
     if len(set(weights)) == 1:
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True))
