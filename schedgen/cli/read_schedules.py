@@ -26,7 +26,7 @@ from schedgen.cli.options import (
 from schedgen.ir.cost import Amount
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
-from schedgen.report.chakra import chakra
+from schedgen.report.chakra import chakra_traces
 from schedgen.report.chrome_trace import trace_events, trace_file
 from schedgen.report.diff import coloured, diff
 from schedgen.report.draw import terminal
@@ -200,7 +200,7 @@ def run_export(options: ExportOptions) -> int:
     elif options.output == "-":
         raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")
     else:
-        files = chakra(program, cost, machine, unit)
+        files = chakra_traces(program, cost, machine, unit)
     for end, data in files:
         with open_output(options.output + end) as out:
             out.write(data)

@@ -1,12 +1,15 @@
-"""Schedules as MLCommons Chakra execution traces, one a rank, which network simulators such as ASTRA-sim replay.
+"""Schedules as MLCommons Chakra execution traces, one for each rank, which simulators such as ASTRA-sim replay.
 
-A node is an instruction, and its id the instruction's place in the rank's list, from 0. Compute, ADD and STEP are
-COMP_NODE, with a duration; SEND, RECV and FETCH_W are COMM_SEND_NODE and COMM_RECV_NODE, with bytes, peer and a tag
-that both ends of a message share; ALLREDUCE and NORM are COMM_COLL_NODE, or, in a group of one rank, COMP_NODE. Data
-dependencies are what an instruction reads, control dependencies the order of the list: it stands behind what the rank
-stood still for last. A FREE is no node; what stands behind it waits for the SENDs that it waits for.
+A node is an instruction, and its id is the instruction's index in the rank's list:
 
-The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra, version 1.0.0.
+    compute, ADD, STEP    COMP_NODE, with a duration
+    SEND, RECV, FETCH_W   COMM_SEND_NODE and COMM_RECV_NODE, with bytes, peer and a tag that both ends share
+    ALLREDUCE, NORM       COMM_COLL_NODE, or COMP_NODE in a group of one rank
+    FREE                  none; later instructions wait for the SENDs that the FREE waits for
+
+A data dependency leads to the instruction that defined what is read, a control dependency to the last instruction of
+the list that blocked the rank. The messages and their field numbers are those of et_def.proto in
+github.com/mlcommons/chakra, version 1.0.0.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from schedgen.util.errors import UsageError
 VERSION = "1.0.0"
 COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 4, 5, 6, 7  # NodeType
 ALL_REDUCE = 0  # CollectiveCommType
-NUMBER = 8  # bytes of a loss or a norm: NORM sums one a microbatch and one more
-# By message: field, its number, its type, whether it is repeated. Enumerations are int32 on the wire.
+NUMBER = 8  # bytes of a loss or a norm: a NORM sums one for each microbatch and one more
+# Message -> (field, its number, its type, whether it is repeated). Enumerations are int32 on the wire.
 _SCHEMA = {
     "AttributeProto": [
         ("name", 1, "STRING", False),
@@ -60,13 +63,13 @@ _WIDE = ("comm_size", "comm_type")  # attributes of 64 bits
 Name = tuple[Any, ...]
 
 
-def chakra(
+def chakra_traces(
     program: Program, cost: Mapping[str, Amount], machine: Machine, unit: float = 1.0
 ) -> Iterator[tuple[str, bytes]]:
-    """(end of a file's name, what it holds): a rank's trace each, and last the groups of collectives, as JSON.
+    """(suffix of a file's name, bytes) for each rank's trace, and last for the groups of collectives as JSON.
 
-    A checked, projected program. Durations and starts are those of `simulate`, in microseconds and rounded;
-    `unit`: microseconds of a unit of its time. Raises UsageError where protobuf is not installed.
+    `program` is checked and projected. Durations and starts are those of `simulate` in whole microseconds, of which a
+    unit of its time has `unit`. Raises UsageError where protobuf is not installed.
     """
     messages = _messages()
     table, run = program.rows, simulate(program, cost, machine)
@@ -82,14 +85,13 @@ def chakra(
     size[table.op == Op.NORM] = NUMBER * (program.header.microbatches + 1)
     for rank, (start, stop) in enumerate(pairwise(program.bounds.tolist())):
         columns = (column[start:stop].tolist() for column in (begin, length, size, tag))
-        listed = program.instructions(rank)
+        instructions = program.instructions(rank)
+        nodes = zip(instructions, dependencies(program.header, instructions), *columns, strict=True)
         out = BytesIO()
         _put(out, messages["GlobalMetadata"](version=VERSION))
-        for at, (i, edges, *numbers) in enumerate(
-            zip(listed, dependencies(program.header, listed), *columns, strict=True)
-        ):
+        for index, (i, edges, *numbers) in enumerate(nodes):
             if edges is not None:
-                _put(out, _node(messages, program.header, rank, at, i, edges, *numbers))
+                _put(out, _node(messages, program.header, rank, index, i, edges, *numbers))
         yield f".{rank}.et", out.getvalue()
     groups = {str(group): list(ranks) for group, ranks in enumerate(program.header.groups) if group}
     yield ".groups.json", f"{json.dumps(groups)}\n".encode()
@@ -182,7 +184,7 @@ def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
 
 
 def _node(
-    messages: Mapping[str, Any], header: Header, rank: int, at: int, i: Instruction,
+    messages: Mapping[str, Any], header: Header, rank: int, index: int, i: Instruction,
     edges: tuple[list[int], list[int]], begin: int, length: int, size: int, tag: int,
 ) -> Any:  # fmt: skip
     attributes: dict[str, bool | int | str] = {"is_cpu_op": False}
@@ -196,7 +198,7 @@ def _node(
     elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.peer]) > 1:
         kind = COLLECTIVE_NODE
         attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": str(i.peer)}
-    node = messages["Node"](id=at, name=event_name(i), type=kind, start_time_micros=begin, duration_micros=length)
+    node = messages["Node"](id=index, name=event_name(i), type=kind, start_time_micros=begin, duration_micros=length)
     node.data_deps.extend(edges[0])
     node.ctrl_deps.extend(edges[1])
     for key, value in attributes.items():
@@ -207,33 +209,32 @@ def _node(
 
 
 def _put(out: BytesIO, message: Any) -> None:
-    """A message behind its length, as Chakra's files have them."""
+    """Write a message after its length, the form that Chakra's files have."""
     from google.protobuf.proto import serialize_length_prefixed
 
     serialize_length_prefixed(message, out)
 
 
 def _messages() -> dict[str, Any]:
-    """The classes of the messages, by name."""
+    """Protobuf's classes of the messages of _SCHEMA, by name."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError:
         raise UsageError("Chakra traces need protobuf: pip install protobuf") from None
     file = descriptor_pb2.FileDescriptorProto(name="schedgen/chakra.proto", package="ChakraProtoMsg", syntax="proto3")
-    kinds = descriptor_pb2.FieldDescriptorProto
+    types = descriptor_pb2.FieldDescriptorProto
     for message, fields in _SCHEMA.items():
-        described = file.message_type.add(name=message)
-        for field, number, kind, repeated in fields:
-            label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
-            one = described.field.add(name=field, number=number, type=getattr(kinds, f"TYPE_{kind}"), label=label)
+        message_type = file.message_type.add(name=message)
+        for name, number, kind, repeated in fields:
+            label = types.LABEL_REPEATED if repeated else types.LABEL_OPTIONAL
+            field = message_type.field.add(name=name, number=number, type=getattr(types, f"TYPE_{kind}"), label=label)
             if kind == "MESSAGE":
-                one.type_name = ".ChakraProtoMsg.AttributeProto"
-            elif field.endswith("_val"):
-                one.oneof_index = 0
+                field.type_name = ".ChakraProtoMsg.AttributeProto"
+            elif name.endswith("_val"):
+                field.oneof_index = 0
         if message == "AttributeProto":
-            described.oneof_decl.add(name="value")
+            message_type.oneof_decl.add(name="value")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {
-        one: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"ChakraProtoMsg.{one}")) for one in _SCHEMA
-    }
+    descriptors = {name: pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}") for name in _SCHEMA}
+    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in descriptors.items()}

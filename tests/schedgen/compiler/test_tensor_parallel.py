@@ -16,7 +16,7 @@ from schedgen.compiler.compile import compile_scheme
 from schedgen.ir.file import read, write
 from schedgen.ir.instructions import F, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.report.chakra import chakra
+from schedgen.report.chakra import chakra_traces
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.cost import Machine
@@ -394,7 +394,7 @@ def test_statistics_of_shards():
     program = compiled(stages=2, parts=2, microbatches=2)
     numbers = stats(program)
     assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
-    assert list(chakra(program, {"F": 1, "B": 2}, Machine()))
+    assert list(chakra_traces(program, {"F": 1, "B": 2}, Machine()))
 
 
 def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
