@@ -28,7 +28,8 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.memory_tracker import Memory, measure
 from mpirun.engine.setup import training
 from schedgen.checker.files import checked
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.graph_file import Dag
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, F, Instruction, Kind, Op, W
@@ -222,8 +223,8 @@ def _one_worker(dag: Dag, split: bool) -> Program:
         return (b // 2 * 4 * dag.stages + job) * 2 + b % 2
 
     scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split)
-    scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
-    return compile_scheme(scheme, Sizes(dag.stages, MICROBATCHES, 1), tied=dag.tied)
+    scheme = scheme._replace(edges=dag.edges, per_consumer=dag.apart)
+    return compile(scheme, Sizes(dag.stages, MICROBATCHES, 1), Options(tied=dag.tied))
 
 
 def _write(path: str, profile: dict[str, object]) -> None:

@@ -10,9 +10,10 @@ import sys
 import warnings
 from typing import Any
 
-from schedgen.checker import check
+from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import read_dag
 from schedgen.ir.program import Program
@@ -47,7 +48,7 @@ def run_compile(options: CompileOptions) -> int:
             raise UsageError(
                 f"{display_name(options.graph or '')} says what stages read, and --parts makes chains of them"
             )
-        scheme = scheme._replace(edges=dag.edges, apart=dag.apart)
+        scheme = scheme._replace(edges=dag.edges, per_consumer=dag.apart)
         tied = [*tied, *map(list, dag.tied)]
     if options.layers is not None:
         if len(options.layers) != sizes.stages * options.parts:
@@ -57,23 +58,26 @@ def run_compile(options: CompileOptions) -> int:
     everything = range(sizes.stages * options.parts)
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
-        program = compile_scheme(
+        program = compile(
             scheme,
             sizes,
-            mode=options.mode,
-            n=options.n,
-            cost=options.cost,
-            weight_slots=options.weight_slots,
-            fan_out=options.fan_out,
-            prefetch=options.prefetch,
-            recompute=everything if isinstance(options.recompute, str) else options.recompute,
-            memory=options.memory_limit,
-            tied=tied,
-            updates=options.updates,
-            tensor=options.tensor,
-            whole=options.whole,
-            parts=options.parts,
+            Options(
+                mode=options.mode,
+                n=options.n,
+                cost=options.cost,
+                weight_slots=options.weight_slots,
+                fan_out=options.fan_out,
+                prefetch=options.prefetch,
+                recompute=everything if isinstance(options.recompute, str) else options.recompute,
+                memory=options.memory_limit,
+                tied=tied,
+                updates=options.updates,
+                tensor=options.tensor,
+                replicated_stages=options.whole,
+                parts=options.parts,
+            ),
         )
+    check_compiled(program)
     _write_checked(program, options.output)
     for warning in slow:
         if issubclass(warning.category, SlowScheme):

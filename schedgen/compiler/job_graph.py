@@ -1,48 +1,58 @@
-"""Jobs, and what each waits for: pred and succ of Rahimi 2025."""
+"""The job graph: what each job waits for, and what waits for it: pred and succ of Rahimi 2025.
+
+A node is a direction and a stage; it stands for the jobs of all microbatches, whose edges are alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from schedgen.ir.instructions import DIRECTIONS, B, F, W
+from schedgen.ir.stage_graph import StageGraph
+from schedgen.ir.tensor_parallel import TensorParallel
 
 
-class Graph(NamedTuple):
+class JobGraph(NamedTuple):
+    """Node d S + s is direction d of stage s, and job (d S + s) B + b its microbatch b."""
+
     directions: int
     stages: int
     microbatches: int
-    pred: tuple[tuple[int, ...], ...]  # nodes each node waits for
-    succ: tuple[tuple[int, ...], ...]
+    pred: tuple[tuple[int, ...], ...]  # by node, the nodes it waits for
+    succ: tuple[tuple[int, ...], ...]  # by node, the nodes that wait for it
 
     def node(self, d: int, s: int) -> int:
+        """The node of direction d and stage s."""
         return d * self.stages + s
 
-    def words(self, job: int) -> str:
-        """A job the way users write it: F(s, b)."""
+    def job_name(self, job: int) -> str:
+        """A job as users write it: F(s, b)."""
         node, b = divmod(job, self.microbatches)
         d, s = divmod(node, self.stages)
         return f"{DIRECTIONS[self.directions][d]}({s}, {b})"
 
 
-def graph(
-    stages: int,
-    microbatches: int,
-    directions: int,
-    edges: tuple[tuple[int, int], ...],
-    sums: Callable[[int], Iterable[int]] = lambda stage: (stage,),
-) -> Graph:
-    """`sums(s)`: the stages whose outputs, and gradients of their inputs, are added up to those of stage s."""
-    pred: list[set[int]] = [set() for _ in range(directions * stages)]
-    for producer, consumer in edges:
-        pred[F * stages + consumer].update(F * stages + one for one in sums(producer))
-        pred[B * stages + producer].update(B * stages + one for one in sums(consumer))
-    for s in range(stages):
-        pred[B * stages + s].add(F * stages + s)
+def job_graph(
+    stages: StageGraph, microbatches: int, directions: int, tensor_parallel: TensorParallel | None = None
+) -> JobGraph:
+    """The jobs of a stage graph; what the shards of a split stage give is there when all of them have run."""
+    S = stages.stages
+
+    def summed(stage: int) -> range:
+        if tensor_parallel is None or not tensor_parallel.split[stage]:
+            return range(stage, stage + 1)
+        return tensor_parallel.siblings(stage)
+
+    pred: list[set[int]] = [set() for _ in range(directions * S)]
+    for producer, consumer in stages.edges:
+        pred[F * S + consumer].update(F * S + stage for stage in summed(producer))
+        pred[B * S + producer].update(B * S + stage for stage in summed(consumer))
+    for s in range(S):
+        pred[B * S + s].add(F * S + s)
         if directions == 3:
-            pred[W * stages + s].add(B * stages + s)
+            pred[W * S + s].add(B * S + s)
     succ: list[list[int]] = [[] for _ in pred]
-    for node, before in enumerate(pred):
-        for other in before:
+    for node, nodes in enumerate(pred):
+        for other in nodes:
             succ[other].append(node)
-    return Graph(directions, stages, microbatches, tuple(tuple(sorted(p)) for p in pred), tuple(map(tuple, succ)))
+    return JobGraph(directions, S, microbatches, tuple(tuple(sorted(p)) for p in pred), tuple(map(tuple, succ)))

@@ -1,19 +1,94 @@
-"""What lowering is told besides the order of the jobs."""
+"""`Options`: how a scheme is compiled; they are checked here, before anything is evaluated."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+from schedgen.ir.limits import MOST_JOBS
+from schedgen.ir.weight_versions import FLUSH, UPDATES
+from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
 
 
-class Options(NamedTuple):
-    """Arrays are (S, B). The numbers stand in the file's header."""
+@dataclass(frozen=True)
+class Options:
+    """How a scheme is compiled. Stages are those of the model: `parts` in each stage of the scheme."""
 
-    whole: NDArray[np.bool_]  # microbatches whose split backward is one instruction after all
-    paired: NDArray[np.bool_]  # forwards whose output leaves behind the worker's next job
-    recompute: NDArray[np.bool_]  # forwards that keep nothing and are redone before their backward
-    weight_slots: int  # foreign weight copies a worker may hold at a time
-    fan_out: int  # copies of one stage that one holder sends out at a time
-    prefetch: int  # jobs by which receives stand before the place where they are sent
+    mode: str | None = None  # "greedy" or "strict": what n means; None: the scheme's own
+    n: str | None = None  # an order, one of ORDERS; None: the scheme's own
+    cost: Mapping[str, float] | None = None  # duration of each direction, by which jobs are ordered; None: the default
+    weight_slots: int = 2  # foreign weight copies that a worker may hold at a time
+    fan_out: int = 2  # copies of a stage's weights, or sums of its gradients, through one worker at a time
+    prefetch: int = 1  # jobs by which a receive stands before its SEND
+    recompute: Collection[int] = ()  # stages whose forwards keep nothing and are redone before the backward
+    memory: int | None = None  # saved forwards that a worker may hold at a time (greedy)
+    tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
+    updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
+    parts: int = 1  # stages of the model in each stage of the scheme, one behind the other
+    tensor: int = 1  # shards of each stage of the model
+    replicated_stages: Collection[int] = ()  # stages that all shards compute alike; the last always is
+
+
+def part_counts(sizes: Sizes, options: Options) -> list[int]:
+    """Parts that the weights of each stage of the model are divided into."""
+    stages, counts = sizes.stages * options.parts, list(sizes.shards or (1,))
+    if len(counts) not in (1, stages):
+        raise UsageError(f"--shards has {len(counts)} numbers, but there are {stages} stages")
+    return counts * stages if len(counts) == 1 else counts
+
+
+def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
+    """UsageError where options name what is not there, or do not go with the scheme or with one another."""
+    if options.n is not None and options.n not in ORDERS:
+        raise UsageError(f"there is no order '{options.n}': it is one of {', '.join(ORDERS)}")
+    updates = options.updates or scheme.updates
+    if updates not in UPDATES:
+        raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")
+    if (options.mode or scheme.mode) == "strict" and (scheme.cap is not None or options.memory is not None):
+        what = "--memory-limit" if scheme.cap is None else "cap"
+        raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
+    stages = sizes.stages * options.parts
+    check_jobs(stages * options.tensor, sizes.microbatches, 3 if scheme.split else 2)
+    if max(part_counts(sizes, options)) > 1:
+        _check_divided_weights(scheme, options, updates)
+    if options.replicated_stages and options.tensor == 1:
+        raise UsageError("--whole says what shards compute alike: give --tensor, too")
+    if options.tensor > 1 and updates != FLUSH:
+        raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
+    for option, named in (("--whole", options.replicated_stages), ("--recompute", options.recompute)):
+        for stage in named:
+            if not 0 <= stage < stages:
+                raise UsageError(f"{option} {stage}: there is no such stage in 0..{stages - 1}")
+    for tie in options.tied:
+        if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
+            numbers = ",".join(map(str, tie))
+            raise UsageError(f"--tied {numbers}: a tie is two or more different stages in 0..{stages - 1}")
+
+
+def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
+    """UsageError where jobs are too many; `per_pair`: those of a stage and a microbatch."""
+    if stages * microbatches * per_pair > MOST_JOBS:
+        raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
+
+
+def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:
+    if options.parts > 1:
+        raise UsageError("--shards divides the weights of a stage, and --parts a stage itself: give one of them")
+    if scheme.by_shard:
+        raise UsageError("--shards divides the weights of a stage: w takes the shard t of a stage, and no part k")
+    if options.tied or updates != FLUSH or options.tensor > 1:
+        what = f"--updates {updates}: an owner steps them"
+        what = "--tied: stages that share parameters have them" if options.tied else what
+        what = "--tensor: each shard of a stage has its weights" if options.tensor > 1 else what
+        raise UsageError(f"--shards does not go with {what} as a whole")
+
+
+def apply_options(scheme: Scheme, sizes: Sizes, options: Options) -> Scheme:
+    """The scheme with the order, the mode and the updates that the options give in place of its own."""
+    if options.n is not None:
+        scheme = scheme._replace(n=ORDERS[options.n](sizes), order=options.n)
+    if options.n is not None or options.mode not in (None, scheme.mode):  # these marks belong to its own order
+        scheme = scheme._replace(unsplit_backward=None, delayed_send=None)
+    return scheme._replace(mode=options.mode or scheme.mode, updates=options.updates or scheme.updates)

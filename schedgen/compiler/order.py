@@ -1,25 +1,24 @@
-"""Which job each worker runs next: `greedy` or `strict`.
+"""When every job starts: each worker runs one job at a time, in the order that n says.
 
-Both take the graph, the worker and n of every job (flat, indexed by job) and
-the duration of each direction, and return when every job starts. Messages
-take no time here (the seed, section "Latency, network, and memory usage").
+greedy   work-conserving, the simulator of Rahimi 2025: of the jobs that can start earliest, a free worker takes the
+         one with the smallest n. A forward that a limit holds back (cap, memory) waits until a backward makes room.
+strict   each worker runs its jobs in increasing n.
 
-greedy   work-conserving, the seed's simulator: among the jobs that can start
-         earliest, a free worker takes the one with the smallest n. With
-         cap(s), a forward waits while cap(s) microbatches of its stage are in
-         flight on its worker.
-strict   each worker runs its jobs exactly in increasing n.
+Messages take no time here (Rahimi 2025, section "Latency, network, and memory usage"). Arrays by job are flat over
+(direction, stage, microbatch), as are the start times that come out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_graph import Graph
-from schedgen.ir.instructions import Ints
+from schedgen.compiler.job_graph import JobGraph, job_graph
+from schedgen.compiler.place import PlacedScheme
+from schedgen.ir.instructions import B, Ints
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import pop, push, set_leaf, time_of
 from schedgen.util.jit import kernel
@@ -28,19 +27,37 @@ Times = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 
 
+def order(placed: PlacedScheme) -> Times:
+    """When every job of a refined scheme starts; UsageError where n, caps or the memory limit stop the schedule."""
+    directions, stages, batches = placed.compute.shape
+    graph = job_graph(placed.graph, batches, directions, placed.tensor_parallel)
+    worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
+    if placed.scheme.mode == "greedy":
+        return greedy(graph, worker, n, length, placed.caps, placed.options.memory)
+    delayed = np.zeros(len(length), bool)
+    delayed[: stages * batches] = placed.delayed_send.ravel()
+    return strict(graph, worker, n, length, delayed)
+
+
+def _lengths(placed: PlacedScheme) -> Times:
+    """How long each job takes: an unsplit I has its W's time, too, and a backward that of the forward it redoes."""
+    length = np.empty(placed.compute.shape)
+    length[:] = np.array(list(placed.cost.values()), np.float64)[:, None, None]
+    if placed.unsplit_backward.any():
+        length[:, placed.unsplit_backward] = [[placed.cost["F"]], [placed.cost["I"] + placed.cost["W"]], [0.0]]
+    length[B, placed.redone] += placed.cost["F"]
+    return length.ravel()
+
+
 def greedy(
-    graph: Graph,
+    graph: JobGraph,
     worker: Ints,
     n: NDArray[Any],
     length: Times,
-    caps: list[int] | None = None,
+    caps: Sequence[int] | Numbers | None = None,
     memory: int | None = None,
 ) -> Times:
-    """When each job starts, with durations `length[job]`.
-
-    `caps[s]`: the most microbatches in flight on a stage, for each worker that
-    computes it; `memory`: the most saved forwards on a worker.
-    """
+    """When each job starts. `caps`: by stage, the most microbatches in flight on a worker; `memory`: saved forwards."""
     jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
     by_rank = np.lexsort((np.arange(jobs), n))
@@ -51,93 +68,86 @@ def greedy(
     if caps is not None:
         limits[:] = caps
     start = _greedy.sized(jobs)(
-        worker.astype(np.int64),
-        forward.astype(np.int64),
-        rank,
-        by_rank,
-        *_arrays(graph),
-        length,
-        graph.stages,
-        graph.microbatches,
-        limits,
-        jobs if memory is None else memory,
-    )
+        worker.astype(np.int64), forward.astype(np.int64), rank, by_rank, *_edges(graph), length, graph.stages,
+        graph.microbatches, limits, jobs if memory is None else memory,
+    )  # fmt: skip
     if (start < 0).any():
         what = "cap" if memory is None else "memory limit" if caps is None else "cap and memory limit"
-        raise UsageError(f"{what} stops the schedule: {_circle(graph, worker, start, None)}")
+        raise UsageError(f"{what} stops the schedule: {_cycle(graph, worker, start, None)}")
     return start
 
 
 def strict(
-    graph: Graph, worker: Ints, n: NDArray[Any], length: Times, paired: NDArray[np.bool_] | None = None
+    graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: NDArray[np.bool_] | None = None
 ) -> Times:
-    """When each job starts; `paired[job]`: others have what it gives only when the job behind it has ended too."""
+    """When each job starts. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
     order = by_worker(worker, n)
     within = worker[order][1:] == worker[order][:-1]
     same = np.flatnonzero(within & (n[order][1:] == n[order][:-1]))
     if len(same):
-        first, second = (graph.words(int(order[same[0] + k])) for k in (0, 1))
+        first, second = (graph.job_name(int(order[same[0] + k])) for k in (0, 1))
         raise UsageError(
             f"strict n must differ within a worker, but {first} and {second} "
             f"on worker {worker[order[same[0]]]} both have n = {n[order[same[0]]]}"
         )
-    # The job that follows on the same worker; -1 after the last.
-    follows = np.full(len(worker), -1)
-    follows[order[:-1][within]] = order[1:][within]
-    ahead = np.full(len(worker), -1)
-    ahead[order[1:][within]] = order[:-1][within]
-    waits, first_after, after = _arrays(graph)
+    # The next and the previous job of the same worker; -1 where there is none.
+    following = np.full(len(worker), -1)
+    following[order[:-1][within]] = order[1:][within]
+    previous = np.full(len(worker), -1)
+    previous[order[1:][within]] = order[:-1][within]
+    waits, first_after, after = _edges(graph)
     waits[order[1:][within]] += 1
-    late = np.zeros(len(worker), bool) if paired is None else paired & (follows >= 0)
-    start = _strict.sized(len(worker))(follows, ahead, late, waits, first_after, after, length, graph.microbatches)
+    delayed = np.zeros(len(worker), bool) if delayed_send is None else delayed_send & (following >= 0)
+    run = _strict.sized(len(worker))
+    start: Times = run(following, previous, delayed, waits, first_after, after, length, graph.microbatches)
     if (start < 0).any():
-        raise UsageError(f"n stops the schedule: {_circle(graph, worker, start, order)}")
+        raise UsageError(f"n stops the schedule: {_cycle(graph, worker, start, order)}")
     return start
 
 
-def _arrays(graph: Graph) -> tuple[Numbers, Numbers, Numbers]:
+def _edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
     """How many jobs each job waits for; and the nodes behind node k, after[first[k]:first[k + 1]]."""
-    waits = np.repeat(np.array([len(before) for before in graph.pred], np.int64), graph.microbatches)
-    first = np.cumsum([0, *(len(behind) for behind in graph.succ)])
-    return waits, first, np.array([node for behind in graph.succ for node in behind], np.int64)
+    waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
+    first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])
+    return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)
 
 
 def by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
     """The jobs sorted by worker and then by key."""
     order = np.argsort(key, kind="stable")
-    few = len(worker) == 0 or worker.max() < 2**16  # numpy sorts 16 bits in linear time
-    mine = worker[order].astype(np.uint16) if few else worker[order]
-    return order[np.argsort(mine, kind="stable")]
+    fits = len(worker) == 0 or worker.max() < 2**16  # numpy sorts 16 bits in linear time
+    sorted_worker = worker[order].astype(np.uint16) if fits else worker[order]
+    return order[np.argsort(sorted_worker, kind="stable")]
 
 
 @kernel
 def _strict(
-    follows: Numbers, ahead: Numbers, late: NDArray[np.bool_], waits: Numbers, first: Numbers, after: Numbers,
+    following: Numbers, previous: Numbers, delayed: NDArray[np.bool_], waits: Numbers, first: Numbers, after: Numbers,
     length: Times, batches: int,
 ) -> Times:  # fmt: skip
     """Longest paths; -1 for jobs that never start. Uses up `waits`."""
-    start = np.zeros(len(follows))
+    start = np.zeros(len(following))
     ready = np.flatnonzero(waits == 0)
-    stack = np.empty(len(follows), np.int64)
+    stack = np.empty(len(following), np.int64)
     top = len(ready)
     stack[:top] = ready
     while top:
         top -= 1
         job = stack[top]
         end = start[job] + length[job]
-        # What the job gives, or the one before it whose results leave together with its own; then its worker.
-        for given in (job, ahead[job]):
-            if given < 0 or late[given] != (given != job):
+        # Now the output of the job leaves, unless it is delayed, and that of the job before, if it is delayed.
+        for sender in (job, previous[job]):
+            if sender < 0 or delayed[sender] != (sender != job):
                 continue
-            node = given // batches
+            node = sender // batches
             for k in range(first[node], first[node + 1]):
-                other = after[k] * batches + given % batches
+                other = after[k] * batches + sender % batches
                 start[other] = max(start[other], end)
                 waits[other] -= 1
                 if waits[other] == 0:
                     stack[top] = other
                     top += 1
-        other = follows[job]
+        other = following[job]
         if other >= 0:
             start[other] = max(start[other], end)
             waits[other] -= 1
@@ -152,44 +162,33 @@ def _strict(
 
 @kernel
 def _greedy(
-    worker: Numbers,
-    forward: Numbers,
-    rank: Numbers,
-    by_rank: Numbers,
-    waits: Numbers,
-    first: Numbers,
-    after: Numbers,
-    length: Times,
-    stages: int,
-    batches: int,
-    caps: Numbers,
-    memory: int,
-) -> Times:
+    worker: Numbers, forward: Numbers, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers,
+    length: Times, stages: int, batches: int, caps: Numbers, memory: int,
+) -> Times:  # fmt: skip
     """When each job starts; -1 for those that a limit holds back for ever.
 
-    Each worker has two heaps in one segment of an array: jobs that may start
-    now, by rank, and jobs that may start later, by time and rank. A tree over
-    the workers finds the one that can start a job first. Forwards beyond a
-    limit lie in `held`; a backward that makes room is an item of its own in
-    `later`, numbered from `jobs` up, and lets them try again.
+    Each worker has two heaps in one segment of an array: jobs that may start now, by rank, and jobs that may start
+    later, by time and rank. A tree over the workers finds the worker v that can start a job first. Forwards beyond a
+    limit lie in `blocked`; a backward that makes room for them is an item of its own in `later`, numbered from `jobs`
+    up, and returns them to `now`.
     """
     jobs, workers = len(worker), worker.max() + 1
     limited = memory < jobs or caps.min() < jobs
     last = jobs // (stages * batches) - 1  # the direction that ends a microbatch on a stage
     start = np.full(jobs, -1.0)
     ready = np.zeros(2 * jobs)  # of jobs, and of the room they make
-    free = np.zeros(workers)
+    free_at = np.zeros(workers)
     base = np.zeros(workers + 1, np.int64)
     for job in range(jobs):
         base[worker[job] + 1] += 1
         if limited and job < len(forward):
             base[worker[job] + 1] += 2
     base = np.cumsum(base)
-    now, later, held = np.empty(base[-1], np.int64), np.empty(base[-1], np.int64), np.empty(base[-1], np.int64)
+    now, later, blocked = np.empty(base[-1], np.int64), np.empty(base[-1], np.int64), np.empty(base[-1], np.int64)
     now_size, later_size = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
-    held_size, saved = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
-    flying = np.zeros((workers, stages), np.int64)
-    none = np.zeros(0)
+    blocked_size, saved = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
+    in_flight = np.zeros((workers, stages), np.int64)
+    no_time = np.zeros(0)
     for job in range(jobs):
         if waits[job] == 0:
             v = worker[job]
@@ -206,44 +205,44 @@ def _greedy(
         while place < leaves:
             place = 2 * place if tree[2 * place] <= tree[2 * place + 1] else 2 * place + 1
         v, time = place - leaves, tree[1]
-        mine_now, mine_later = now[base[v] : base[v + 1]], later[base[v] : base[v + 1]]
-        while later_size[v] and time_of(mine_later[0], ready, by_rank) <= time:
-            moved = mine_later[0]
-            pop(mine_later, later_size[v], ready, by_rank)
+        now_v, later_v = now[base[v] : base[v + 1]], later[base[v] : base[v + 1]]
+        while later_size[v] and time_of(later_v[0], ready, by_rank) <= time:
+            item = later_v[0]
+            pop(later_v, later_size[v], ready, by_rank)
             later_size[v] -= 1
-            if moved < jobs:
-                push(mine_now, now_size[v], moved, none, by_rank)
+            if item < jobs:
+                push(now_v, now_size[v], item, no_time, by_rank)
                 now_size[v] += 1
                 continue
-            node = (moved - jobs) // batches
+            node = (item - jobs) // batches
             if node // stages == 1:
-                flying[v, node % stages] -= 1
+                in_flight[v, node % stages] -= 1
             if node // stages == last:
                 saved[v] -= 1
-            while held_size[v]:
-                held_size[v] -= 1
-                push(mine_now, now_size[v], held[base[v] + held_size[v]], none, by_rank)
+            while blocked_size[v]:
+                blocked_size[v] -= 1
+                push(now_v, now_size[v], blocked[base[v] + blocked_size[v]], no_time, by_rank)
                 now_size[v] += 1
         job = -1
         while now_size[v]:
-            chosen = mine_now[0]
-            pop(mine_now, now_size[v], none, by_rank)
+            item = now_v[0]
+            pop(now_v, now_size[v], no_time, by_rank)
             now_size[v] -= 1
-            job = by_rank[chosen]
+            job = by_rank[item]
             s = job // batches % stages
-            if job // batches >= stages or (flying[v, s] < caps[s] and saved[v] < memory):
+            if job // batches >= stages or (in_flight[v, s] < caps[s] and saved[v] < memory):
                 break
-            held[base[v] + held_size[v]] = chosen
-            held_size[v] += 1
+            blocked[base[v] + blocked_size[v]] = item
+            blocked_size[v] += 1
             job = -1
         if job >= 0:
             node = job // batches
             d, s, b = node // stages, node % stages, job % batches
             start[job] = time
-            free[v] = time + length[job]
-            end = free[v]
+            free_at[v] = time + length[job]
+            end = free_at[v]
             if d == 0:
-                flying[v, s] += 1
+                in_flight[v, s] += 1
                 saved[v] += 1
             elif limited:
                 u = forward[s * batches + b]
@@ -251,7 +250,7 @@ def _greedy(
                 push(later[base[u] : base[u + 1]], later_size[u], jobs + job, ready, by_rank)
                 later_size[u] += 1
                 if u != v and now_size[u] == 0:
-                    set_leaf(tree, leaves + u, max(free[u], time_of(later[base[u]], ready, by_rank)))
+                    set_leaf(tree, leaves + u, max(free_at[u], time_of(later[base[u]], ready, by_rank)))
             for k in range(first[node], first[node + 1]):
                 other = after[k] * batches + b
                 ready[other] = max(ready[other], end)
@@ -261,44 +260,44 @@ def _greedy(
                     push(later[base[u] : base[u + 1]], later_size[u], rank[other], ready, by_rank)
                     later_size[u] += 1
                     if u != v and now_size[u] == 0:
-                        set_leaf(tree, leaves + u, max(free[u], time_of(later[base[u]], ready, by_rank)))
+                        set_leaf(tree, leaves + u, max(free_at[u], time_of(later[base[u]], ready, by_rank)))
         key = np.inf
         if now_size[v]:
-            key = free[v]
+            key = free_at[v]
         elif later_size[v]:
-            key = max(free[v], time_of(mine_later[0], ready, by_rank))
+            key = max(free_at[v], time_of(later_v[0], ready, by_rank))
         set_leaf(tree, leaves + v, key)
     return start
 
 
-def _circle(graph: Graph, worker: Ints, start: Times, order: Numbers | None) -> str:
-    """Name jobs that wait for each other, walking back from one that never started.
+def _cycle(graph: JobGraph, worker: Ints, start: Times, order: Numbers | None) -> str:
+    """Jobs that wait for each other, in words, found from a job that never started.
 
-    `order`: the jobs sorted by worker and place, where that order is strict.
+    `order`: the jobs by worker and n, where that order is strict.
     """
-    ahead = np.full(len(worker), -1)
+    previous = np.full(len(worker), -1)
     if order is not None:
         within = worker[order][1:] == worker[order][:-1]
-        ahead[order[1:][within]] = order[:-1][within]
+        previous[order[1:][within]] = order[:-1][within]
     job = int(np.flatnonzero(start < 0)[0])
     path: list[int] = []
     words: list[str] = []
     while job not in path:
         path.append(job)
         node, b = divmod(job, graph.microbatches)
-        blocked = [p * graph.microbatches + b for p in graph.pred[node]]
-        blocked = [other for other in [*blocked, int(ahead[job])] if other >= 0 and start[other] < 0]
+        before = [*(p * graph.microbatches + b for p in graph.pred[node]), int(previous[job])]
+        blocked = [other for other in before if other >= 0 and start[other] < 0]
         if not blocked:  # a limit holds it back: it waits for the backward of a microbatch in flight
             blocked = _in_flight(graph, worker, start, job)
-        words.append(f"{graph.words(job)} on worker {worker[job]} waits for {graph.words(blocked[0])}")
+        words.append(f"{graph.job_name(job)} on worker {worker[job]} waits for {graph.job_name(blocked[0])}")
         job = blocked[0]
     return ", ".join(words[path.index(job) :])
 
 
-def _in_flight(graph: Graph, worker: Ints, start: Times, job: int) -> list[int]:
-    """The last backwards of the forwards that ran on a held job's worker, those of its stage first."""
+def _in_flight(graph: JobGraph, worker: Ints, start: Times, job: int) -> list[int]:
+    """The last backwards of the forwards that have run on a blocked job's worker, those of its stage first."""
     forwards = graph.stages * graph.microbatches
     lasts = np.arange(forwards) + (graph.directions - 1) * forwards
-    open_ones = np.flatnonzero((worker[:forwards] == worker[job]) & (start[:forwards] >= 0) & (start[lasts] < 0))
-    same = open_ones // graph.microbatches == job // graph.microbatches
-    return [int(lasts[one]) for one in [*open_ones[same], *open_ones[~same]]]
+    in_flight = np.flatnonzero((worker[:forwards] == worker[job]) & (start[:forwards] >= 0) & (start[lasts] < 0))
+    same = in_flight // graph.microbatches == job // graph.microbatches
+    return [int(lasts[forward]) for forward in [*in_flight[same], *in_flight[~same]]]

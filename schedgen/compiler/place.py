@@ -1,26 +1,85 @@
-"""Place: w and n of a scheme, evaluated on every job."""
+"""Place: a scheme for given sizes becomes a `PlacedScheme`, its functions evaluated on every job and stage."""
 
 from __future__ import annotations
 
-import itertools
-import math
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import DIRECTIONS, B, Ints, W
-from schedgen.ir.limits import MOST_PAIRS
-from schedgen.schemes.scheme import Function, Scheme, fourth
-from schedgen.util.errors import SlowScheme, UsageError, raised
-from schedgen.util.progress import over
+from schedgen.compiler.evaluate import at_job, evaluate
+from schedgen.compiler.options import Options, apply_options, check_jobs, part_counts
+from schedgen.ir.cost import durations
+from schedgen.ir.instructions import B, F, Ints, W
+from schedgen.ir.limits import MOST_PAIRS, MOST_WORKERS
+from schedgen.ir.stage_graph import StageGraph, chain
+from schedgen.ir.tensor_parallel import TensorParallel
+from schedgen.schemes.scheme import Function, Scheme, Sizes, fourth_argument
+from schedgen.util.errors import UsageError, raised
 
-MOST_WORKERS = 2**20
+Flags = NDArray[np.bool_]
 
 
-MOST_JOBS = 2**27  # about a hundred bytes each
+@dataclass(frozen=True, eq=False)
+class PlacedScheme:
+    """A scheme for given sizes, with D directions, S stages and B microbatches.
+
+    `place` makes one of the scheme's stages, and `refine` of that one of the program's stages.
+    """
+
+    scheme: Scheme
+    options: Options
+    cost: dict[str, float]  # duration of each direction
+    workers: int
+    weights: Ints  # (D, S, B): the worker a job has its weights from, of divided weights the owner of part 0
+    compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T shards until they are refined
+    n: NDArray[Any]  # (D, S, B)
+    graph: StageGraph
+    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none is divided
+    caps: NDArray[np.int64] | None  # by stage, the most microbatches in flight on a worker
+    unsplit_backward: Flags  # (S, B): whether I and W are one job after all
+    delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
+    recompute: Flags  # by stage: whether forwards keep nothing and are redone before the backward
+    tied: tuple[tuple[int, ...], ...]  # stages that share parameters
+    tensor_parallel: TensorParallel
+
+    @property
+    def redone(self) -> Flags:
+        """(S, B): whether the forward is redone before the backward, as also where that is on another worker."""
+        elsewhere: Flags = self.compute[F] != self.compute[B]
+        return elsewhere | self.recompute[:, None]
+
+
+def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
+    """Evaluate the scheme in the order that the options choose; UsageError where a function returns what none may."""
+    scheme, stages, batches = apply_options(scheme, sizes, options), sizes.stages, sizes.microbatches
+    cost = durations(options.cost, scheme.split)
+    limits = caps(scheme, stages)
+    counts = part_counts(sizes, options)[:: options.parts]
+    placement = place_jobs(scheme, stages, batches, len(cost), counts, options.tensor)
+    program_stages = stages * options.parts * options.tensor
+    if placement.workers * program_stages > MOST_PAIRS:
+        raise UsageError(f"{placement.workers} workers and {program_stages} stages are too many")
+    edges = chain(stages) if scheme.edges is None else tuple(sorted(scheme.edges))
+    return PlacedScheme(
+        scheme=scheme,
+        options=options,
+        cost=cost,
+        workers=placement.workers,
+        weights=placement.weights,
+        compute=placement.compute,
+        n=priorities(scheme, stages, batches, len(cost)),
+        graph=StageGraph(stages, edges, scheme.per_consumer),
+        part_owners=placement.part_owners,
+        caps=limits,
+        unsplit_backward=_marks(scheme.unsplit_backward, stages, batches),
+        delayed_send=_marks(scheme.delayed_send, stages, batches),
+        recompute=np.zeros(stages, bool),
+        tied=(),
+        tensor_parallel=TensorParallel(1, (), stages),
+    )
 
 
 class Placement(NamedTuple):
@@ -29,85 +88,85 @@ class Placement(NamedTuple):
     weights: Ints  # (D, S, B, T) for T shards; of divided weights, where part 0 is
     compute: Ints  # (D, S, B, T)
     workers: int
-    shards: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: no stage is divided
+    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none is divided
 
 
-def place(
-    scheme: Scheme,
-    stages: int,
-    microbatches: int,
-    directions: int,
-    shards: Sequence[int] | None = None,
-    tensor: int = 1,
+def place_jobs(
+    scheme: Scheme, stages: int, microbatches: int, directions: int, counts: Sequence[int] = (1,), tensor: int = 1
 ) -> Placement:
-    """`shards`: parts of each stage's weights; `tensor`: shards of each stage.
-
-    Where w takes no t, shard t of what it puts on worker r is on worker r T + t.
-    """
-    counts = [1] * stages if shards is None else list(shards)
-    if scheme.by_shard and max(counts) > 1:
-        raise UsageError("--shards divides the weights of a stage: w takes the shard t of a stage, and no part k")
-    own = fourth(scheme.w) == "k"
-    more = [tensor] if scheme.by_shard else [max(counts)] if own else []
-    shape, copies = (stages, microbatches, directions, *more), 1 if scheme.by_shard else tensor
-    if math.prod(shape) * copies > MOST_JOBS:
-        raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
-    weights, compute = _evaluate("w", scheme.w, shape, parts=2)
-    for part in (weights, compute):
-        if not np.issubdtype(part.dtype, np.integer):
-            raise UsageError(f"w must return whole numbers, not {part.dtype} ({_at(part, 0)}): use // instead of /")
-    if own:
+    """w on every job; `counts`: parts of each stage's weights, `tensor`: shards of each stage."""
+    divided, takes_part = max(counts) > 1, fourth_argument(scheme.w) == "k"
+    fourth_axis = [tensor] if scheme.by_shard else [max(counts)] if takes_part else []
+    shards = 1 if scheme.by_shard else tensor  # on workers that w names as one
+    shape = (stages, microbatches, directions, *fourth_axis)
+    check_jobs(stages, microbatches, directions * shards * (fourth_axis or [1])[0])
+    weights, compute = evaluate("w", scheme.w, shape, values=2)
+    for array in (weights, compute):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise UsageError(
+                f"w must return whole numbers, not {array.dtype} ({at_job(array, 0)}): use // instead of /"
+            )
+    if takes_part:
         for job in np.flatnonzero(compute != compute[..., :1])[:1]:
-            raise UsageError(f"w computes a job on one worker, whatever the part k of the weights: {_at(compute, job)}")
-        compute, parts = compute[..., 0], weights
-        weights = weights[..., 0]
-    workers = scheme.workers
-    if workers is None:
-        workers = max(int((parts if own else weights).max()), int(compute.max())) + 1
-    ranks = workers * copies
-    if ranks > MOST_WORKERS or ranks * max(sum(counts), stages * tensor) > MOST_PAIRS:
-        raise UsageError(f"{ranks} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
-    for name, part in (("weights", parts if own else weights), ("compute", compute)):
-        wrong = np.flatnonzero((part < 0) | (part >= workers))
-        if len(wrong):
-            raise UsageError(f"w puts {name} on a worker outside 0..{workers - 1}: {_at(part, int(wrong[0]))}")
+            raise UsageError(
+                f"w computes a job on one worker, whatever the part k of the weights: {at_job(compute, job)}"
+            )
+        compute = compute[..., 0]
+    named = max(int(weights.max()), int(compute.max())) + 1 if scheme.workers is None else scheme.workers
+    workers = named * shards
+    if workers > MOST_WORKERS or workers * max(sum(counts), stages * tensor) > MOST_PAIRS:
+        raise UsageError(f"{workers} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
+    for name, array in (("weights", weights), ("compute", compute)):
+        for job in np.flatnonzero((array < 0) | (array >= named))[:1]:
+            raise UsageError(f"w puts {name} on a worker outside 0..{named - 1}: {at_job(array, job)}")
     if directions == 3:
         for s, b, *_ in np.argwhere(compute[:, :, B] != compute[:, :, W])[:1].tolist():
             raise UsageError(f"w puts I({s}, {b}) and W({s}, {b}) on different workers: W needs what I leaves there")
-    found: list[tuple[int, ...]] = []
-    for s, count in enumerate(counts if max(counts) > 1 else ()):
-        if (weights[s] != weights[s, 0, 0]).any() or (own and (parts[s] != parts[s, :1, :1]).any()):
+    owners = _part_owners(weights, counts, takes_part, named) if divided else ()
+    if takes_part:
+        weights = weights[..., 0]
+
+    def by_shard(array: NDArray[Any]) -> Ints:
+        turned = np.moveaxis(array, 2, 0)
+        if not scheme.by_shard:
+            turned = turned[..., None] * tensor + np.arange(tensor)
+        return np.ascontiguousarray(turned, np.int32)
+
+    return Placement(by_shard(weights), by_shard(compute), workers, owners)
+
+
+def _part_owners(weights: Ints, counts: Sequence[int], takes_part: bool, workers: int) -> tuple[tuple[int, ...], ...]:
+    """By stage, the owner of each part of its weights; `weights`: (S, B, D), and by part where w takes it."""
+    owners = []
+    for s, count in enumerate(counts):
+        if (weights[s] != weights[s, :1, :1]).any():
             raise UsageError(
                 f"--shards: several workers own all weights of stage {s}; each part has one owner, as in fsdp"
             )
-        first = int(weights[s, 0, 0])
-        found.append(tuple(parts[s, 0, 0, :count].tolist() if own else ((first + k) % workers for k in range(count))))
-    turned = [np.moveaxis(part, 2, 0) for part in (weights, compute)]
-    if not scheme.by_shard:
-        turned = [part[..., None] * tensor + np.arange(tensor) for part in turned]
-    turned = [np.ascontiguousarray(part, np.int32) for part in turned]
-    return Placement(turned[0], turned[1], ranks, tuple(found))
+        first = weights[s, 0, 0]
+        owners.append(tuple(first[:count].tolist() if takes_part else ((first + np.arange(count)) % workers).tolist()))
+    return tuple(owners)
 
 
-def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[np.generic]:
+def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[Any]:
     """n on every job, (D, S, B)."""
-    (n,) = _evaluate("n", scheme.n, (stages, microbatches, directions), parts=1)
+    (n,) = evaluate("n", scheme.n, (stages, microbatches, directions), values=1)
     good = np.isfinite(n) if np.issubdtype(n.dtype, np.number) and np.isrealobj(n) else np.zeros(n.shape, bool)
     if not good.all():
-        raise UsageError(f"n must return finite numbers, not {_at(n, int(np.argmin(good)))}")
+        raise UsageError(f"n must return finite numbers, not {at_job(n, int(np.argmin(good)))}")
     return np.ascontiguousarray(n.transpose(2, 0, 1))
 
 
-def marks(function: Function | None, stages: int, microbatches: int) -> NDArray[np.bool_]:
-    """A function of s and b, whole or paired, on every stage and microbatch, (S, B); none marks nothing."""
+def _marks(function: Function | None, stages: int, microbatches: int) -> Flags:
+    """A function of s and b on every stage and microbatch, (S, B); None marks nothing."""
     if function is None:
         return np.zeros((stages, microbatches), bool)
     s, b = np.ix_(np.arange(stages), np.arange(microbatches))
     return np.broadcast_to(np.asarray(function(s, b), bool), (stages, microbatches))
 
 
-def caps(scheme: Scheme, stages: int) -> list[int] | None:
-    """cap(s) for every stage; None where the scheme has none."""
+def caps(scheme: Scheme, stages: int) -> NDArray[np.int64] | None:
+    """cap(s) of every stage; None where the scheme has none."""
     if scheme.cap is None:
         return None
     values = []
@@ -119,74 +178,4 @@ def caps(scheme: Scheme, stages: int) -> list[int] | None:
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise UsageError(f"cap({stage}) must be a whole number of at least 1, not {value!r}")
         values.append(int(value))
-    return values
-
-
-def _evaluate(name: str, function: Function, shape: tuple[int, ...], parts: int) -> list[NDArray[Any]]:
-    grids = np.ix_(*(np.arange(length) for length in shape))
-    try:
-        returned = function(*grids)
-    except (Exception, SystemExit) as error:  # not made for arrays, or wrong: job by job tells which
-        columns = _job_by_job(name, function, shape, parts)
-        warnings.warn(
-            f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {np.prod(shape)} jobs; "
-            "with NumPy in place of if, min and the like, as in np.where(s < 2, 0, 1), it is called once",
-            SlowScheme,
-            stacklevel=2,
-        )
-        return columns
-    if parts == 1:
-        returned = (returned,)
-    elif not (isinstance(returned, (tuple, list)) and len(returned) == parts):
-        raise UsageError(f"w must return a pair (weights_worker, compute_worker), not {_brief(returned)}")
-    return [_broadcast(name, value, shape) for value in returned]
-
-
-def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise UsageError(f"{name} must return numbers, not {_brief(value)}") from None
-    try:
-        if array.dtype == object or array.dtype == bool or array.dtype.kind in "USV":
-            raise UsageError(f"{name} must return numbers, not {_brief(value)}")
-        return np.broadcast_to(array, shape)
-    except ValueError:
-        raise UsageError(
-            f"{name} returned an array of shape {np.shape(value)}, "
-            f"which does not fit (stages, microbatches, directions{', shards' if len(shape) > 3 else ''}) = {shape}"
-        ) from None
-
-
-def _job_by_job(name: str, function: Function, shape: tuple[int, ...], parts: int) -> list[NDArray[Any]]:
-    columns: list[list[Any]] = [[] for _ in range(parts)]
-    for job in over(itertools.product(*(range(length) for length in shape)), name, math.prod(shape)):
-        try:
-            returned = function(*job)
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{name}{_words(job, shape)} raised {raised(error)}") from None
-        values = (returned,) if parts == 1 else returned
-        if not (isinstance(values, (tuple, list)) and len(values) == parts):
-            raise UsageError(
-                f"w{_words(job, shape)} must return a pair (weights_worker, compute_worker), not {_brief(returned)}"
-            )
-        for column, value in zip(columns, values, strict=True):
-            if isinstance(value, (bool, str)) or not np.isscalar(value) or not np.isreal(value):
-                raise UsageError(f"{name}{_words(job, shape)} must return numbers, not {_brief(returned)}")
-            column.append(value)
-    return [np.asarray(column).reshape(shape) for column in columns]
-
-
-def _words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    shard = f", shard {job[3]}" if len(job) > 3 else ""
-    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]}{shard})"
-
-
-def _at(part: NDArray[Any], flat: int) -> str:
-    job = tuple(int(i) for i in np.unravel_index(flat, part.shape))
-    return f"{part[job]} for {_words(job, part.shape)}"
-
-
-def _brief(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    return np.array(values, np.int64)

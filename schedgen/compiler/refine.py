@@ -1,81 +1,115 @@
-"""From the stages of a scheme to those of the file: P parts of each, and T shards of each part.
+"""Refine: a placed scheme of the scheme's stages becomes one of the program's: P parts a stage, T shards a part.
 
-Part p of stage s is stage m = s P + p of the model. The parts of a stage stand
-one behind the other, in the order of edges and of n, on the same worker. Shard
-t of the model's stage m is stage m T + t of the file.
+Part p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. What follows,
+ordering and lowering, knows only stages of the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import F, Ints
-from schedgen.ir.stage_graph import expand_shards
+from schedgen.ir.limits import MOST_TIES
+from schedgen.ir.stage_graph import StageGraph, expand_shards
+from schedgen.ir.tensor_parallel import TensorParallel, check_workers
 from schedgen.util.errors import UsageError
 
-Edges = tuple[tuple[int, int], ...]
+
+def refine(placed: PlacedScheme) -> PlacedScheme:
+    """The placed scheme of the program's stages; UsageError where its shards or ties do not fit."""
+    return _shards(_parts(placed))
 
 
-def spread(placement: Ints, parts: int) -> Ints:
-    """Workers (D, S, B, T) of the scheme's stages as those of the file's, (D, S P T, B)."""
-    directions, stages, microbatches, tensor = placement.shape
-    by_shard = np.repeat(np.moveaxis(placement, 3, 2), parts, axis=1)
-    return np.ascontiguousarray(by_shard.reshape(directions, stages * parts * tensor, microbatches))
+def _parts(placed: PlacedScheme) -> PlacedScheme:
+    """That of the model's stages. Parts of a stage run on its worker, one directly behind the other."""
+    P, stages = placed.options.parts, placed.graph.stages
+    if P == 1:
+        return _of_model(placed)
+    rank = np.unique(placed.n, return_inverse=True)[1].reshape(placed.n.shape).astype(np.int64) * P
+    part = np.tile(np.arange(P), stages)[:, None]
+    backward = np.arange(len(placed.n))[:, None, None] != F
+    within = [(s * P + p, s * P + p + 1) for s in range(stages) for p in range(P - 1)]
+    between = [(producer * P + P - 1, consumer * P) for producer, consumer in placed.graph.edges]
+    last = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
+    return _of_model(
+        replace(
+            placed,
+            weights=np.repeat(placed.weights, P, axis=1),
+            compute=np.repeat(placed.compute, P, axis=1),
+            n=np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - part, part),
+            graph=StageGraph(stages * P, tuple(sorted(within + between)), last),
+            caps=None if placed.caps is None else np.repeat(placed.caps, P),
+            unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
+            delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (part == P - 1),
+        )
+    )
 
 
-def refine(n: NDArray[np.generic], parts: int, tensor: int) -> NDArray[np.generic]:
-    """n (D, S, B) for the file's stages, (D, S P T, B): parts go forwards in their order and backwards in the other."""
-    if parts > 1:
-        stages = n.shape[1]
-        place = np.unique(n, return_inverse=True)[1].reshape(n.shape).astype(np.int64) * parts
-        part = np.tile(np.arange(parts), stages)[None, :, None]
-        forwards = np.arange(len(n))[:, None, None] == F
-        n = np.repeat(place, parts, axis=1) + np.where(forwards, part, parts - 1 - part)
-    return np.repeat(n, tensor, axis=1)
+def _of_model(placed: PlacedScheme) -> PlacedScheme:
+    """With what the options say of the model's stages: which are redone, and which are tied."""
+    recompute = np.isin(np.arange(placed.graph.stages), list(placed.options.recompute))
+    return replace(placed, recompute=recompute, tied=tuple(tuple(sorted(tie)) for tie in placed.options.tied))
 
 
-def refine_edges(edges: Edges, stages: int, parts: int, tensor: int) -> Edges:
-    """The file's edges from those of a scheme: a stage's last part gives what the first of its consumer reads."""
-    within = [(s * parts + p, s * parts + p + 1) for s in range(stages) for p in range(parts - 1)]
-    between = [(producer * parts + parts - 1, consumer * parts) for producer, consumer in edges]
-    return expand_shards(tuple(within + between), tensor)
-
-
-def refine_apart(apart: Sequence[int], split: NDArray[np.bool_], parts: int, tensor: int) -> tuple[int, ...]:
-    """The file's stages whose outputs are apart, from those of a scheme."""
-    found = [(stage * parts + parts - 1) * tensor + t for stage in apart for t in range(tensor)]
-    for stage in found:
+def _shards(placed: PlacedScheme) -> PlacedScheme:
+    """That of the program's stages. The shards of a split stage are tied: they share what is not cut."""
+    T, stages = placed.options.tensor, placed.graph.stages
+    split = ~np.isin(np.arange(stages), [*placed.options.replicated_stages, stages - 1]) & (T > 1)
+    for stage in placed.graph.per_consumer:
         if split[stage]:
             raise UsageError(
-                f"stage {stage // tensor} gives several stages different outputs, so it cannot be split: "
-                f"add {stage // tensor} to --whole"
+                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to --whole"
             )
-    return tuple(found)
+    ties = [tuple(stage * T + t for stage in tie) for tie in placed.tied for t in range(T)]
+    ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]
+    compute = _by_shard(placed.compute)
+    if T > 1:
+        check_workers(compute, T, tuple(placed.cost))
+    return replace(
+        placed,
+        weights=_by_shard(placed.weights),
+        compute=compute,
+        n=np.repeat(placed.n, T, axis=1),
+        graph=StageGraph(
+            stages * T,
+            expand_shards(placed.graph.edges, T),
+            tuple(stage * T + t for stage in placed.graph.per_consumer for t in range(T)),
+        ),
+        caps=None if placed.caps is None else np.repeat(placed.caps, T),
+        unsplit_backward=np.repeat(placed.unsplit_backward, T, axis=0),
+        delayed_send=np.repeat(placed.delayed_send, T, axis=0),
+        recompute=np.repeat(placed.recompute, T),
+        tied=_distinct(ties),
+        tensor_parallel=TensorParallel(T, tuple(np.flatnonzero(~split).tolist()) if T > 1 else (), stages * T),
+    )
 
 
-def named(option: str, stages: Collection[int], count: int) -> tuple[int, ...]:
-    """Stages of the model that an option names, ascending, each once."""
-    for stage in stages:
-        if not 0 <= stage < count:
-            raise UsageError(f"{option} {stage}: there is no such stage in 0..{count - 1}")
-    return tuple(sorted(set(stages)))
+def _by_shard(workers: Ints) -> Ints:
+    """Workers (D, S, B, T) of the model's stages as those of the program's, (D, S T, B)."""
+    directions, stages, microbatches, T = workers.shape
+    return np.ascontiguousarray(np.moveaxis(workers, 3, 2).reshape(directions, stages * T, microbatches))
 
 
-def tie_shards(ties: Collection[Sequence[int]], split: Collection[int], tensor: int) -> list[list[int]]:
-    """Ties of the file: of the model's ties one a shard, and of each split stage one among its shards."""
-    found = [[stage * tensor + t for stage in tie] for tie in ties for t in range(tensor)]
-    return found + [[stage * tensor + t for t in range(tensor)] for stage in split]
+def _distinct(ties: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The ties in the order of the file; a tie that was given twice is one."""
+    distinct = tuple(sorted(set(ties)))
+    for stage, count in Counter(stage for tie in distinct for stage in tie).items():
+        if count > MOST_TIES:
+            raise UsageError(f"--tied: stage {stage} is in {count} ties, more than {MOST_TIES}")
+    return distinct
 
 
-def exchanges(compute: Ints, split: NDArray[np.bool_], tensor: int) -> set[tuple[int, ...]]:
-    """The groups of ranks that add up what the shards of a split stage give."""
-    if tensor == 1:
+def shard_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
+    """The groups of ranks, ascending, that add up what the shards of a split stage give."""
+    T, split = placed.tensor_parallel.degree, placed.tensor_parallel.split
+    if T == 1:
         return set()
-    directions, stages, microbatches = compute.shape
-    by_shard = compute.reshape(directions, stages // tensor, tensor, microbatches)[:2, split[::tensor]]
-    ranks: NDArray[Any] = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, tensor), axis=1)
+    directions, stages, microbatches = placed.compute.shape
+    by_shard = placed.compute.reshape(directions, stages // T, T, microbatches)[:2, split[::T]]
+    ranks: NDArray[np.int32] = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, T), axis=1)
     return {tuple(group) for group in np.unique(ranks, axis=0).tolist()}

@@ -1,4 +1,4 @@
-"""How long a job of each direction takes, in the unit of the schedule."""
+"""Durations of jobs, in the unit of the schedule: the defaults, and how a user's become those of each direction."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.instructions import Op
+from schedgen.ir.limits import MOST_RATIO
 from schedgen.util.errors import UsageError
 
-Amount = float | Sequence[float] | NDArray[np.float64]
+Amount = float | Sequence[float] | NDArray[np.float64]  # of every stage, or by stage
 
-
+# By whether the backward is split.
 DEFAULT_COST: dict[bool, Mapping[str, float]] = {False: {"F": 1, "B": 2}, True: {"F": 1, "I": 1, "W": 1}}
-
-
-MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
-
 
 # The direction whose duration an instruction takes.
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
 def durations(cost: Mapping[str, Any] | None, split: bool) -> dict[str, Any]:
-    """The duration of each direction a schedule has, a number or an array by stage.
+    """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
-    I and W together are the B of a schedule that does not split.
+    Of a schedule that does not split the backward, B is I + W. UsageError where they differ too much.
     """
     if cost is None:
         return dict(DEFAULT_COST[split])
@@ -41,5 +38,5 @@ def durations(cost: Mapping[str, Any] | None, split: bool) -> dict[str, Any]:
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:
-    """A number for all stages, or one each, as an array of one each."""
+    """`amount` as an array of one number a stage."""
     return np.broadcast_to(np.asarray(amount, np.float64), (stages,))

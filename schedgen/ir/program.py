@@ -67,9 +67,13 @@ class Rows(NamedTuple):
         return list(self)
 
 
+_COLUMN = {"part": "via", "consumer": "via", "tie": "stage", "group": "peer", "version": "peer"}  # by meaning
+
+
 def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
-    """`Rows` as long as `rank`; scalars are repeated, fields not given are -1 (kind: 0)."""
+    """`Rows` as long as `rank`; scalars are repeated, fields (columns or meanings) not given are -1 (kind: 0)."""
     length = len(rank)
+    fields = {_COLUMN.get(name, name): value for name, value in fields.items()}
 
     def column(value: int | AnyInts, dtype: type) -> NDArray[Any]:
         return np.broadcast_to(np.asarray(value, dtype), (length,))

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import MOST_RATIO
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, KIND_NAME, KINDS, OPERANDS, VERSIONED, Instruction, Ints, Kind, Op
-from schedgen.ir.limits import MOST_PAIRS, MOST_TIES, MOST_USES
+from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES
 from schedgen.ir.stage_graph import StageGraph, check_edges
 from schedgen.ir.tensor_parallel import TensorParallel, check_workers
 from schedgen.util.errors import UsageError, clip

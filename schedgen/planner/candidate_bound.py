@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.place import place, priorities
+from schedgen.compiler.place import place_jobs, priorities
 from schedgen.ir.cost import by_stage
 from schedgen.ir.instructions import B, F, Ints, W
 from schedgen.planner.candidates import Candidate
@@ -26,7 +26,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
     """The bound for all its stage costs."""
     scheme, sizes = candidate.scheme, candidate.sizes
     shape = (sizes.stages, sizes.microbatches, 3 if scheme.split else 2)
-    weights, compute, *_ = place(scheme, *shape)
+    weights, compute, *_ = place_jobs(scheme, *shape)
     n = priorities(scheme, *shape) if scheme.mode == "strict" else None
     bounds = [_bound(candidate, costs, weights[..., 0], compute[..., 0], n) for costs in candidate.costs]
     return CandidateBound(min(bound.seconds for bound in bounds), min(bound.bytes for bound in bounds))

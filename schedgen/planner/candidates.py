@@ -99,7 +99,7 @@ def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:
         workers=D * workers,
         w=w,
         n=lambda s, b, d: scheme.n(s, b // D, d),
-        whole=of_replica(scheme.whole),
-        paired=of_replica(scheme.paired),
+        unsplit_backward=of_replica(scheme.unsplit_backward),
+        delayed_send=of_replica(scheme.delayed_send),
         parameters={**scheme.parameters, "replicas": D},
     )

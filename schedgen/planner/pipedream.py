@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.checker import check_compiled
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
@@ -31,4 +33,6 @@ def pipedream(layers: Layers, levels: Sequence[Level], microbatches: int, memory
     costs = stage_costs(layers, order, [stage.end for stage in stages], min(level.bandwidth for level in levels))
     scheme = load("pipedream", sizes)
     scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
-    return compile_scheme(scheme, sizes, cost=cost_ratios(costs.durations(scheme.split)))
+    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split))))
+    check_compiled(program)
+    return program

@@ -10,7 +10,8 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import Candidate, candidates
@@ -111,7 +112,7 @@ def _compiled(candidate: Candidate, costs: StageCosts) -> Program:
     scheme, sizes = candidate.scheme, candidate.sizes
     scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
     recompute = range(sizes.stages) if candidate.recompute else ()
-    return compile_scheme(scheme, sizes, cost=cost_ratios(costs.durations(scheme.split)), recompute=recompute)
+    return compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split)), recompute=recompute))
 
 
 def cost_ratios(durations: dict[str, Floats]) -> dict[str, float]:

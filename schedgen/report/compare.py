@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.checker import check_compiled
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
@@ -98,7 +100,8 @@ def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, memory:
     """The program, and whether it was compiled under the memory limit."""
     scheme = load(name, sizes)
     limited = memory is not None and scheme.mode == "greedy"
-    program = compile_scheme(scheme, sizes, cost=_with_halves(cost, scheme.split), memory=memory if limited else None)
+    program = compile(scheme, sizes, Options(cost=_with_halves(cost, scheme.split), memory=memory if limited else None))
+    check_compiled(program)
     if program.header.workers != sizes.workers:
         raise UsageError(f"it needs {program.header.workers} workers, not {sizes.workers}")
     return program, limited

@@ -40,7 +40,7 @@ from schedgen.schemes import (
     zb_v,
 )
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes, fill, fourth
+from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument
 from schedgen.util.errors import UsageError, raised
 
 SCHEMES: dict[str, ModuleType] = {
@@ -113,14 +113,14 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     for wanted in ("w", "n"):
         if not callable(getattr(module, wanted, None)):
             raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
-    shards = fourth(module.w) == "t"
+    shards = fourth_argument(module.w) == "t"
     if not shards:
         sizes = _without_shards(sizes, tensor)
     options = sizes._asdict()
     edges = getattr(module, "edges", None)
     if callable(edges):
         try:
-            edges = fill(edges, options)()
+            edges = bind_sizes(edges, options)()
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
@@ -139,8 +139,8 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     return Scheme(
         name=path.stem,
         workers=sizes.workers,
-        w=fill(module.w, options),
-        n=fill(module.n, options),
+        w=bind_sizes(module.w, options),
+        n=bind_sizes(module.n, options),
         order=path.stem,
         mode=mode,
         split=bool(getattr(module, "split", False)),
@@ -149,9 +149,9 @@ def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
             for k in ("groups", "chunks", "replicas")
             if (v := options[k]) is not None
         },
-        cap=None if cap is None else fill(cap, options),
+        cap=None if cap is None else bind_sizes(cap, options),
         edges=edges,
-        apart=check_apart(apart, edges) if edges else (),
+        per_consumer=check_apart(apart, edges) if edges else (),
         updates=updates,
         by_shard=shards,
     )

@@ -34,8 +34,8 @@ def scheme(sizes: Sizes) -> Scheme:
         "dualpipe-v",
         "strict",
         split=True,
-        whole=lambda s, b: whole[s, b],
-        paired=lambda s, b: paired[s, b],
+        unsplit_backward=lambda s, b: whole[s, b],
+        delayed_send=lambda s, b: paired[s, b],
     )
 
 

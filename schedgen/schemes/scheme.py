@@ -1,10 +1,8 @@
-"""What a scheme is, and its w and n evaluated on every job.
+"""The contract of a scheme: two functions, w (where jobs run) and n (which goes first), and what else it may say.
 
-A scheme is two functions, called once on open grids of s, b and d with shapes
-(S, 1, 1), (1, B, 1) and (1, 1, D); what they return is broadcast to (S, B, D).
-A w that takes t as well, the shard of a stage, has grids of four axes.
-A function that cannot take arrays is called job by job: same result, slower.
-Both are turned round to (D, S, B), the shape everything else uses.
+Functions are called once, on open grids: s has shape (S, 1, 1), b (1, B, 1) and d (1, 1, D), and what they return is
+broadcast to (S, B, D). A w that takes a fourth argument has grids of four axes. A function that fails on arrays is
+called job by job: the result is the same, but slower.
 """
 
 from __future__ import annotations
@@ -32,12 +30,11 @@ class Sizes(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """A placement and an order, with what they need to be compiled.
+    """A placement and an order.
 
-    w(s, b, d) -> (weights_worker, compute_worker); n(s, b, d) -> number, the
-    smaller the sooner. Where weights are divided, part k lies k workers behind
-    w's; w(s, b, d, k) says itself where it lies. `cap(s)`: at most so many microbatches in flight on a
-    stage, for each worker that computes it.
+    w(s, b, d) -> (weights_worker, compute_worker). Of divided weights, part k lies k workers behind w's, unless
+    w(s, b, d, k) says where. Of a stage with T shards, shard t is on worker w T + t, unless w(s, b, d, t) says where.
+    n(s, b, d) -> number, the smaller the sooner.
     """
 
     name: str
@@ -47,18 +44,18 @@ class Scheme(NamedTuple):
     order: str  # what n is called
     mode: str  # what n means: "greedy" or "strict"
     split: bool = False  # whether the backward is two jobs: I, gradient of the input, and W, of the weights
-    whole: Function | None = None  # where it is split: whole(s, b), microbatches whose I and W are one job after all
-    paired: Function | None = None  # paired(s, b): x.s.b leaves only when the worker's next job is done too (strict)
+    unsplit_backward: Function | None = None  # (s, b) -> whether I and W are one job after all
+    delayed_send: Function | None = None  # (s, b) -> whether x.s.b leaves only after the worker's next job (strict)
     parameters: Mapping[str, int | Sequence[int]] = {}  # the scheme's own, for the file's header
-    cap: Function | None = None
-    edges: tuple[tuple[int, int], ...] | None = None  # None: the chain
-    apart: tuple[int, ...] = ()  # stages of whose output each of several consumers reads a part of its own
+    cap: Function | None = None  # s -> the most microbatches in flight on a stage and worker (greedy)
+    edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer); None: the chain
+    per_consumer: tuple[int, ...] = ()  # stages that give each of several consumers an output of its own
     updates: str = "flush"  # when weights change: one of UPDATES
-    by_shard: bool = False  # w(s, b, d, t): it places every shard of a stage itself
+    by_shard: bool = False  # w takes the shard t of a stage
 
 
-def fill(function: Function, options: Mapping[str, Any]) -> Function:
-    """`function` with its keyword-only arguments (stages, workers, ...) bound to the options."""
+def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
+    """`function` with its keyword-only arguments (stages, workers, ...) bound; UsageError where a size is missing."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -66,23 +63,24 @@ def fill(function: Function, options: Mapping[str, Any]) -> Function:
     bound = {}
     name = getattr(function, "__name__", "a function")
     for parameter in parameters:
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            if options.get(parameter.name) is None and parameter.default is parameter.empty:
-                raise UsageError(
-                    f"{name} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}"
-                    if parameter.name in options
-                    else f"{name} asks for '{parameter.name}', which is none of {', '.join(options)}"
-                )
-            if options.get(parameter.name) is not None:
-                bound[parameter.name] = options[parameter.name]
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if sizes.get(parameter.name) is not None:
+            bound[parameter.name] = sizes[parameter.name]
+        elif parameter.default is parameter.empty:
+            raise UsageError(
+                f"{name} asks for '{parameter.name}': give --{parameter.name.replace('_', '-')}"
+                if parameter.name in sizes
+                else f"{name} asks for '{parameter.name}', which is none of {', '.join(sizes)}"
+            )
     return partial(function, **bound) if bound else function
 
 
-def fourth(w: Function) -> str:
+def fourth_argument(w: Function) -> str:
     """The name of w's fourth argument: t, the shard of a stage, or k, the part of its weights; empty: it has three."""
     try:
         parameters = inspect.signature(w).parameters.values()
     except (TypeError, ValueError):
         return ""
-    positional = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return (*positional, *[""] * 4)[3]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
 from schedgen.ir.file import read, write
 from schedgen.ir.program import Program
 from schedgen.schemes import load
@@ -31,7 +31,7 @@ CASES = (("interleaved-1f1b", "Interleaved1F1B"), ("zb-v", "ZBVZeroBubble"))
 
 def ours(name: str, ranks: int, microbatches: int) -> Program:
     sizes = Sizes(2 * ranks, microbatches, ranks)
-    program = compile_scheme(load(name, sizes), sizes)
+    program = compile(load(name, sizes), sizes)
     check(program)
     write(program, io.BytesIO())
     return program
@@ -78,13 +78,13 @@ def growth() -> None:
 
 def one(microbatches: int) -> None:
     sizes = Sizes(64, microbatches)
-    compile_scheme(load("1f1b", sizes), sizes)  # warm
+    compile(load("1f1b", sizes), sizes)  # warm
     best: dict[str, float] = {}
     peak = 0
     for _ in range(3):
         program = None  # the one before counts for nothing
         begin = time.perf_counter()
-        program = compile_scheme(load("1f1b", sizes), sizes)
+        program = compile(load("1f1b", sizes), sizes)
         laps = {"compile": time.perf_counter() - begin, "check": timed(lambda: check(program))}
         with open("/dev/null", "wb") as out:  # noqa: PTH123
             laps["write"] = timed(lambda: write(program, out))
@@ -106,7 +106,7 @@ def large() -> None:
     """4,096 workers: there and back through a file in memory."""
     begin = time.perf_counter()
     sizes = Sizes(4096, 256)
-    program = compile_scheme(load("1f1b", sizes), sizes)
+    program = compile(load("1f1b", sizes), sizes)
     check(program)
     file = io.BytesIO()
     write(program, file)

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.report.diff import diff
 from schedgen.schemes import load
@@ -21,7 +22,7 @@ from schedgen.schemes.scheme import Sizes
 
 def compiled(name: str, microbatches: int, prefetch: int = 1) -> Program:
     sizes = Sizes(64, microbatches)
-    return compile_scheme(load(name, sizes), sizes, prefetch=prefetch)
+    return compile(load(name, sizes), sizes, Options(prefetch=prefetch))
 
 
 def lines_by_difflib(a: Program, b: Program) -> int:

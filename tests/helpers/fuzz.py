@@ -41,7 +41,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import schedgen.cli.main
 import schedgen.util.jit
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
 from schedgen.ir.file import write
 from schedgen.schemes.scheme import Scheme, Sizes
 
@@ -103,7 +103,7 @@ def schedules() -> list[bytes]:
     edges = ((0, 1), (0, 2), (1, 3), (2, 3))
     diamond = Scheme("diamond", 2, lambda s, b, d: (s % 2, s % 2), lambda s, b, d: s + b, "sum", "greedy", edges=edges)
     out = io.BytesIO()
-    write(compile_scheme(diamond, Sizes(4, 2, 2)), out)
+    write(compile(diamond, Sizes(4, 2, 2)), out)
     golden = sorted((Path(__file__).parents[2] / "traces").glob("*.json"))
     return [*texts, out.getvalue(), *(path.read_bytes() for path in golden)]
 

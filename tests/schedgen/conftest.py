@@ -16,7 +16,8 @@ from hypothesis.extra.numpy import arrays
 
 from schedgen.checker import check
 from schedgen.cli.main import main
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.instructions import DIRECTIONS, EXCHANGED, B, F, Kind, Op
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -124,31 +125,26 @@ class Case(NamedTuple):
     recompute: list[int]
     tied: list[set[int]]
 
-    def compile(self, **more):
-        def w(s, b, d):
-            return self.weights[d, s, b], self.compute[d, s, b]
-
-        scheme = Scheme(
+    def scheme(self):
+        return Scheme(
             "random",
             self.sizes.workers,
-            w,
+            lambda s, b, d: (self.weights[d, s, b], self.compute[d, s, b]),
             lambda s, b, d: self.n[d, s, b],
             "random",
             "greedy",
             split=len(self.cost) == 3,
             edges=self.edges,
-            apart=self.apart,
+            per_consumer=self.apart,
         )
-        return compile_scheme(
-            scheme,
-            self.sizes,
-            cost=self.cost,
-            weight_slots=self.weight_slots,
-            fan_out=self.fan_out,
-            prefetch=self.prefetch,
-            recompute=self.recompute,
-            **({"tied": [sorted(stages) for stages in self.tied]} | more),
-        )
+
+    def options(self, **more):
+        named = ("cost", "weight_slots", "fan_out", "prefetch", "recompute")
+        tied = [sorted(stages) for stages in self.tied]
+        return Options(**({name: getattr(self, name) for name in named} | {"tied": tied} | more))
+
+    def compile(self, **more):
+        return compile(self.scheme(), self.sizes, self.options(**more))
 
 
 @st.composite

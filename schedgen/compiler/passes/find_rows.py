@@ -1,4 +1,4 @@
-"""Finding rows and neighbours in a program in global order; used by the passes."""
+"""Rows of a program in global order that passes look for: of jobs, of a rank's neighbouring jobs, of ends of jobs."""
 
 from __future__ import annotations
 
@@ -8,73 +8,74 @@ from numpy.typing import NDArray
 from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op
 from schedgen.ir.program import Program
 
-Places = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 
 
-def rows_of(program: Program, *ops: Op) -> Places:
+def job_rows(program: Program, *ops: Op) -> RowNumbers:
     """The row of each job (s, b) under one of `ops`, shape (S, B); -1 where there is none."""
     header = program.header
-    places = np.full((header.stages, header.microbatches), -1, np.int64)
-    found = np.flatnonzero(np.isin(program.rows.op, ops))
-    places[program.rows.stage[found], program.rows.mb[found]] = found
-    return places
+    by_job = np.full((header.stages, header.microbatches), -1, np.int64)
+    jobs = np.flatnonzero(np.isin(program.rows.op, ops))
+    by_job[program.rows.stage[jobs], program.rows.mb[jobs]] = jobs
+    return by_job
 
 
-def given(program: Program, kind: Kind, at: Places, stage: Places | Ints, mb: Places, via: Places) -> Places:
-    """The rows behind which x or g of these names are there: of jobs `at`, or behind the last member of their sum."""
+def defining_rows(
+    program: Program, kind: Kind, job: RowNumbers, stage: RowNumbers | Ints, mb: RowNumbers, consumer: RowNumbers
+) -> RowNumbers:
+    """The rows behind which x or g of these names are complete: of their jobs, or the last ALLREDUCE over shards."""
     header, table = program.header, program.rows
-    found = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
-    if not len(found):
-        return at
+    sums = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+    if not len(sums):
+        return job
 
-    def key(stage: Places | Ints, mb: Places | Ints, via: Places | Ints) -> Places:
-        return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + via + 1
+    def key(stage: RowNumbers | Ints, mb: RowNumbers | Ints, consumer: RowNumbers | Ints) -> RowNumbers:
+        return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
-    keys = key(table.stage[found], table.mb[found], table.via[found])
-    last = (
-        found.reshape(-1, header.tensor_parallel.degree)[:, -1:].repeat(header.tensor_parallel.degree, axis=1).ravel()
-    )
+    keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
+    T = header.tensor_parallel.degree
+    last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
     order = np.argsort(keys)
-    wanted = key(stage, mb, via)
+    wanted = key(stage, mb, consumer)
     place = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
-    return np.where(keys[order][place] == wanted, last[order][place], at)
+    return np.where(keys[order][place] == wanted, last_member[order][place], job)
 
 
-def home(program: Program, rank: int, stage: int) -> int:
+def serving_owner(program: Program, rank: int, stage: int) -> int:
     """The owner that serves `rank`, which computes a stage it does not own: the one its first job names."""
     header = program.header
     d, b = np.argwhere(header.compute[:, stage] == rank)[0]
     return int(header.weights[d, stage, b])
 
 
-def behind(program: Program, backward: Places) -> Places:
+def rows_at_end(program: Program, backward: RowNumbers) -> RowNumbers:
     """The last row that happens before each of these backwards (BWD or BWD_W) has ended."""
     assert program.time is not None
     cost = program.header.cost
     last_job = cost.get("W", cost.get("B", 0))
-    whole = program.rows.op[backward] == Op.BWD
-    ended = program.time[backward] + np.where(whole, last_job + cost.get("I", 0), last_job)
+    unsplit = program.rows.op[backward] == Op.BWD
+    ended = program.time[backward] + np.where(unsplit, last_job + cost.get("I", 0), last_job)
     return np.maximum(np.searchsorted(program.time, ended) - 1, backward)
 
 
-def earlier_compute(program: Program, at: Places, count: int) -> Places:
-    """The `count`-th compute row before row `at` on its rank; the first if there are fewer; `at` if there is none."""
-    rank = program.rows.rank[at].astype(np.int64)
+def earlier_compute(program: Program, row: RowNumbers, count: int) -> RowNumbers:
+    """The `count`-th compute row before a row on its rank; the first if there are fewer; the row if there is none."""
+    rank = program.rows.rank[row].astype(np.int64)
     keys, length = _compute_keys(program)
-    place = np.maximum(np.searchsorted(keys, rank * length + at) - count, np.searchsorted(keys, rank * length))
-    found = np.append(keys, -1)[place]
-    return np.where(found // length == rank, np.minimum(found % length, at), at)
+    place = np.maximum(np.searchsorted(keys, rank * length + row) - count, np.searchsorted(keys, rank * length))
+    earlier = np.append(keys, -1)[place]
+    return np.where(earlier // length == rank, np.minimum(earlier % length, row), row)
 
 
-def next_compute(program: Program, at: Places, rank: Ints | None = None) -> Places:
-    """The next compute row behind row `at` on its rank (or on `rank`); the program's last row if there is none."""
-    rank = program.rows.rank[at] if rank is None else rank
+def next_compute(program: Program, row: RowNumbers, rank: Ints | None = None) -> RowNumbers:
+    """The next compute row behind a row on its rank (or on `rank`); the program's last row if there is none."""
+    rank = program.rows.rank[row] if rank is None else rank
     keys, length = _compute_keys(program)
-    following = np.append(keys, -1)[np.searchsorted(keys, rank.astype(np.int64) * length + at, side="right")]
+    following = np.append(keys, -1)[np.searchsorted(keys, rank.astype(np.int64) * length + row, side="right")]
     return np.where(following // length == rank, following % length, len(program) - 1)
 
 
-def _compute_keys(program: Program) -> tuple[Places, int]:
+def _compute_keys(program: Program) -> tuple[RowNumbers, int]:
     """rank * length + row of every compute row, ascending; and `length`."""
     compute = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
     length = len(program) + 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Ints, Kind, Op, Small
 from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel
@@ -18,7 +17,7 @@ from schedgen.util.jit import kernel
 Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
-def free(program: Program, _: Options) -> Program:
+def free(program: Program) -> Program:
     header, table = program.header, program.rows
     stages, batches = header.stages, header.microbatches
     ends = np.array(header.graph.edges, np.int64).reshape(-1, 2)

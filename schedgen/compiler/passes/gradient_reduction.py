@@ -1,84 +1,88 @@
 """Reduction: every owner of a stage gets the sum of its weight gradients, in a fixed order.
 
-A worker that does not own the stage sends dw.s on once, when its last backward
-of the stage is done and the sums it passes on have come in. Workers that send
-to one owner form a tree with at most `fan_out` branches at each, those that
-are done first furthest from the owner. Who receives adds in order of arrival,
-one message behind the receives and the last one behind its next job, so that
-a transfer overlaps other work. Several owners then sum up among themselves:
-one ALLREDUCE, as soon as the last of them has its part.
+A worker that does not own the stage sends dw.s once, when its last backward of the stage is done and the sums that it
+passes on have come in. Workers that send to one owner form a tree with at most `fan_out` branches at each; those that
+are done first are furthest from the owner. Who receives adds in order of arrival: each sum behind the next receive, the
+last one behind the receiver's next job, so that the transfer overlaps other work. Several owners then sum up among
+themselves: one ALLREDUCE, as soon as the last of them has its part.
 
-Of divided weights every part has an owner, and a tree, of its own; K parts count as one sum, and a worker sends
-first to its nearest neighbours upwards.
+Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends first to
+its nearest neighbours upwards.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import behind, home, next_compute
+from schedgen.compiler.passes.find_rows import next_compute, rows_at_end, serving_owner
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
 
-class Fields:
+@dataclass
+class Insertions:
     """Instructions to be inserted, as columns of lists."""
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int, int, int, int]] = []  # op, rank, stage, via, peer
-        self.after: list[int] = []
-        self.order: list[tuple[int, int]] = []  # of what stands behind one row, where weights are divided
-        self.last: list[int] = []  # the last ADDs of owners, which stand behind a job still to be found
+    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # op, rank, stage, part, peer
+    after: list[int] = field(default_factory=list)  # the row behind which each stands
+    order: list[tuple[int, int]] = field(default_factory=list)  # behind one row, where weights are divided
+    last_adds: list[int] = field(default_factory=list)  # owners' last ADDs, which stand behind a job still to be found
 
-    def add(self, op: Op, rank: int, stage: int, via: int, peer: int, after: int, order: tuple[int, int]) -> None:
-        self.rows.append((op, rank, stage, via, peer))
+    def add(self, op: Op, rank: int, stage: int, part: int, peer: int, after: int, order: tuple[int, int]) -> None:
+        """One instruction more."""
+        self.rows.append((op, rank, stage, part, peer))
         self.after.append(after)
         self.order.append(order)
 
 
-def reduce(program: Program, options: Options) -> Program:
-    header, table = program.header, program.rows
+def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
+    """The program with the SENDs, RECVs, ADDs and ALLREDUCEs of all weight gradients."""
+    header, table, shards = program.header, program.rows, program.header.weight_shards
     groups = {group: index for index, group in enumerate(header.groups)}
-    done = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
+    backwards = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
-    np.maximum.at(final, (table.stage[done], table.rank[done]), done)
-    ends = np.where(final < 0, -1, behind(program, final))
-    fields = Fields()
+    np.maximum.at(final, (table.stage[backwards], table.rank[backwards]), backwards)
+    ends = np.where(final < 0, -1, rows_at_end(program, final))
+    new = Insertions()
     sums: list[tuple[int, int, slice]] = []  # ALLREDUCEs, the row behind which owners' own are there, and last ADDs
     for stage, owners in enumerate(header.owners):
-        begin, parts = len(fields.last), header.weight_shards.parts(stage)
+        first_add, parts = len(new.last_adds), shards.parts(stage)
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
-        for via in parts:
-            senders: dict[int, list[int]] = {owner: [] for owner in header.weight_shards.holders(stage, via)}
+        for part in parts:
+            senders: dict[int, list[int]] = {owner: [] for owner in shards.holders(stage, part)}
             for rank in computing:
                 if rank not in senders:
-                    senders[home(program, rank, stage) if via < 0 else header.part_owners[stage][via]].append(rank)
+                    owner = serving_owner(program, rank, stage) if part < 0 else header.part_owners[stage][part]
+                    senders[owner].append(rank)
             for owner, ranks in senders.items():
-                fan_out = options.fan_out * len(parts)
-                _gather(fields, stage, via, owner, ranks, ends[stage].tolist(), fan_out)
+                fan_out = placed.options.fan_out * len(parts)
+                _gather(new, stage, part, owner, ranks, ends[stage].tolist(), fan_out)
         if header.several_owners[stage]:
+            own, adds = int(ends[stage, list(owners)].max()), slice(first_add, len(new.last_adds))
             for owner in owners:
-                sums.append((len(fields.after), int(ends[stage, list(owners)].max()), slice(begin, len(fields.last))))
-                fields.add(Op.ALLREDUCE, owner, stage, -1, groups[owners], -1, (0, 0))
-    op, rank_, stage_, via_, peer = np.array(fields.rows, np.int64).reshape(-1, 5).T
-    after = np.array(fields.after, np.int64)
-    last = np.array(fields.last, np.int64)
-    after[last] = next_compute(
-        program, after[last], rank_[last].astype(np.int32)
-    )  # an owner has time; who passes a sum on has not
+                sums.append((len(new.after), own, adds))
+                new.add(Op.ALLREDUCE, owner, stage, -1, groups[owners], -1, (0, 0))
+    op, rank_, stage_, part_, peer = np.array(new.rows, np.int64).reshape(-1, 5).T
+    after, last = np.array(new.after, np.int64), np.array(new.last_adds, np.int64)
+    # An owner has time, but a worker that passes a sum on has not.
+    after[last] = next_compute(program, after[last], rank_[last].astype(np.int32))
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
-    new = rows(op, rank_, kind=Kind.DW, stage=stage_, via=via_, peer=peer)
+    inserted = rows(op, rank_, kind=Kind.DW, stage=stage_, part=part_, peer=peer)
     if header.part_owners:
-        far, depth = np.array(fields.order, np.int64).reshape(-1, 2).T[::-1]
-        order = np.lexsort((far, depth, after))
-        new, after = new.take(order), after[order]
-    return program.insert(new, after=after)
+        depth, distance = np.array(new.order, np.int64).reshape(-1, 2).T
+        order = np.lexsort((distance, depth, after))
+        inserted, after = inserted.take(order), after[order]
+    return program.insert(inserted, after=after)
 
 
-def _gather(fields: Fields, stage: int, via: int, owner: int, ranks: list[int], ends: list[int], fan_out: int) -> None:
-    """Sums of `ranks` to `owner` through a tree; ends[rank]: the row behind which the rank's own part is there.
+def _gather(
+    new: Insertions, stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
+) -> None:
+    """Sums of `ranks` to `owner` through a tree; ends[rank]: the row behind which the rank's own gradient is there.
 
     Behind one row senders far from the owner come first, so that sums are complete when they are passed on, and
     among those at one distance the nearest neighbours.
@@ -86,22 +90,22 @@ def _gather(fields: Fields, stage: int, via: int, owner: int, ranks: list[int], 
     # A heap: the branches of place i are fan_out * i + 1 and those behind it.
     tree = [owner, *sorted(ranks, key=lambda rank: (-ends[rank], rank))]
     ready = [ends[rank] for rank in tree]  # behind which row each sum is complete
-    height = [0] * len(tree)
+    depth = [0] * len(tree)  # negative: the deeper, the earlier
     for i in range(1, len(tree)):
-        height[i] = height[(i - 1) // fan_out] - 1
+        depth[i] = depth[(i - 1) // fan_out] - 1
     for i in range(len(tree) - 1, -1, -1):
         to, branches = tree[i], range(fan_out * i + 1, min(fan_out * i + fan_out, len(tree) - 1) + 1)
-        far = {tree[j]: (to - tree[j]) % len(ends) for j in branches} if via >= 0 else {}
-        arrivals = sorted((ready[j], far.get(tree[j], 0), tree[j]) for j in branches)
+        distance = {tree[j]: (to - tree[j]) % len(ends) if part >= 0 else 0 for j in branches}
+        arrivals = sorted((ready[j], distance[tree[j]], tree[j]) for j in branches)
         waiting = -1  # the sender whose sum is not added yet
-        for at, near, sender in arrivals:
-            fields.add(Op.SEND, sender, stage, via, to, at, (height[i], near))
-            fields.add(Op.RECV, to, stage, via, sender, at, (height[i], near))
+        for row, near, sender in arrivals:
+            new.add(Op.SEND, sender, stage, part, to, row, (depth[i], near))
+            new.add(Op.RECV, to, stage, part, sender, row, (depth[i], near))
             if waiting >= 0:
-                fields.add(Op.ADD, to, stage, via, waiting, at, (height[i], near))
+                new.add(Op.ADD, to, stage, part, waiting, row, (depth[i], near))
             waiting = sender
         if arrivals:
             ready[i] = max(arrivals[-1][0], ready[i])
             if i == 0:
-                fields.last.append(len(fields.after))
-            fields.add(Op.ADD, to, stage, via, waiting, ready[i], (height[i], len(ends)))
+                new.last_adds.append(len(new.after))
+            new.add(Op.ADD, to, stage, part, waiting, ready[i], (depth[i], len(ends)))

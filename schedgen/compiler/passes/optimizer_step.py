@@ -1,27 +1,24 @@
 """The end of the step: NORM on every rank, then STEP for every stage, or part of one, on every owner.
 
-The norm of the whole gradient, which clipping divides by, needs every stage's
-gradient: no rank steps before all have theirs.
+Clipping divides by the norm of the whole gradient, to which every stage's contributes: no rank steps before all have
+theirs.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.options import Options
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program, concatenate, rows
 
 
-def step(program: Program, _: Options) -> Program:
-    header = program.header
+def optimizer_step(program: Program, _: PlacedScheme) -> Program:
+    """NORM and STEP at the end of the program."""
+    header, shards = program.header, program.header.weight_shards
     everyone = header.groups.index(tuple(range(header.workers)))
-    norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), peer=everyone)
-    owned = [
-        (rank, stage, via)
-        for stage, via in header.weight_shards.units
-        for rank in header.weight_shards.holders(stage, via)
-    ]
-    rank, stage, via_ = np.array(owned, np.int32).T
-    new = concatenate([norm, rows(Op.STEP, rank, stage=stage, via=via_)])
+    norm = rows(Op.NORM, np.arange(header.workers, dtype=np.int32), group=everyone)
+    steps = [(rank, stage, part) for stage, part in shards.units for rank in shards.holders(stage, part)]
+    rank, stage, part = np.array(steps, np.int32).T
+    new = concatenate([norm, rows(Op.STEP, rank, stage=stage, part=part)])
     return program.insert(new, after=np.full(len(new.op), len(program) - 1))

@@ -1,28 +1,28 @@
-"""Receives stand `prefetch` jobs earlier than their SEND: posted before the message leaves.
+"""Prefetch: every RECV moves `prefetch` jobs forwards, so that it is posted before the message leaves.
 
-All RECVs of a rank move by the same number of its jobs, so they stay in
-order. Weight fetches are hoisted where they are made, within their slots.
+All RECVs of a rank move by the same number of its jobs, so they stay in order. Weight fetches stand early enough
+already: `weight_fetch` puts them as early as its slots allow.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import earlier_compute
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 
 
-def hoist(program: Program, options: Options) -> Program:
-    if not options.prefetch:
+def prefetch(program: Program, placed: PlacedScheme) -> Program:
+    """The program with its RECVs earlier, each directly before the compute instruction that many jobs back."""
+    if not placed.options.prefetch:
         return program
     receives = np.flatnonzero(program.rows.op == Op.RECV)
-    to = earlier_compute(program, receives, options.prefetch) - 1
+    behind = earlier_compute(program, receives, placed.options.prefetch) - 1
     rest = np.ones(len(program), bool)
     rest[receives] = False
-    # Places among the rows that stay.
-    before = np.cumsum(rest)
+    kept_until = np.concatenate([[0], np.cumsum(rest)])  # by row + 1: how many of the rows up to it stay
     assert program.time is not None
     kept = Program(program.header, program.rows.take(np.flatnonzero(rest)), program.time[rest])
-    return kept.insert(program.rows.take(receives), after=np.where(to < 0, 0, before[np.maximum(to, 0)]) - 1)
+    return kept.insert(program.rows.take(receives), after=kept_until[behind + 1] - 1)

@@ -1,83 +1,79 @@
-"""Transfers: activations travel forwards and gradients backwards along the edges.
+"""Transfers: activations travel forwards and gradients backwards along the edges of the stage graph.
 
-x.p.b goes once to every other worker that computes a consumer of stage p,
-behind its FWD, or where it is apart x.p.b.c to that of consumer c; g.p.b goes
-from the worker of the consumer's backward to the worker of p's, behind that
-backward. SEND and RECV are inserted side by side.
+x.p.b goes once to every other worker that computes a consumer of stage p, behind its FWD; where outputs are per
+consumer, x.p.b.c goes to that of consumer c. g.p.b goes from the worker of the consumer's backward to the worker of
+p's, behind that backward. SEND and RECV are inserted side by side.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import Places, given, next_compute, rows_of
+from schedgen.compiler.passes.find_rows import RowNumbers, defining_rows, job_rows, next_compute
+from schedgen.compiler.place import Flags, PlacedScheme
 from schedgen.ir.instructions import AnyInts, B, F, Ints, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
-def transfers(program: Program, options: Options) -> Program:
-    activations, behind_forward = _activations(program, options.paired)
-    gradients, behind_backward = _gradients(program)
+def send_recv(program: Program, placed: PlacedScheme) -> Program:
+    """The program with a SEND and a RECV for every activation and gradient that changes its worker."""
+    activations, after_forward = _activations(program, placed.delayed_send)
+    gradients, after_backward = _gradients(program)
     new = concatenate([activations, gradients])
-    return program.insert(new, after=np.concatenate([behind_forward, behind_backward]))
+    return program.insert(new, after=np.concatenate([after_forward, after_backward]))
 
 
-def _activations(program: Program, paired: NDArray[np.bool_]) -> tuple[Rows, Places]:
-    header = program.header
+def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, RowNumbers]:
+    header, graph = program.header, program.header.graph
     b = np.arange(header.microbatches)
-    keys = [np.empty(0, np.int64)]  # (producer, via, microbatch, worker) as one number; via + 1 where outputs are apart
-    ways_out = header.stages + 1 if header.graph.per_consumer else 1
-    for producer, consumer in header.graph.edges:
-        whole = (
-            producer * ways_out + header.graph.output_consumer(producer, consumer) + 1
-            if header.graph.per_consumer
-            else producer
-        )
-        job = (whole * header.microbatches + b) * header.workers
-        ways = (F, B) if (header.compute[F, consumer] != header.compute[B, consumer]).any() else (F,)
-        keys += [job + header.compute[d, consumer] for d in ways]
-    wanted = np.concatenate(keys)
-    if (wanted[1:] <= wanted[:-1]).any():
-        wanted = np.unique(wanted)
-    job, to = np.divmod(wanted, header.workers)
-    output, mb = np.divmod(job, header.microbatches)
-    stage, via = np.divmod(output, ways_out)
+    outputs = header.stages + 1 if graph.per_consumer else 1  # of a stage: consumer + 1, or 0 where all read the same
+    keys = [np.empty(0, np.int64)]  # (producer, output, microbatch, worker) as one number
+    for producer, consumer in graph.edges:
+        key = producer * outputs + graph.output_consumer(producer, consumer) + 1
+        job = (key * header.microbatches + b) * header.workers
+        directions = (F, B) if (header.compute[F, consumer] != header.compute[B, consumer]).any() else (F,)
+        keys += [job + header.compute[d, consumer] for d in directions]
+    messages = np.concatenate(keys)
+    if (messages[1:] <= messages[:-1]).any():
+        messages = np.unique(messages)
+    message, to = np.divmod(messages, header.workers)
+    buffer, mb = np.divmod(message, header.microbatches)
+    stage, output = np.divmod(buffer, outputs)
     source = header.compute[F, stage, mb]
     far = source != to
-    stage, mb, via, to, source = stage[far], mb[far], via[far] - 1, to[far], source[far]
-    forward = rows_of(program, Op.FWD)[stage, mb]
-    after = given(program, Kind.X, forward, stage, mb, via)
-    late = paired[stage, mb]
-    after[late] = np.maximum(after[late], next_compute(program, forward[late]))
-    return _pairs(Kind.X, stage, mb, via, source, to, after)
+    stage, mb, consumer, to, source = stage[far], mb[far], output[far] - 1, to[far], source[far]
+    forward = job_rows(program, Op.FWD)[stage, mb]
+    after = defining_rows(program, Kind.X, forward, stage, mb, consumer)
+    delayed = delayed_send[stage, mb]
+    after[delayed] = np.maximum(after[delayed], next_compute(program, forward[delayed]))
+    return _pairs(Kind.X, stage, mb, consumer, source, to, after)
 
 
-def _gradients(program: Program) -> tuple[Rows, Places]:
-    header = program.header
-    edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
-    source, to = header.compute[B, edges[:, 1]], header.compute[B, edges[:, 0]]
+def _gradients(program: Program) -> tuple[Rows, RowNumbers]:
+    header, graph = program.header, program.header.graph
+    producer, consumer = np.array(graph.edges, np.int64).reshape(-1, 2).T
+    operand = np.array([graph.gradient_consumer(p, c) for p, c in graph.edges], np.int64)
+    source, to = header.compute[B, consumer], header.compute[B, producer]
     edge, mb = np.nonzero(source != to)
-    via = np.array([header.graph.gradient_consumer(p, c) for p, c in header.graph.edges], np.int64)
-    backward = rows_of(program, Op.BWD, Op.BWD_I)[edges[edge, 1], mb]
-    after = given(program, Kind.G, backward, edges[edge, 0], mb, via[edge])
-    return _pairs(Kind.G, edges[edge, 0], mb, via[edge], source[edge, mb], to[edge, mb], after)
+    backward = job_rows(program, Op.BWD, Op.BWD_I)[consumer[edge], mb]
+    after = defining_rows(program, Kind.G, backward, producer[edge], mb, operand[edge])
+    return _pairs(Kind.G, producer[edge], mb, operand[edge], source[edge, mb], to[edge, mb], after)
 
 
 def _pairs(
-    kind: Kind, stage: Places, mb: Places, via: Places, source: Places | Ints, to: Places | Ints, after: Places
-) -> tuple[Rows, Places]:
+    kind: Kind, stage: RowNumbers, mb: RowNumbers, consumer: RowNumbers, source: RowNumbers | Ints,
+    to: RowNumbers | Ints, after: RowNumbers,
+) -> tuple[Rows, RowNumbers]:  # fmt: skip
     """A SEND and its RECV for every message, one after the other, in the order of `after`."""
     order = np.argsort(after, kind="stable")
-    stage, mb, via, after = stage[order], mb[order], via[order], after[order]
 
-    def twice(sender: AnyInts, receiver: AnyInts) -> Ints:
-        both = np.empty(2 * len(sender), np.int32)
-        both[::2], both[1::2] = sender, receiver
+    def interleaved(of_send: AnyInts, of_recv: AnyInts) -> Ints:
+        both = np.empty(2 * len(order), np.int32)
+        both[::2], both[1::2] = of_send[order], of_recv[order]
         return both
 
-    ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(stage))
-    rank, peer = twice(source[order], to[order]), twice(to[order], source[order])
-    new = rows(ops, rank, kind=kind, stage=twice(stage, stage), mb=twice(mb, mb), via=twice(via, via), peer=peer)
-    return new, np.repeat(after, 2)
+    ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(order))
+    stages, mbs, consumers = (interleaved(column, column) for column in (stage, mb, consumer))
+    rank, peer = interleaved(source, to), interleaved(to, source)
+    new = rows(ops, rank, kind=kind, stage=stages, mb=mbs, consumer=consumers, peer=peer)
+    return new, np.repeat(after[order], 2)

@@ -1,58 +1,51 @@
-"""Exchange: what the shards of a split stage give is added up, before anything else is done with it.
+"""Sums over shards: what the shards of a split stage give is added up before anything else is done with it.
 
-Each of the T workers enters the ALLREDUCE of x.s.b behind its FWD of a shard s,
-and of g.p.b behind its BWD or BWD_I for every producer p. All T enter it behind
-the last of the T jobs, so that running the global order one instruction after
-another goes on working.
+Each of the T workers enters the ALLREDUCE of x.s.b behind its FWD of a shard s, and of g.p.b behind its BWD or BWD_I
+for every producer p. All T stand behind the last of the T jobs, so that the global order stays executable.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import Places, rows_of
+from schedgen.compiler.passes.find_rows import RowNumbers, job_rows
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
-def exchange(program: Program, _: Options) -> Program:
+def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
+    """The program with the ALLREDUCEs over shards, in front of the transfers."""
     header = program.header
-    if not header.tensor_parallel.split.any():
+    split, graph = header.tensor_parallel.split, header.graph
+    if not split.any():
         return program
-    every = np.flatnonzero(header.tensor_parallel.split)
-    outputs = np.stack([every, every, np.full_like(every, -1)])
-    edges = np.array(
-        [
-            (c, p, header.graph.gradient_consumer(p, c))
-            for p, c in header.graph.edges
-            if header.tensor_parallel.split[c]
-        ],
-        np.int64,
-    )
-    forwards, behind_forward = _sums(program, Kind.X, F, outputs, rows_of(program, Op.FWD))
-    backwards = rows_of(program, Op.BWD, Op.BWD_I)
-    gradients, behind_backward = _sums(program, Kind.G, B, edges.reshape(-1, 3).T, backwards)
-    new = concatenate([forwards, gradients])
-    return program.insert(new, after=np.concatenate([behind_forward, behind_backward]))
+    stages = np.flatnonzero(split)
+    outputs = np.stack([stages, stages, np.full_like(stages, -1)])
+    edges = [(c, p, graph.gradient_consumer(p, c)) for p, c in graph.edges if split[c]]
+    inputs = np.array(edges, np.int64).reshape(-1, 3).T
+    forwards, after_forward = _sums(program, Kind.X, F, outputs, job_rows(program, Op.FWD))
+    backwards, after_backward = _sums(program, Kind.G, B, inputs, job_rows(program, Op.BWD, Op.BWD_I))
+    return program.insert(concatenate([forwards, backwards]), after=np.concatenate([after_forward, after_backward]))
 
 
-def _sums(program: Program, kind: Kind, d: int, given: Places, at: Places) -> tuple[Rows, Places]:
-    """Those of what jobs of a direction give; `given`: the stage that gives it, its name's stage and consumer, (3, n).
+def _sums(program: Program, kind: Kind, d: int, buffers: RowNumbers, job: RowNumbers) -> tuple[Rows, RowNumbers]:
+    """The ALLREDUCEs of what jobs of direction d give, and the rows behind which they stand.
 
-    `at`: the row of each job, (S, B). The T members of each stand one behind the other.
+    `buffers`: the stage that gives each, and its name's stage and consumer, shape (3, n); `job`: the row of each job,
+    (S, B). The T members of a sum stand one behind the other.
     """
     header, T = program.header, program.header.tensor_parallel.degree
     # Shards of one sum side by side: n is T times the sums of a microbatch.
-    order = np.lexsort((given[0] % T, given[1] // T, given[0] // T))
-    giver, stage, via = (column[order].reshape(-1, 1, T) for column in given)
+    order = np.lexsort((buffers[0] % T, buffers[1] // T, buffers[0] // T))
+    giver, stage, consumer = (column[order].reshape(-1, 1, T) for column in buffers)
     mb = np.arange(header.microbatches)[None, :, None]
     rank = header.compute[d][giver, mb]
     groups = {group: index for index, group in enumerate(header.groups)}
-    ranks, number = np.unique(np.sort(rank.reshape(-1, T), axis=1), axis=0, return_inverse=True)
-    group = np.array([groups[tuple(one)] for one in ranks.tolist()], np.int64)[number].reshape(*rank.shape[:2], 1)
-    after = at[giver, mb].max(axis=2, keepdims=True)
-    fields = [np.broadcast_to(one, rank.shape).ravel() for one in (rank, stage, mb, via, group, after)]
-    rank_, stage_, mb_, via_, peer, after_ = fields
-    new = rows(Op.ALLREDUCE, rank_, kind=kind, stage=stage_, mb=mb_, via=via_, peer=peer)
+    members, number = np.unique(np.sort(rank.reshape(-1, T), axis=1), axis=0, return_inverse=True)
+    group = np.array([groups[tuple(ranks)] for ranks in members.tolist()], np.int64)[number]
+    after = job[giver, mb].max(axis=2, keepdims=True)
+    columns = (rank, stage, mb, consumer, group.reshape(*rank.shape[:2], 1), after)
+    rank_, stage_, mb_, consumer_, group_, after_ = (np.broadcast_to(column, rank.shape).ravel() for column in columns)
+    new = rows(Op.ALLREDUCE, rank_, kind=kind, stage=stage_, mb=mb_, consumer=consumer_, group=group_)
     return new, after_.astype(np.int64)

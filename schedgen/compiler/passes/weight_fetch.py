@@ -1,16 +1,14 @@
-"""Weights: a worker that computes a stage it does not own fetches w.s from someone who has it.
+"""Weights: a worker that computes a stage it does not own fetches w.s from a worker that has it.
 
-Where w.s is divided it fetches the parts that it does not own, those of its nearest neighbours upwards first, so
-that workers which begin together ask different ones.
+Of divided weights it fetches the parts that it does not own, those of its nearest neighbours upwards first, so that
+workers that begin together ask different ones. K parts count as one fetch.
 
-At most `weight_slots` foreign copies are held at a time. The future is known,
-so the copy needed furthest ahead goes first, which gives the fewest fetches
-possible [Belady, "A study of replacement algorithms", 1966].
-
-A fetch stands `prefetch` jobs before the one that needs the copy, or before the
-job its server is busy with then: there the server can still send it in time.
-It never stands earlier than the slot it takes is empty. Owner and copies each serve at most `fan_out` fetches
-at a time; who comes later asks a copy, so that the copies form a tree. K parts count as one fetch.
+1. At most `weight_slots` foreign copies are held at a time. The future is known, so the copy that is needed furthest
+   ahead goes first, which gives the fewest fetches possible [Belady, "A study of replacement algorithms", 1966].
+2. A fetch stands `prefetch` jobs before the one that needs the copy, or before the job its server is busy with then:
+   there the server can still send it in time. It never stands before its slot is empty.
+3. The owner and every copy serve at most `fan_out` fetches at a time. A later one asks a copy, so that the copies form
+   a tree.
 """
 
 from __future__ import annotations
@@ -25,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import Places, home
+from schedgen.compiler.passes.find_rows import RowNumbers, serving_owner
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
@@ -43,86 +42,87 @@ class Copy(NamedTuple):
 
 
 @dataclass
-class Held:
+class Server:
     """A copy on a worker that may serve others."""
 
     rank: int
-    at: int  # it is there behind this row ...
+    begin: int  # it is there behind this row ...
     end: int  # ... and up to this
     depth: int  # copies between it and the owner
     served: int = 0  # copies it has sent out
 
 
 @dataclass
-class Alive:
+class Servers:
     """The copies of one part of one stage that have not ended, by their number."""
 
     count: int = 0  # how many there have ever been
     direct: int = 0  # of those alive, how many the owner has sent
-    able: dict[int, Held] = field(default_factory=dict)  # those that may serve more, the oldest first
+    able: dict[int, Server] = field(default_factory=dict)  # those that may serve more, the oldest first
     ends: list[tuple[int, int, bool]] = field(default_factory=list)  # heap: last row, number, whether from the owner
 
-    def add(self, one: Held) -> None:
-        self.able[self.count] = one
-        heappush(self.ends, (one.end, self.count, one.depth == 0))
-        self.direct += one.depth == 0
+    def add(self, copy: Server) -> None:
+        """A copy that has just been fetched."""
+        self.able[self.count] = copy
+        heappush(self.ends, (copy.end, self.count, copy.depth == 0))
+        self.direct += copy.depth == 0
         self.count += 1
 
     def forget(self, row: int) -> None:
-        """Those that end before or behind this row."""
+        """Drop the copies that end before or behind this row."""
         while self.ends and self.ends[0][0] <= row:
             _, number, direct = heappop(self.ends)
             self.able.pop(number, None)
             self.direct -= direct
 
 
-def weights(program: Program, options: Options) -> Program:
-    header, table = program.header, program.rows
-    owned = np.zeros((header.workers, header.stages), bool)  # as a whole
+def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
+    """The program with the SENDs, FETCH_Ws and FREEs of all weight copies."""
+    header, table, options = program.header, program.rows, placed.options
+    owned = np.zeros((header.workers, header.stages), bool)  # with all parts
     for stage, ranks in enumerate(header.owners):
         owned[list(ranks), stage] = header.several_owners[stage] or len(ranks) == 1
     compute = np.flatnonzero(np.isin(table.op, COMPUTE))
     compute = compute[np.argsort(table.rank[compute], kind="stable")]
-    busy = np.split(compute, np.searchsorted(table.rank[compute], np.arange(1, header.workers)))
+    jobs = np.split(compute, np.searchsorted(table.rank[compute], np.arange(1, header.workers)))  # by rank
     copies: list[Copy] = []
-    for rank, jobs in enumerate(busy):
-        foreign = jobs[~owned[rank, table.stage[jobs]]]
+    for rank, own_jobs in enumerate(jobs):
+        foreign = own_jobs[~owned[rank, table.stage[own_jobs]]]
         if len(foreign):
-            copies += _copies(program, rank, foreign, jobs, options)
+            copies += _copies(program, rank, foreign, own_jobs, options)
     sources = {(copy.rank, copy.stage): _sources(program, copy.rank, copy.stage) for copy in copies}
     # What is freed behind a row makes room for what is fetched there.
-    freed = [(one.rank, one.stage, via, one.end) for one in copies for via, _ in sources[one.rank, one.stage]]
-    rank_, stage_, via_, end = _columns(freed, 4)
-    frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, via=via_)
-    rank_, stage_, via_, server, at, depth = _columns(_served(program, copies, sources, busy, options.fan_out), 6)
-    if (
-        header.part_owners
-    ):  # behind one row: what comes from an owner, nearest neighbours first, and then what is passed on
-        order = np.lexsort(((server - rank_) % header.workers, depth, at))
-        rank_, stage_, via_, server, at = (column[order] for column in (rank_, stage_, via_, server, at))
+    freed = [(copy.rank, copy.stage, part, copy.end) for copy in copies for part, _ in sources[copy.rank, copy.stage]]
+    rank_, stage_, part_, end = _columns(freed, 4)
+    frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, part=part_)
+    fetches = _fetches(program, copies, sources, jobs, options.fan_out)
+    rank_, stage_, part_, server, after, depth = _columns(fetches, 6)
+    if header.part_owners:  # behind one row: copies from an owner, the nearest first, and then relayed ones
+        order = np.lexsort(((server - rank_) % header.workers, depth, after))
+        rank_, stage_, part_, server, after = (column[order] for column in (rank_, stage_, part_, server, after))
     ends, others = (np.stack(pair, axis=1).ravel() for pair in ((server, rank_), (rank_, server)))
-    stage_, via_, at = (np.repeat(column, 2) for column in (stage_, via_, at))
+    stage_, part_, after = (np.repeat(column, 2) for column in (stage_, part_, after))
     ops = np.tile(np.array([Op.SEND, Op.FETCH_W], np.int8), len(server))
-    copied = rows(ops, ends, kind=Kind.W, stage=stage_, via=via_, peer=others)
-    return program.insert(concatenate([frees, copied]), after=np.concatenate([end, at]))
+    transfers = rows(ops, ends, kind=Kind.W, stage=stage_, part=part_, peer=others)
+    return program.insert(concatenate([frees, transfers]), after=np.concatenate([end, after]))
 
 
-def _columns(found: Sequence[tuple[int, ...]], count: int) -> list[Places]:
-    """Rows of `count` numbers as columns."""
-    return list(np.fromiter(chain.from_iterable(found), np.int64, count * len(found)).reshape(-1, count).T)
+def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[RowNumbers]:
+    """Tuples of `count` numbers as columns."""
+    return list(np.fromiter(chain.from_iterable(tuples), np.int64, count * len(tuples)).reshape(-1, count).T)
 
 
 def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
-    """(`via`, owner) of the parts of a stage that `rank` fetches, in the order in which it does."""
+    """(part, owner) of the parts of a stage that `rank` fetches, in the order in which it does."""
     header = program.header
     if header.weight_shards.parts(stage) == (-1,):
-        return [(-1, home(program, rank, stage))]
-    parts = [(via, owner) for via, owner in enumerate(header.part_owners[stage]) if owner != rank]
-    return sorted(parts, key=lambda part: ((part[1] - rank) % header.workers, part[0]))
+        return [(-1, serving_owner(program, rank, stage))]
+    parts = [(part, owner) for part, owner in enumerate(header.part_owners[stage]) if owner != rank]
+    return sorted(parts, key=lambda source: ((source[1] - rank) % header.workers, source[0]))
 
 
-def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options: Options) -> list[Copy]:
-    """The copies that `rank` fetches; `foreign`: those of its jobs whose stage it does not own."""
+def _copies(program: Program, rank: int, foreign: RowNumbers, jobs: RowNumbers, options: Options) -> list[Copy]:
+    """The copies that `rank` fetches; `jobs`: its jobs, `foreign`: those of them whose stage it does not own."""
     uses = program.rows.stage[foreign].tolist()
     next_use = _next_uses(uses)
     places = np.searchsorted(jobs, foreign)
@@ -150,53 +150,53 @@ def _copies(program: Program, rank: int, foreign: Places, jobs: Places, options:
     return copies
 
 
-def _served(
-    program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]], busy: list[Places],
-    fan_out: int,
+def _fetches(
+    program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
+    jobs: list[RowNumbers], fan_out: int,
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """(rank and stage of a copy, `via`, who sends that part, behind which row, copies it has gone through).
+    """(rank and stage of a copy, part, who sends that part, behind which row, copies it has gone through).
 
-    The owner sends, or else the oldest copy that can in time.
+    The owner sends, or else the oldest copy that can in time. `jobs`: by rank.
     """
     time = program.time
     assert time is not None
     length = np.array([program.header.cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
-    begins = [time[jobs].tolist() for jobs in busy]
-    ends = [(time[jobs] + length[program.rows.op[jobs]]).tolist() for jobs in busy]
-    jobs_of = [jobs.tolist() for jobs in busy]
-    found: list[tuple[int, ...]] = []
-    held: dict[tuple[int, int, int], Alive] = {}
+    begins = [time[own].tolist() for own in jobs]
+    ends = [(time[own] + length[program.rows.op[own]]).tolist() for own in jobs]
+    job_rows = [own.tolist() for own in jobs]
+    fetches: list[tuple[int, ...]] = []
+    servers: dict[tuple[int, int, int], Servers] = {}
     parts = [len(program.header.weight_shards.parts(stage)) for stage in range(program.header.stages)]
     for copy in sorted(copies):
         most = fan_out * parts[copy.stage]
         then = float(time[copy.wanted])
         first = int(np.searchsorted(time, then))
-        known: dict[int, int] = {}
+        relays: dict[int, int] = {}  # by rank: behind which row it can send
 
-        def place(server: int, then: float = then, first: int = first, room: int = copy.room) -> int:
+        def send_row(server: int, then: float = then, first: int = first, room: int = copy.room) -> int:
             """Behind which row `server` can send the copy in time."""
             before = bisect_left(begins[server], then)
-            late = before and ends[server][before - 1] > then  # it is busy at that time
-            return max((jobs_of[server][before - 1] if late else first) - 1, room)
+            busy = before and ends[server][before - 1] > then
+            return max((job_rows[server][before - 1] if busy else first) - 1, room)
 
-        for via, owner in sources[copy.rank, copy.stage]:
-            alive = held.setdefault((copy.stage, via, owner), Alive())
-            server, at, depth = owner, place(owner), 0
-            alive.forget(at)
+        for part, owner in sources[copy.rank, copy.stage]:
+            alive = servers.setdefault((copy.stage, part, owner), Servers())
+            server, after, depth = owner, send_row(owner), 0
+            alive.forget(after)
             if alive.direct >= most:
-                for number, one in alive.able.items():
-                    relayed = known.get(one.rank)
-                    if relayed is None:
-                        relayed = known[one.rank] = place(one.rank)
-                    if one.at <= relayed < one.end:
-                        server, at, depth = one.rank, relayed, one.depth + 1
-                        one.served += 1
-                        if one.served == most:
+                for number, relay in alive.able.items():
+                    row = relays.get(relay.rank)
+                    if row is None:
+                        row = relays[relay.rank] = send_row(relay.rank)
+                    if relay.begin <= row < relay.end:
+                        server, after, depth = relay.rank, row, relay.depth + 1
+                        relay.served += 1
+                        if relay.served == most:
                             del alive.able[number]
                         break
-            found.append((copy.rank, copy.stage, via, server, at, depth))
-            alive.add(Held(copy.rank, at, copy.end, depth))
-    return found
+            fetches.append((copy.rank, copy.stage, part, server, after, depth))
+            alive.add(Server(copy.rank, after, copy.end, depth))
+    return fetches
 
 
 def _next_uses(uses: list[int]) -> list[int]:

@@ -1,86 +1,74 @@
 """Updates without a flush: every microbatch's gradient changes the weights as soon as it is there.
 
-Behind the backward of a microbatch stands STEP, which makes the next version
-of the stage's weights [PipeDream, section 3.3]. A stage with m owners takes m
-microbatches, one for each of them, to an update: each owner enters ALLREDUCE
-behind its own backward and steps when the last of them is done, but before its
-next backward of the stage. A version that jobs behind its STEP still use is
-freed behind the last of them; all others end with the STEP.
+Behind the backward of a microbatch stands STEP, which makes the next version of the stage's weights [PipeDream, section
+3.3]. A stage with m owners takes m microbatches, one for each of them, to an update (a round): each owner enters
+ALLREDUCE behind its own backward and steps when the last of them is done, but before its next backward of the stage. A
+version that jobs behind its STEP still use is freed behind the last of them; all others end with the STEP.
 
-In the order of time nothing here waits for anything later, so that the order
-stays one that works.
+In the order of time nothing here waits for anything later, so that the order stays executable.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import Places, behind, rows_of
+from schedgen.compiler.passes.find_rows import RowNumbers, job_rows, rows_at_end
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, rows
+from schedgen.ir.weight_versions import VERTICAL
 from schedgen.util.errors import UsageError
 
-Field = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after
+Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after
 
 
 class Updates(NamedTuple):
-    """Those of one owner of a stage: behind which row it enters the sum, and steps; by round."""
+    """Those of one owner of a stage, by round."""
 
-    sums: Places
-    steps: Places
+    sums: RowNumbers  # behind which row it enters the sum
+    steps: RowNumbers  # behind which row it steps
 
 
-def update(program: Program, options: Options) -> Program:
+def weight_versions(program: Program, _: PlacedScheme) -> Program:
+    """The program with versions in its jobs, and with the ALLREDUCEs, STEPs and FREEs of all updates, and NORM."""
     header = program.header
-    refuse(header)
-    done = rows_of(program, Op.BWD, Op.BWD_W)
-    ended = behind(program, done)
-    found = {
-        (rank, stage): _of_owner(header, rank, stage, done[stage], ended[stage])
+    check_placement(header)
+    backward, forward = job_rows(program, Op.BWD, Op.BWD_W), job_rows(program, Op.FWD)
+    ended = rows_at_end(program, backward)
+    updates = {
+        (rank, stage): _updates(header, rank, stage, backward[stage], ended[stage])
         for stage, owners in enumerate(header.owners)
         for rank in owners
     }
-    forward = rows_of(program, Op.FWD)
-    newest = np.empty(forward.shape, np.int64)
-    for (rank, stage), updates in found.items():
-        mine = header.compute[F, stage] == rank
-        newest[stage, mine] = np.searchsorted(updates.steps, forward[stage, mine])
-    version = _entered(header, newest) if header.weight_versions.updates == "vertical" else newest
-    table = program.rows
-    jobs = np.flatnonzero(table.stage >= 0)  # the compute instructions, and nothing else as yet
-    peer = table.peer.copy()
-    peer[jobs] = version[table.stage[jobs], table.mb[jobs]]
-    program = Program(header, table._replace(peer=peer), program.time)
-    # By owner and version, one owner's behind another's: the last job that uses it.
-    begin = np.full((header.stages, header.workers), -1, np.int64)
-    count = 0
-    for (rank, stage), updates in found.items():
-        begin[stage, rank] = count
-        count += len(updates.steps) + 1
-    last = np.full(count, -1, np.int64)
-    np.maximum.at(last, begin[table.stage[jobs], table.rank[jobs]] + peer[jobs], jobs)
+    newest = np.empty(forward.shape, np.int64)  # the newest version when each forward starts
+    for (rank, stage), owned in updates.items():
+        own = header.compute[F, stage] == rank
+        newest[stage, own] = np.searchsorted(owned.steps, forward[stage, own])
+    vertical = header.weight_versions.updates == VERTICAL
+    program = _with_versions(program, _entered(header, newest) if vertical else newest)
+    last_uses = _last_uses(program, updates)
     groups = {group: index for index, group in enumerate(header.groups)}
-    fields: list[Field] = []
-    for (rank, stage), (sums, steps) in found.items():
+    fields: list[Fields] = []
+    for (rank, stage), (sums, steps) in updates.items():
         owners = header.owners[stage]
         for k, (summed, stepped) in enumerate(zip(sums.tolist(), steps.tolist(), strict=True)):
             if len(owners) > 1:
                 fields.append((Op.ALLREDUCE, rank, Kind.DW, stage, groups[owners], summed))
             fields.append((Op.STEP, rank, Kind.NONE, stage, k + 1, stepped))
             fields.append((Op.FREE, rank, Kind.DW, stage, -1, stepped))
-            if last[begin[stage, rank] + k] > stepped:
-                fields.append((Op.FREE, rank, Kind.W, stage, k, int(last[begin[stage, rank] + k])))
+            if last_uses[rank, stage][k] > stepped:
+                fields.append((Op.FREE, rank, Kind.W, stage, k, last_uses[rank, stage][k]))
     everyone = groups[tuple(range(header.workers))]
     fields += [(Op.NORM, rank, Kind.NONE, -1, everyone, len(program) - 1) for rank in range(header.workers)]
-    op, rank_, kind, stage_, peer_, after = np.array(fields, np.int64).T
-    return program.insert(rows(op, rank_, kind=kind, stage=stage_, peer=peer_), after=after)
+    op, rank_, kind, stage_, peer, after = np.array(fields, np.int64).T
+    return program.insert(rows(op, rank_, kind=kind, stage=stage_, peer=peer), after=after)
 
 
-def refuse(header: Header) -> None:
+def check_placement(header: Header) -> None:
     """UsageError where a schedule cannot have versions of weights."""
     if (header.weights != header.compute).any() or (header.compute[F] != header.compute[B]).any():
         raise UsageError(
@@ -93,22 +81,41 @@ def refuse(header: Header) -> None:
         )
 
 
-def _of_owner(header: Header, rank: int, stage: int, done: Places, ended: Places) -> Updates:
-    """`done`, `ended`: by microbatch, the row of its backward, and the one behind which that has ended."""
-    size, count = header.weight_versions.round(stage), -(-header.microbatches // header.weight_versions.round(stage))
-    b = np.arange(header.microbatches)
-    mine = header.compute[B, stage] == rank
-    own = np.full(count, -1, np.int64)  # by round: behind its own part
-    np.maximum.at(own, b[mine] // size, done[mine])
-    whole = np.maximum.reduceat(done if size == 1 else ended, np.arange(0, header.microbatches, size))
+def _with_versions(program: Program, version: RowNumbers) -> Program:
+    """The program whose jobs use these versions, (S, B)."""
+    table = program.rows  # of compute instructions, as yet
+    return Program(program.header, table._replace(peer=version[table.stage, table.mb].astype(np.int32)), program.time)
+
+
+def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> dict[tuple[int, int], list[int]]:
+    """By rank and stage that it owns, the last row that uses each version; -1 where none does."""
+    header, table = program.header, program.rows
+    begin, count = np.full((header.workers, header.stages), -1, np.int64), 0
+    for (rank, stage), owned in updates.items():
+        begin[rank, stage] = count
+        count += len(owned.steps) + 1
+    last = np.full(count, -1, np.int64)
+    np.maximum.at(last, begin[table.rank, table.stage] + table.version, np.arange(len(program)))
+    return {key: last[begin[key] : begin[key] + len(owned.steps) + 1].tolist() for key, owned in updates.items()}
+
+
+def _updates(header: Header, rank: int, stage: int, backward: RowNumbers, ended: RowNumbers) -> Updates:
+    """`backward`, `ended`: by microbatch, the row of its backward, and the one behind which that has ended."""
+    size = header.weight_versions.round(stage)
+    count = -(-header.microbatches // size)
+    own = header.compute[B, stage] == rank
+    rounds, rows = np.flatnonzero(own) // size, backward[own]
+    last = np.full(count, -1, np.int64)  # by round: its own last backward
+    np.maximum.at(last, rounds, rows)
     first = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(first, b[mine] // size, done[mine])
-    before = np.minimum.accumulate(np.append(first[1:], first.dtype.type(2**62))[::-1])[::-1]  # the next round's first
-    sums = np.where(own < 0, whole, own)
-    steps = np.maximum.accumulate(np.minimum(np.maximum(whole, sums), before - 1))
+    np.minimum.at(first, rounds, rows)
+    complete = np.maximum.reduceat(backward if size == 1 else ended, np.arange(0, header.microbatches, size))
+    next_first = np.minimum.accumulate(np.append(first[1:], first.dtype.type(2**62))[::-1])[::-1]
+    sums = np.where(last < 0, complete, last)
+    steps = np.maximum.accumulate(np.minimum(np.maximum(complete, sums), next_first - 1))
     sums = np.clip(sums, np.append(-1, steps[:-1]), steps)  # behind the step before
-    if (own > steps).any():
-        k = int(np.argmax(own > steps))
+    if (last > steps).any():
+        k = int(np.argmax(last > steps))
         raise UsageError(
             f"--updates {header.weight_versions.updates}: worker {rank} does a backward of stage {stage} that belongs "
             f"to update {k + 1} behind one of a later update: backwards of a stage go in the order of the microbatches"
@@ -116,16 +123,16 @@ def _of_owner(header: Header, rank: int, stage: int, done: Places, ended: Places
     return Updates(sums, steps)
 
 
-def _entered(header: Header, newest: Places) -> Places:
+def _entered(header: Header, newest: RowNumbers) -> RowNumbers:
     """The versions of vertical sync: of each stage the newest that has no microbatch which the first has not.
 
-    `newest`: the newest version when each forward starts, (S, B). Where several stages read the input, the one
-    behind counts.
+    `newest`: the newest version when each forward starts, (S, B). Of several stages that read the input, the one
+    furthest behind counts.
     """
-    sizes = np.array([header.weight_versions.round(stage) for stage in range(header.stages)])
+    sizes = np.array(header.weight_versions.rounds)
     first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
-    known = (newest[first] * sizes[first, None]).min(axis=0)
-    entered: Places = np.minimum(known // sizes[:, None], -(-header.microbatches // sizes)[:, None])
+    microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # whose updates all stages may use
+    entered: RowNumbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
     for s, b in np.argwhere(entered > newest)[:1].tolist():
         raise UsageError(
             f"--updates {header.weight_versions.updates}: microbatch {b} enters with version {entered[s, b]} and comes "

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.schemes import load
@@ -92,7 +93,7 @@ def test_damage_of_a_rule_s_kind_is_refused_by_that_rule(cases, rule, damage, da
 def test_two_ranks_that_wait_for_each_other_are_refused_by_rule_4(data):
     """A RECV of a gradient behind a SEND whose receiver first wants to be rid of that gradient."""
     S, batches = data.draw(st.integers(2, 5)), data.draw(st.integers(3, 8))
-    program = compile_scheme(load("1f1b", Sizes(S, batches)), Sizes(S, batches), prefetch=0)
+    program = compile(load("1f1b", Sizes(S, batches)), Sizes(S, batches), Options(prefetch=0))
     table = program.rows
     found = []
     for row in having(program, Op.RECV)[table.kind[having(program, Op.RECV)] == Kind.G]:
@@ -113,7 +114,7 @@ def test_two_ranks_that_wait_for_each_other_are_refused_by_rule_4(data):
 def test_collectives_that_ranks_enter_differently_are_refused_by_rule_6(data):
     S, groups = data.draw(st.integers(2, 4)), data.draw(st.integers(2, 4))
     sizes = Sizes(S, data.draw(st.integers(groups, 8)), groups, groups)
-    program = compile_scheme(load("lpp", sizes), sizes)
+    program = compile(load("lpp", sizes), sizes)
     row = pick(data, having(program, Op.ALLREDUCE))
     mine = having(program, Op.ALLREDUCE)
     mine = mine[program.rows.rank[mine] == program.rows.rank[row]]

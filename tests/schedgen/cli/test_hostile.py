@@ -18,7 +18,8 @@ import schedgen.util.jit
 from schedgen.analysis.subject import Subject
 from schedgen.checker import check
 from schedgen.checker.deadlock import Waits, rule_4
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
@@ -33,7 +34,7 @@ from schedgen.util.errors import RefusedFile, clip
 
 def compiled(name, *sizes, **options):
     sizes = Sizes(*sizes)
-    return compile_scheme(load(name, sizes), sizes, **options)
+    return compile(load(name, sizes), sizes, Options(**options))
 
 
 def star(producers, descending):
@@ -48,7 +49,7 @@ def star(producers, descending):
         "strict",
         edges=tuple((s, last) for s in range(last)),
     )
-    return compile_scheme(scheme, Sizes(last + 1, 1, 2))
+    return compile(scheme, Sizes(last + 1, 1, 2))
 
 
 def steps(function):
@@ -86,7 +87,7 @@ def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
         scheme = Scheme(
             "fan", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy", edges=tuple(edges)
         )
-        program = compile_scheme(scheme, Sizes(consumers + 1, 1, 1))
+        program = compile(scheme, Sizes(consumers + 1, 1, 1))
         named = np.flatnonzero((program.rows.kind == Kind.G) & (program.rows.stage == 0))
         place = int(named[program.rows.via[named] == consumers][0])
         sends = rows(Op.SEND, np.zeros(500, int), kind=Kind.G, stage=0, mb=0, via=consumers, peer=0)
@@ -113,7 +114,7 @@ def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_ti
 
 def test_a_tie_entered_many_times_takes_no_memory():
     scheme = Scheme("one", 1, lambda s, b, d: (0 * s, 0 * s), lambda s, b, d: 0 * s, "0", "greedy")
-    program = compile_scheme(scheme, Sizes(2000, 1, 1), tied=[list(range(2000))])
+    program = compile(scheme, Sizes(2000, 1, 1), Options(tied=[list(range(2000))]))
     ties = np.flatnonzero(program.rows.kind == Kind.T)
     again = Program(program.header, program.rows.take(np.insert(np.arange(len(program)), ties.repeat(20_000), ties[0])))
     with fuzz.memory(2**28), pytest.raises(RefusedFile, match="this tie is summed twice"):

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
-from schedgen.compiler.compile import compile_scheme
-from schedgen.compiler.job_graph import graph
+from schedgen.compiler.compile import compile
+from schedgen.compiler.job_graph import job_graph
+from schedgen.compiler.options import Options
 from schedgen.compiler.order import greedy, strict
 from schedgen.ir.instructions import B, F, Op
-from schedgen.ir.stage_graph import chain
+from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
@@ -57,7 +58,7 @@ class Jobs:
 
 def ordered(how, case, n, *caps):
     directions, S, batches = case.compute.shape
-    jobs = graph(S, batches, directions, case.edges)
+    jobs = job_graph(StageGraph(S, case.edges), batches, directions)
     return Jobs(case, how(jobs, case.compute.ravel(), n.ravel(), lengths(jobs), *caps))
 
 
@@ -132,7 +133,7 @@ def textbook(scheme, S, batches, s):
 @pytest.mark.parametrize("scheme", ["1f1b", "gpipe"])
 def test_every_worker_runs_the_textbook_list(scheme, S):
     for batches in range(1, 17):
-        program = compile_scheme(load(scheme, Sizes(S, batches)), Sizes(S, batches))
+        program = compile(load(scheme, Sizes(S, batches)), Sizes(S, batches))
         for s in range(S):
             assert compute_order(program, s) == textbook(scheme, S, batches, s), f"B={batches}, worker {s}"
 
@@ -162,9 +163,8 @@ def test_a_microbatch_is_in_flight_until_its_backward_has_ended():
     # starts: with cap(1) = 1 it has to wait until that backward ends, at 2 + B = 6.
     compute = np.zeros((2, 2, 3), np.int32)
     compute[F] = [[2, 2, 3], [1, 1, 1]]
-    start = greedy(graph(2, 3, 2, chain(2)), compute.ravel(), np.arange(12), np.repeat([1.0, 4.0], 6), [3, 1]).reshape(
-        2, 2, 3
-    )
+    jobs = job_graph(StageGraph(2, chain(2)), 3, 2)
+    start = greedy(jobs, compute.ravel(), np.arange(12), np.repeat([1.0, 4.0], 6), [3, 1]).reshape(2, 2, 3)
     assert start[F, 0, 1] + 1 == start[B, 1, 0] == 2
     assert start[F, 1, 1] >= 2 + 4
 
@@ -180,7 +180,7 @@ def test_a_cap_of_s_minus_the_stage_gives_greedy_the_memory_of_1f1b():
     # 1F1B's peaks, S - s [PipeDream, section 3.2], at S = 4, B = 8.
     sizes = Sizes(4, 8)
     scheme = load("gpipe", sizes)._replace(cap=lambda s: 4 - s)
-    program = compile_scheme(scheme, sizes, mode="greedy", n="depth-first")
+    program = compile(scheme, sizes, Options(mode="greedy", n="depth-first"))
     flights = []
     for s in range(4):
         steps = itertools.accumulate({"F": 1, "B": -1}[name] for name, _ in compute_order(program, s))
@@ -191,7 +191,7 @@ def test_a_cap_of_s_minus_the_stage_gives_greedy_the_memory_of_1f1b():
 def refusal(mode, n, w=lambda s, b, d: (s, s), stages=2, **more):
     scheme = Scheme("mine", None, w, n, "mine", mode, **more)
     with pytest.raises(UsageError) as caught:
-        compile_scheme(scheme, Sizes(stages, 2))
+        compile(scheme, Sizes(stages, 2))
     return str(caught.value)
 
 
@@ -202,7 +202,7 @@ def test_strict_ties_name_both_jobs():
 
 @given(arrays(np.int32, (2, 3, 2), elements=st.integers(0, 3)))
 def test_strict_refuses_every_tie_within_a_worker_and_no_tie_between_workers(n):
-    jobs = graph(3, 2, 2, chain(3))
+    jobs = job_graph(StageGraph(3, chain(3)), 2, 2)
     alone = np.arange(n.size, dtype=np.int32)  # every job on a worker of its own
     strict(jobs, alone, n.ravel(), lengths(jobs))
     if len(np.unique(n)) < n.size:

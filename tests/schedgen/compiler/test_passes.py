@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.lower import header_of
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes import PIPELINE
-from schedgen.compiler.passes.emit_jobs import compute
+from schedgen.compiler.passes.emit_jobs import emit_jobs
+from schedgen.compiler.place import place
+from schedgen.compiler.refine import refine
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -109,13 +112,13 @@ def test_no_eviction_would_fetch_less(cases, data):
 @pytest.mark.parametrize("order", ["depth-first", "breadth-first"])
 def test_no_eviction_would_fetch_less_in_fsdp(slots, order):
     sizes = Sizes(stages=8, microbatches=4, workers=2)
-    assert_fewest_fetches(compile_scheme(load("fsdp", sizes), sizes, n=order, weight_slots=slots))
+    assert_fewest_fetches(compile(load("fsdp", sizes), sizes, Options(n=order, weight_slots=slots)))
 
 
 def test_more_slots_never_fetch_more():
     sizes = Sizes(stages=8, microbatches=4, workers=2)
     fetches = [
-        int((compile_scheme(load("fsdp", sizes), sizes, weight_slots=slots).rows.op == Op.FETCH_W).sum())
+        int((compile(load("fsdp", sizes), sizes, Options(weight_slots=slots)).rows.op == Op.FETCH_W).sum())
         for slots in range(1, 9)
     ]
     assert fetches == sorted(fetches, reverse=True)
@@ -136,16 +139,14 @@ def test_with_two_slots_no_weight_of_fsdp_comes_late(run, tmp_path, S):
 def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
     """Executing the global order one instruction after another works, even if every SEND blocks."""
     case = data.draw(cases)
-    header = case.compile().header
     _, S, batches = case.compute.shape
     # Any start times that respect pred will do: forwards by stage, then backwards, then W.
     d, s, _ = np.indices(case.compute.shape)
     start = np.where(d == F, s, (d + 1) * S + (S - 1 - s)).ravel() * float(batches)
-    no = np.zeros((S, batches), bool)
-    options = Options(no, no, no, case.weight_slots, case.fan_out, prefetch=0)
-    program = compute(header, start, options)
-    for one in PIPELINE:
-        program = one(program, options)
+    placed = refine(place(case.scheme(), case.sizes, case.options(prefetch=0, recompute=())))
+    program = emit_jobs(header_of(placed), start, placed)
+    for insert in PIPELINE:
+        program = insert(program, placed)
     posted = set()
     for row in range(len(program)):
         rank, i = int(program.rows.rank[row]), program.instruction(row)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
 from schedgen.ir.instructions import F, Kind, Op
 from schedgen.ir.program import Program
@@ -28,7 +29,7 @@ from schedgen.util.errors import RefusedFile, UsageError
 
 def compiled(name="1f1b", stages=2, microbatches=2, tensor=2, workers=None, **more):
     sizes = Sizes(stages, microbatches, workers)
-    return compile_scheme(load(name, sizes, tensor), sizes, tensor=tensor, **more)
+    return compile(load(name, sizes, tensor), sizes, Options(tensor=tensor, **more))
 
 
 def listed(program, rank):
@@ -71,20 +72,20 @@ def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
 
 
 def test_gradients_of_a_split_stage_are_exchanged_before_they_leave():
-    part = listed(compiled(stages=3, microbatches=1, whole=(0,)), 2)
+    part = listed(compiled(stages=3, microbatches=1, replicated_stages=(0,)), 2)
     place = part.index('{"op": "BWD", "stage": 2, "mb": 0}')
     exchange = part.index('{"op": "ALLREDUCE", "buf": "g.0.0", "group": 1}')
     assert place < exchange < part.index('{"op": "SEND", "buf": "g.0.0", "to": 0}')
 
 
 def test_nothing_is_exchanged_where_all_stages_are_whole():
-    program = compiled(stages=3, whole=(0, 1))
+    program = compiled(stages=3, replicated_stages=(0, 1))
     assert not len(program.exchanges()) and not program.header.tied
     check(program)
 
 
 def test_shards_and_parts_of_one_are_what_was_compiled_without():
-    plain = compile_scheme(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
+    plain = compile(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
     assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, parts=1), r) for r in range(4)]
 
 
@@ -109,7 +110,7 @@ def test_every_scheme_has_parts_and_shards(name):
     stages = 2 if name in ("1f1b-rr", "chimera") else 4
     workers = None if name in ("1f1b-rr", "chimera", "zb-h1", "zb-h2") else 4
     sizes = Sizes(stages, 4, workers, **options)
-    program = compile_scheme(load(name, sizes, 2), sizes, tensor=2, parts=2, whole=(0,))
+    program = compile(load(name, sizes, 2), sizes, Options(tensor=2, parts=2, replicated_stages=(0,)))
     assert program.header.stages == stages * 4
     check(program)
 
@@ -148,7 +149,7 @@ def test_options_that_do_not_go_together_are_refused(run, refused, options, word
 def test_two_shards_of_a_stage_are_on_two_workers():
     scheme = Scheme("same", 2, lambda s, b, d, t: (0 * t, 0 * t), lambda s, b, d: b, "n", "greedy", by_shard=True)
     with pytest.raises(UsageError, match=r"w puts two shards of F\(0, 0\) on worker 0: the 2 shards"):
-        compile_scheme(scheme, Sizes(2, 2, 2), tensor=2)
+        compile(scheme, Sizes(2, 2, 2), Options(tensor=2))
 
 
 @st.composite
@@ -161,7 +162,7 @@ def programs(draw, cases):
     if T > 1:  # what a split stage gives is one sum
         case = case._replace(apart=tuple(s for s in case.apart if s * P + P - 1 in whole))
     if draw(st.booleans()):
-        return case.compile(tensor=T, parts=P, whole=whole)
+        return case.compile(tensor=T, parts=P, replicated_stages=whole)
     shuffled = np.random.default_rng(draw(st.integers(0, 2**16)))
     jobs = case.compute.shape
     compute = np.array([shuffled.permutation(T + 1)[:T] for _ in range(np.prod(jobs[1:]))]).reshape(*jobs[1:], T)
@@ -173,9 +174,11 @@ def programs(draw, cases):
 
     scheme = Scheme(
         "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
-        split=len(case.cost) == 3, edges=case.edges, apart=case.apart, by_shard=True,
+        split=len(case.cost) == 3, edges=case.edges, per_consumer=case.apart, by_shard=True,
     )  # fmt: skip
-    return compile_scheme(scheme, case.sizes, cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, whole=whole)
+    return compile(
+        scheme, case.sizes, Options(cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, replicated_stages=whole)
+    )
 
 
 @given(data=st.data())
@@ -366,7 +369,7 @@ def test_the_room_for_exchanges_is_counted():
     program = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2)
     size = 1000
     part = -(-size // (2 * LINE)) * LINE
-    none = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2, whole=(0, 1))
+    none = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2, replicated_stages=(0, 1))
     sizes = measured(Machine(activation=size), program.header.stages)
     assert (footprint(program, sizes).owned - footprint(none, sizes).owned == size + part).all()
 
@@ -399,8 +402,8 @@ def test_statistics_of_shards():
 
 def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
     sizes = Sizes(3, 2, 6)
-    scheme = load("gpipe", sizes, 2)._replace(edges=((0, 1), (0, 2), (1, 2)), apart=(0,))
-    program = compile_scheme(scheme, sizes, tensor=2, whole=[0])
+    scheme = load("gpipe", sizes, 2)._replace(edges=((0, 1), (0, 2), (1, 2)), per_consumer=(0,))
+    program = compile(scheme, sizes, Options(tensor=2, replicated_stages=[0]))
     run = simulate(program, program.header.cost, Machine(activation=1000, apart=10))
     table = program.rows
     sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.via >= 0)

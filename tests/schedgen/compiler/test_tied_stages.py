@@ -13,7 +13,8 @@ from damage import sizes_of
 from hypothesis import given, settings
 
 from schedgen.checker import RULES, check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
@@ -27,7 +28,7 @@ TIED = [name for name in SCHEMES if name != "pipedream"]  # whose stages step on
 
 def compiled(scheme, tied, **options):
     sizes = sizes_of(scheme)
-    return compile_scheme(load(scheme, sizes), sizes, tied=tied, **options)
+    return compile(load(scheme, sizes), sizes, Options(tied=tied, **options))
 
 
 def ties(program):

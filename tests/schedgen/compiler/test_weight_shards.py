@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from slow_memory_plan import hold, random_bytes
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
@@ -39,7 +40,7 @@ def n(s, b, d, *, stages):
 
 
 def compiled(name, sizes, **options):
-    return compile_scheme(load(name, sizes), sizes, **options)
+    return compile(load(name, sizes), sizes, Options(**options))
 
 
 def written(program) -> bytes:
@@ -68,9 +69,9 @@ def divided(draw, cases) -> Program:
         w=w_of_k if own else w, n=lambda s, b, d: case.n[d, s, b], mode="greedy", workers=workers,
         split=len(case.cost) == 3, edges=case.edges, cap=None,
     )  # fmt: skip
-    return compile_scheme(
-        scheme, case.sizes._replace(shards=counts), cost=case.cost, weight_slots=case.weight_slots,
-        fan_out=case.fan_out, prefetch=case.prefetch, recompute=case.recompute,
+    return compile(
+        scheme, case.sizes._replace(shards=counts), Options(cost=case.cost, weight_slots=case.weight_slots,
+        fan_out=case.fan_out, prefetch=case.prefetch, recompute=case.recompute,)
     )  # fmt: skip
 
 

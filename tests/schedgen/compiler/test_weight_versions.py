@@ -15,8 +15,9 @@ from hypothesis import assume, event, given, settings
 from hypothesis.extra.numpy import arrays
 from slow_memory_plan import peaks_of_held
 
-from schedgen.checker import RULES, check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.checker import RULES, check, check_compiled
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.line_codec import State
@@ -34,7 +35,7 @@ UPDATES = ("stash", "vertical")
 
 def compiled(replicas, microbatches, updates="stash", **options):
     sizes = Sizes(len(replicas), microbatches, replicas=tuple(replicas))
-    return compile_scheme(load("pipedream", sizes), sizes, updates=updates, **options)
+    return compile(load("pipedream", sizes), sizes, Options(updates=updates, **options))
 
 
 def written(program):
@@ -97,7 +98,7 @@ def test_all_replicas_compile_check_and_run(replicas, updates, execute):
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("fsdp", "fslpp")])
 def test_schemes_that_fetch_no_weights_may_update_without_a_flush(scheme, updates, execute):
     sizes = sizes_of(scheme)
-    program = compile_scheme(load(scheme, sizes), sizes, updates=updates)
+    program = compile(load(scheme, sizes), sizes, Options(updates=updates))
     assert program.header.weight_versions.updates == updates
     assert execute(program) == peaks(program)
 
@@ -106,7 +107,7 @@ def test_schemes_that_fetch_no_weights_may_update_without_a_flush(scheme, update
 def test_weights_that_travel_have_no_versions(scheme):
     sizes = sizes_of(scheme)
     with pytest.raises(UsageError, match=r"^--updates stash: w must put a job's weights where it is computed"):
-        compile_scheme(load(scheme, sizes), sizes, updates="stash")
+        compile(load(scheme, sizes), sizes, Options(updates="stash"))
 
 
 # Random schemes
@@ -130,9 +131,10 @@ def versioned(draw):
     cost = {name: draw(st.integers(1, 3)) for name in ("FB", "FIW")[directions - 2]}
     recompute = draw(st.sets(st.integers(0, S - 1), max_size=1))
     try:
-        return compile_scheme(
-            scheme, Sizes(S, batches, workers), cost=cost, prefetch=draw(st.integers(0, 2)), recompute=recompute
-        )
+        options = Options(cost=cost, prefetch=draw(st.integers(0, 2)), recompute=recompute)
+        program = compile(scheme, Sizes(S, batches, workers), options)
+        check_compiled(program)
+        return program
     except UsageError as error:
         assert str(error).startswith(f"--updates {scheme.updates}: ")
         assume(False)
@@ -505,7 +507,7 @@ LINES = st.one_of(
 def test_both_readers_take_the_same_lines(line, versions, data):
     sizes = (2, 2, 4, 2, 1, versions)
     assert fast(line, sizes) == slow(line, sizes), line
-    program = compiled((2, 1), 4) if versions else compile_scheme(load("1f1b", Sizes(2, 4, 2)), Sizes(2, 4, 2))
+    program = compiled((2, 1), 4) if versions else compile(load("1f1b", Sizes(2, 4, 2)), Sizes(2, 4, 2))
     real = str(program.instruction(data.draw(st.integers(0, len(program) - 1))))
     place = data.draw(st.integers(0, len(real)))
     more = data.draw(st.sampled_from(["", "0", "9", "@", "@1", ' "', ", ", '"version": 1', "}"]))
@@ -560,7 +562,7 @@ def test_an_order_that_cannot_update_is_one_sentence(scheme, words, tmp_path):
     path, sizes = tmp_path / "mine.py", Sizes(2, 2)
     path.write_text(f"updates = 'vertical'\n{scheme}")
     with pytest.raises(UsageError, match=f"^--updates vertical: .*{words}"):
-        compile_scheme(load(str(path), sizes), sizes)
+        check_compiled(compile(load(str(path), sizes), sizes))
 
 
 def test_torchs_csv_has_no_versions(run, refused, base, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
 from schedgen.ir.instructions import Op
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import candidates, replicated
@@ -52,7 +52,7 @@ def test_every_scheme_is_tried_but_those_that_another_one_is(every):
     alike = [("depth-first", "lpp", Sizes(8, 8, 4)), ("pipedream-flush", "1f1b", Sizes(4, 8, 4))]
     for one, other, sizes in alike:
         grouped = sizes._replace(groups=1 if other == "lpp" else None)
-        a, b = compile_scheme(load(one, sizes), sizes), compile_scheme(load(other, grouped), grouped)
+        a, b = compile(load(one, sizes), sizes), compile(load(other, grouped), grouped)
         assert all((x == y).all() for x, y in zip(a.rows, b.rows, strict=True))
     for one in ("1f1b", "zb-h1", "interleaved-1f1b", "lpp"):
         assert {2, 1 if one != "lpp" else 4} <= {c.replicas for c in every if c.name in (one, "ddp")}
@@ -165,8 +165,8 @@ def test_replicas_of_a_pipeline_run_side_by_side(name):
     """2 of 4 workers and 8 of 16 microbatches each: as long as one of them alone; both sum their gradients."""
     chunks = 1 if name in ("1f1b", "chimera") else 2
     small, whole = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8)
-    alone = compile_scheme(load(name, small), small)
-    both = compile_scheme(replicated(load(name, small), 2, 4), whole)
+    alone = compile(load(name, small), small)
+    both = compile(replicated(load(name, small), 2, 4), whole)
     check(both)
     one, two = stats(alone), stats(both)
     assert two["latency"] == one["latency"] and two["peak_activations"] == one["peak_activations"]
@@ -179,7 +179,7 @@ def test_pipedream_s_partition_is_a_schedule_too():
     layers = read_layers(str(VGG16))
     found = partition(prefixes(layers), [Level(4, 1e9)])
     sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in found.stages))
-    program = compile_scheme(load("1f1b-rr", sizes), sizes)
+    program = compile(load("1f1b-rr", sizes), sizes)
     check(program)
     assert program.header.scheme["replicas"] == [3, 1]
     assert program.header.owners == ((0, 1, 2), (3,))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from schedgen.checker.files import checked
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
 from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch
 from schedgen.report.draw.scene import build_scene, default_colouring
 from schedgen.schemes import load
@@ -25,7 +25,7 @@ from schedgen.simulator.timeline import simulated
 
 
 def drawn(name, sizes, machine=None):
-    program = compile_scheme(load(name, sizes), sizes)
+    program = compile(load(name, sizes), sizes)
     machine = machine or Machine()
     run = simulate(program, program.header.cost, machine)
     return build_scene(name, f"{name}.json", program, simulated(program, run), measured(machine, sizes.stages), False)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Op
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
@@ -23,7 +24,7 @@ def compiled(scheme, workers, microbatches):
         sizes = sizes._replace(groups=1)
     if scheme in ("ddp", "fsdp"):
         sizes = sizes._replace(microbatches=max(workers, microbatches))
-    return compile_scheme(load(scheme, sizes), sizes)
+    return compile(load(scheme, sizes), sizes)
 
 
 @pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: row["schedule"])
@@ -123,4 +124,4 @@ def test_every_placement_takes_every_greedy_order(scheme, n):
     """What a scheme says of its own list, such as dualpipe-v's pairs, does not bind another order."""
     sizes = compiled(scheme, 4, 8).header
     asked = Sizes(sizes.stages, sizes.microbatches, sizes.workers, sizes.scheme.get("groups"))
-    check(compile_scheme(load(scheme, asked), asked, mode="greedy", n=n))
+    check(compile(load(scheme, asked), asked, Options(mode="greedy", n=n)))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats
@@ -22,7 +22,7 @@ def test_no_schedule_is_below_its_bounds(cases, data):
 
 
 def numbers(name, *sizes, cost=None):
-    return stats(compile_scheme(load(name, Sizes(*sizes)), Sizes(*sizes)), cost)
+    return stats(compile(load(name, Sizes(*sizes)), Sizes(*sizes)), cost)
 
 
 def test_ddp_reaches_the_work_bound_and_one_microbatch_the_critical_path():

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 
 import schedgen.util.jit
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.schemes import load
@@ -26,14 +27,14 @@ TRACES = Path(__file__).parents[3] / "traces"
 
 
 def compiled(name, *sizes, **options):
-    return compile_scheme(load(name, Sizes(*sizes)), Sizes(*sizes), **options)
+    return compile(load(name, Sizes(*sizes)), Sizes(*sizes), Options(**options))
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (3, 1), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("updates", ["stash", "vertical"])
 def test_versions_that_are_alive_together_lie_apart(replicas, updates):
     sizes = Sizes(len(replicas), 13, replicas=replicas)
-    program = compile_scheme(load("pipedream", sizes), sizes, updates=updates)
+    program = compile(load("pipedream", sizes), sizes, Options(updates=updates))
     bytes = random_bytes(np.random.default_rng(0), len(replicas))
     planned, needed = places(program, bytes), footprint(program, bytes)
     for rank in range(program.header.workers):

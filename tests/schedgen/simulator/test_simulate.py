@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -19,7 +20,7 @@ COST = {"F": 1, "B": 2}
 
 
 def compiled(name, sizes, **options):
-    return compile_scheme(load(name, sizes), sizes, **options)
+    return compile(load(name, sizes), sizes, Options(**options))
 
 
 def test_a_message_takes_alpha_and_beta_and_the_receiver_waits_for_it():

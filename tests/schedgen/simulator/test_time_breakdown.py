@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.cost import Machine
@@ -29,7 +29,7 @@ from schedgen.simulator.timeline import simulated
 
 
 def accounted(name, sizes, machine=None, cost=None):
-    program = compile_scheme(load(name, sizes), sizes)
+    program = compile(load(name, sizes), sizes)
     return idle(program, simulated(program, simulate(program, cost or program.header.cost, machine)))
 
 
@@ -92,7 +92,7 @@ def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
 
 def test_units_do_not_matter():
     sizes = Sizes(4, 4, 4, 2)
-    program = compile_scheme(load("fslpp", sizes), sizes)
+    program = compile(load("fslpp", sizes), sizes)
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha=0.1))
     one, other = (idle(program, simulated(program, run, unit)) for unit in (1.0, 1e6))
     assert np.allclose(1e6 * one.time, other.time) and one.time[:, TRANSFER].any()

@@ -9,7 +9,8 @@ import pytest
 
 import schedgen.util.jit
 from schedgen.checker import check
-from schedgen.compiler.compile import compile_scheme
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -47,7 +48,7 @@ def outcome(function):
 @pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=[case[0] for case in CASES])
 def test_both_ways_compile_check_write_read_and_simulate_alike(name, sizes, options, monkeypatch):
     def everything():
-        program = compile_scheme(load(name, sizes), sizes, **options)
+        program = compile(load(name, sizes), sizes, Options(**options))
         file = io.BytesIO()
         write(program, file)
         again, fault = read(io.BytesIO(file.getvalue()), "file")
@@ -64,7 +65,7 @@ def test_both_ways_compile_check_write_read_and_simulate_alike(name, sizes, opti
 def test_both_ways_refuse_alike(monkeypatch):
     sizes = Sizes(4, 4, 4)
     file = io.BytesIO()
-    write(compile_scheme(load("fsdp", sizes), sizes), file)
+    write(compile(load("fsdp", sizes), sizes), file)
     good = json.loads(file.getvalue())
     rng = np.random.default_rng(1)
     refusals = set()
@@ -87,7 +88,7 @@ def test_numbers_of_every_size_are_read_alike(monkeypatch):
     """256 and 65536 are where narrow integers would overflow."""
     sizes = Sizes(1, 300)
     file = io.BytesIO()
-    write(compile_scheme(load("gpipe", sizes), sizes), file)
+    write(compile(load("gpipe", sizes), sizes), file)
     first, second = both(monkeypatch, lambda: read(io.BytesIO(file.getvalue()), "file")[0])
     assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))
     assert first.rows.mb.max() == 299

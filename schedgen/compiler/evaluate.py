@@ -1,0 +1,94 @@
+"""A user's w or n evaluated on every job: called once with arrays, or job by job; what it does wrong is a UsageError.
+
+A job is (s, b, d), or (s, b, d, t) where w takes a fourth argument; arrays have these axes, in this order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.instructions import DIRECTIONS
+from schedgen.schemes.scheme import Function
+from schedgen.util.errors import SlowScheme, UsageError, raised
+from schedgen.util.progress import over
+
+
+def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int) -> list[NDArray[Any]]:
+    """What `function` returns, `values` arrays of `shape`; where it fails on arrays, it is called for every job."""
+    grids = np.ix_(*(np.arange(length) for length in shape))
+    try:
+        returned = function(*grids)
+    except (Exception, SystemExit) as error:  # not made for arrays, or wrong: job by job tells which
+        columns = _job_by_job(name, function, shape, values)
+        warnings.warn(
+            f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {np.prod(shape)} jobs; "
+            "with NumPy in place of if, min and the like, as in np.where(s < 2, 0, 1), it is called once",
+            SlowScheme,
+            stacklevel=2,
+        )
+        return columns
+    if values > 1 and not _is_tuple(returned, values):
+        raise _no_pair(name, returned)
+    return [_broadcast(name, value, shape) for value in (returned if values > 1 else (returned,))]
+
+
+def at_job(array: NDArray[Any], flat: int) -> str:
+    """An array's value at a flat index, and its job, as in "3 for (s=3, b=0, d=F)"."""
+    job = tuple(int(i) for i in np.unravel_index(flat, array.shape))
+    return f"{array[job]} for {_job_words(job, array.shape)}"
+
+
+def _is_tuple(returned: Any, values: int) -> bool:
+    return isinstance(returned, (tuple, list)) and len(returned) == values
+
+
+def _no_pair(called: str, returned: Any) -> UsageError:
+    return UsageError(f"{called} must return a pair (weights_worker, compute_worker), not {_brief(returned)}")
+
+
+def _broadcast(name: str, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise UsageError(f"{name} must return numbers, not {_brief(value)}") from None
+    if array.dtype == object or array.dtype == bool or array.dtype.kind in "USV":
+        raise UsageError(f"{name} must return numbers, not {_brief(value)}")
+    try:
+        return np.broadcast_to(array, shape)
+    except ValueError:
+        raise UsageError(
+            f"{name} returned an array of shape {np.shape(value)}, "
+            f"which does not fit (stages, microbatches, directions{', shards' if len(shape) > 3 else ''}) = {shape}"
+        ) from None
+
+
+def _job_by_job(name: str, function: Function, shape: tuple[int, ...], values: int) -> list[NDArray[Any]]:
+    columns: list[list[Any]] = [[] for _ in range(values)]
+    for job in over(itertools.product(*(range(length) for length in shape)), name, math.prod(shape)):
+        try:
+            returned = function(*job)
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{name}{_job_words(job, shape)} raised {raised(error)}") from None
+        if values > 1 and not _is_tuple(returned, values):
+            raise _no_pair(f"{name}{_job_words(job, shape)}", returned)
+        for column, value in zip(columns, returned if values > 1 else (returned,), strict=True):
+            if isinstance(value, (bool, str)) or not np.isscalar(value) or not np.isreal(value):
+                raise UsageError(f"{name}{_job_words(job, shape)} must return numbers, not {_brief(returned)}")
+            column.append(value)
+    return [np.asarray(column).reshape(shape) for column in columns]
+
+
+def _job_words(job: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    shard = f", shard {job[3]}" if len(job) > 3 else ""
+    return f"(s={job[0]}, b={job[1]}, d={DIRECTIONS[shape[2]][job[2]]}{shard})"
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

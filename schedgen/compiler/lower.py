@@ -1,0 +1,71 @@
+"""Lower: the jobs of a refined scheme, in time order, become the program of every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from schedgen import __version__
+from schedgen.compiler.order import Times
+from schedgen.compiler.passes import PIPELINE, WITH_VERSIONS
+from schedgen.compiler.passes.emit_jobs import emit_jobs
+from schedgen.compiler.passes.free import free
+from schedgen.compiler.place import PlacedScheme
+from schedgen.compiler.refine import shard_groups
+from schedgen.ir.header import Header
+from schedgen.ir.limits import MOST_USES
+from schedgen.ir.program import Program
+from schedgen.ir.weight_versions import FLUSH
+from schedgen.util.errors import UsageError
+from schedgen.util.progress import over
+
+
+def lower(placed: PlacedScheme, start: Times) -> Program:
+    """The projected program for jobs that start at `start` (flat, indexed by job)."""
+    program = emit_jobs(header_of(placed), start, placed)
+    passes = WITH_VERSIONS if program.header.weight_versions else PIPELINE
+    for insert in over(passes, "lower", len(passes)):
+        program = insert(program, placed)
+    program = program.project()  # not nested: the global program is a third of the memory
+    program = free(program)
+    if program.header.part_uses() > MOST_USES * len(program):
+        parts = len(program.header.weight_shards.units)
+        raise UsageError(f"--shards: {parts} parts are too many for so few workers and microbatches")
+    return program
+
+
+def header_of(placed: PlacedScheme) -> Header:
+    """The header of the program, with a group for every set of ranks that a collective needs."""
+    scheme, options = placed.scheme, placed.options
+    _, stages, microbatches = placed.compute.shape
+    counts = [len(owners) for owners in placed.part_owners]
+    header = Header(
+        scheme={
+            "name": scheme.name, "workers": placed.workers, "stages": stages, "microbatches": microbatches,
+            **({"shards": counts[0] if len(set(counts)) == 1 else counts} if counts else {}), **scheme.parameters,
+            **({} if options.parts == 1 else {"parts": options.parts}),
+        },
+        mode=scheme.mode,
+        n=scheme.order,
+        cost=placed.cost,
+        lowering={
+            "weight_slots": options.weight_slots,
+            "fan_out": options.fan_out,
+            "prefetch": options.prefetch,
+            "recompute": np.flatnonzero(placed.recompute).tolist(),
+            **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
+        },
+        graph=placed.graph,
+        tied=placed.tied,
+        groups=(),
+        compute=placed.compute,
+        weights=placed.weights,
+        generator=f"schedgen {__version__}",
+        part_owners=placed.part_owners,
+        tensor_parallel=placed.tensor_parallel,
+    )  # fmt: skip
+    groups = {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
+    groups |= {header.ties.sharers(tie) for tie in range(len(header.ties))}
+    groups |= shard_groups(placed) | {tuple(range(placed.workers))}
+    return replace(header, groups=tuple(sorted(groups, key=lambda group: (-len(group), group))))
