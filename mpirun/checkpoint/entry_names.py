@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mpirun.engine.stage import Stage
+from mpirun.engine.stage import LocalStage
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Shard
 
 
-def parameter_entries(model: Model, stage: Stage) -> list[str | None]:
+def parameter_entries(model: Model, stage: LocalStage) -> list[str | None]:
     """The entry of each of a stage's parameters; None for one that is written with another stage."""
     firsts = {key: tie[0][0] for tie in model.tied for key in tie}
     shard = model.shard_of(stage.index)
@@ -28,7 +28,7 @@ def shard_entry(entry: str, shard: Shard) -> str:
     return f"{entry}@{shard.index}/{shard.count}"
 
 
-def untrained_entries(model: Model, stage: Stage) -> dict[str, Tensor]:
+def untrained_entries(model: Model, stage: LocalStage) -> dict[str, Tensor]:
     """The frozen parameters and buffers of a stage's module by entry: the tensors themselves."""
     trained = {parameter.data_ptr() for parameter in stage.module.parameters() if parameter.requires_grad}
     return {

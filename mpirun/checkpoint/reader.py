@@ -20,8 +20,8 @@ from mpirun.checkpoint.entry_names import untrained_entries
 from mpirun.checkpoint.shard_entries import Entries
 from mpirun.comm.fail_together import Stop, from_rank_0, together
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.setup import Training
-from mpirun.engine.stage import Stage
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Piece, pieces
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import ShardedDim
@@ -60,7 +60,7 @@ def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
 
 
 def restore(
-    manifest: Manifest, setup: Training, stages: Mapping[int, Stage], optimizer: Optimizer, beat: Callable[[], None]
+    manifest: Manifest, setup: Setup, stages: Mapping[int, LocalStage], optimizer: Optimizer, beat: Callable[[], None]
 ) -> None:
     """Restore stages, and what the optimizer keeps for them. `beat` is called after each stage.
 
@@ -83,11 +83,11 @@ def restore(
 class _StageReader:
     """Restores one stage."""
 
-    def __init__(self, folder: Path, model: Model, stage: Stage) -> None:
+    def __init__(self, folder: Path, model: Model, stage: LocalStage) -> None:
         self.folder, self.model, self.stage, self.shard = folder, model, stage, model.shard_of(stage.index)
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]
         shapes = [shape for _, shape in stage.layout]
-        self.shapes = dict(zip(self.entries, shapes, strict=True)) if stage.own else {}
+        self.shapes = dict(zip(self.entries, shapes, strict=True)) if stage.owned else {}
         dims, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
         self.dims = {entry: dims[name] for name, entry in names if name in dims}
 
@@ -101,10 +101,10 @@ class _StageReader:
                 target.copy_(value)
         for entry, shape in self.shapes.items():
             values[entry] = self._checked(entry, values.get(entry), shape, self.stage.dtype, self.dims.get(entry))
-        for via, part in self.stage.own.items():
-            targets = self.stage.in_part(via, part)
+        for via, part in self.stage.owned.items():
+            targets = self.stage.views_of_part(via, part)
             for target, (entry, piece) in zip(targets, self._of_part(via), strict=True):
-                target.copy_(values[entry] if piece is None else piece.of(values[entry]))
+                target.copy_(values[entry] if piece is None else piece.of_parameter(values[entry]))
 
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
         """What the optimizer keeps for these weights; `of_parameter`: its entries for each parameter's."""
@@ -115,11 +115,13 @@ class _StageReader:
             if values[state].dim():  # a number a parameter, or one for all
                 shape = self.shapes[entry]
                 values[state] = self._checked(state, values[state], shape, self.stage.dtype, dims.get(state))
-        for via in self.stage.own:
+        for via in self.stage.owned:
             restored: list[dict[str, Tensor]] = []
             for entry, piece in self._of_part(via):
                 states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
-                split = {key: piece.of(value).clone() for key, value in states.items() if piece and value.dim()}
+                split = {
+                    key: piece.of_parameter(value).clone() for key, value in states.items() if piece and value.dim()
+                }
                 restored.append(states | split)
             optimizer.restore((self.stage.index, via), restored)
 
@@ -127,7 +129,7 @@ class _StageReader:
         """What a part of the weights holds, in its order: a parameter's entry, and which piece of it; None: all."""
         if via < 0:
             return [(entry, None) for entry in self.entries]
-        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.spans[via])]
+        return [(self.entries[p.parameter], p) for p in pieces(self.stage.layout, self.stage.part_slices[via])]
 
     def _checked(
         self, entry: str, value: Tensor | None, shape: torch.Size, dtype: torch.dtype, dim: ShardedDim | None

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from mpirun.engine.setup import Training
+from mpirun.engine.setup import Setup
 from schedgen.ir.header import Header
 from schedgen.util.errors import one_line
 
 
-def run_settings(header: Header, setup: Training, schedule: str, rank: int) -> dict[str, Any]:
+def run_settings(header: Header, setup: Setup, schedule: str, rank: int) -> dict[str, Any]:
     """The manifest's entries beside step and files; `schedule`: its SHA-256. The text is hashed on rank 0 only."""
     return {
         "seed": setup.seed,
@@ -19,14 +19,14 @@ def run_settings(header: Header, setup: Training, schedule: str, rank: int) -> d
         "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
         "data": {
             "text": hashlib.sha256(setup.text.numpy().data).hexdigest() if rank == 0 else "",
-            "microbatches": header.microbatches * setup.walks,
+            "microbatches": header.microbatches * setup.passes,
         },
         "options": _options(setup),
         "changed": [],  # settings that changed across resumes, in words
     }
 
 
-def _options(setup: Training) -> dict[str, Any]:
+def _options(setup: Setup) -> dict[str, Any]:
     """The other options that a step depends on; those that are not used are left out."""
     recipe = setup.recipe
     values = {
@@ -34,7 +34,7 @@ def _options(setup: Training) -> dict[str, Any]:
         "--weight-decay": recipe.weight_decay,
         "--lr-schedule": recipe.schedule,
         "--clip": recipe.clip,
-        "--autocast": "bf16" if setup.mixed else None,
+        "--autocast": "bf16" if setup.autocast_dtype else None,
         "--momentum": recipe.momentum or None,
         "--warmup": recipe.warmup or None,
         "--steps": None if recipe.schedule == "constant" else recipe.steps,

@@ -23,8 +23,8 @@ from mpirun.checkpoint.reader import restore
 from mpirun.checkpoint.run_settings import differing_settings, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.setup import Training
-from mpirun.engine.stage import Stage
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import pieces
 from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
 from schedgen.ir.header import Header
@@ -41,8 +41,8 @@ class CheckpointWriter:
         self,
         comm: MPI.Intracomm,
         header: Header,
-        setup: Training,
-        stages: Mapping[int, Stage],
+        setup: Setup,
+        stages: Mapping[int, LocalStage],
         optimizer: Optimizer,
         state: memoryview,
         schedule: str,
@@ -64,7 +64,7 @@ class CheckpointWriter:
         self.keep, self.last = 0, 0
 
     def _check_entries(self, untrained: list[str]) -> None:
-        model = self.setup.plain
+        model = self.setup.unsharded_model
         first_shards = self.setup.shapes[:: self.header.tensor_parallel.degree]
         names = ((s, name) for s, shape in enumerate(first_shards) for name in shape.parameter_names)
         counts = Counter(model.entry_name(*key) for key in names)
@@ -157,10 +157,10 @@ class CheckpointWriter:
         stage = self.stages.get(index)
         if stage is None:
             return own
-        for via, part in stage.own.items():
-            kept = self.optimizer.kept((index, via))
-            for number, piece in enumerate(pieces(stage.layout, stage.spans[via])):
-                values = {PARAMETER: piece.within(part), **(kept[number] if kept else {})}
+        for via, part in stage.owned.items():
+            kept = self.optimizer.state((index, via))
+            for number, piece in enumerate(pieces(stage.layout, stage.part_slices[via])):
+                values = {PARAMETER: piece.of_part(part), **(kept[number] if kept else {})}
                 copies = {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
                 own[piece.parameter].append((piece.begin, copies))
         return own
@@ -175,7 +175,7 @@ class CheckpointWriter:
             if index in divided:
                 values = divided[index]
             else:
-                of_optimizer = self.optimizer.kept((index, -1)) or [{} for _ in stage.names]
+                of_optimizer = self.optimizer.state((index, -1)) or [{} for _ in stage.names]
                 views = stage.views(stage.weights)
                 values = [{PARAMETER: view, **more} for view, more in zip(views, of_optimizer, strict=True)]
             for entry, of_parameter in zip(parameter_entries(self.setup.model, stage), values, strict=True):

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from mpirun.cli.options import ProfileOptions
 from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0
 from mpirun.comm.link_speed import measure_link_speed
-from mpirun.engine.build import interpreter
-from mpirun.engine.forward_backward import Act
+from mpirun.engine.act import Act
+from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.memory_tracker import Memory, measure
-from mpirun.engine.setup import training
+from mpirun.engine.memory_tracker import MemoryCount, track_memory
+from mpirun.engine.setup import set_up
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -74,7 +74,7 @@ class Profile:
         self.programs, splits = from_rank_0(comm, lambda: _schedules(options))
         self.split = options.split or splits
         self.current: Instruction | None = None
-        self.setup = training(comm, options.setup, self.programs[0].header)
+        self.setup = set_up(comm, options.setup, self.programs[0].header)
 
     def position(self) -> str:
         """The instruction being executed, for error messages; empty outside of a step."""
@@ -95,7 +95,7 @@ class Profile:
         """One that computes all stages on this rank alone, and its instructions."""
         program = self.programs[split]
         instructions = program.instructions(0)
-        return interpreter(MPI.COMM_SELF, program, instructions, self.setup), instructions
+        return build_interpreter(MPI.COMM_SELF, program, instructions, self.setup), instructions
 
     def _bytes(self) -> dict[str, object]:
         """Bytes by stage. The same in every run: no time comes in, nor what was measured before."""
@@ -104,7 +104,7 @@ class Profile:
         gc.disable()  # its moments are accidents: what only cycles of Python's objects keep, stays
         for split in (False, True):
             machine, instructions = self._interpreter(split)
-            with measure(self.setup.device.torch) as memory:
+            with track_memory(self.setup.device.torch) as memory:
                 for i, act in zip(instructions, machine.code, strict=True):
                     self.current = i
                     measured.setdefault((i.op, i.stage), []).append(_execute(machine, i, act, memory))
@@ -150,7 +150,7 @@ class Profile:
         """Execute and time every instruction once."""
         for i, act in zip(instructions, machine.code, strict=True):
             self.current = i
-            machine.compute.batches.clear()  # in a run, first and last stage make theirs on ranks of their own
+            machine.forward_backward.microbatches.clear()  # in a run they are made on several ranks
             begin = time.perf_counter()
             act()
             self.setup.device.finish()
@@ -158,9 +158,9 @@ class Profile:
         self.current = None
 
 
-def _execute(machine: Interpreter, i: Instruction, act: Act, memory: Memory) -> Bytes:
+def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
     """Execute an instruction and measure it."""
-    machine.compute.batches.clear()
+    machine.forward_backward.microbatches.clear()
     before = memory.live
     memory.reset_peak()
     act()
@@ -168,9 +168,9 @@ def _execute(machine: Interpreter, i: Instruction, act: Act, memory: Memory) -> 
     read, made = _buffers(machine.header.graph, i)
     # Copies replace the buffers: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
     for key in (*read, *made):
-        buffer = machine.buffers(*key)
+        buffer = machine.buffers.get(*key)
         buffer.value = buffer.value.clone()
-    return Bytes(before, peak, memory.live, sum(machine.buffers(*key).value.nbytes for key in made))
+    return Bytes(before, peak, memory.live, sum(machine.buffers.get(*key).value.nbytes for key in made))
 
 
 def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[BufferKey]]:

@@ -12,7 +12,7 @@ from typing import TextIO
 import numpy as np
 from tqdm import tqdm
 
-from mpirun.engine.interpreter import Result
+from mpirun.engine.optimizer_step import StepResult
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
@@ -29,7 +29,7 @@ class Progress:
         self.losses: list[float] = []
         self.seconds: list[float] = []
 
-    def step(self, step: int, result: Result, seconds: float) -> None:
+    def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Show a step, counted from 0, that is done."""
         loss = mean(result.losses, self.loss_weights)
         self.losses.append(loss)

@@ -19,13 +19,13 @@ from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import Stop, check_writable, on_rank_0, together
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.build import interpreter
-from mpirun.engine.interpreter import Result
-from mpirun.engine.memory_tracker import measure
-from mpirun.engine.nonfinite import origin
-from mpirun.engine.read_schedule import schedule
-from mpirun.engine.setup import training
-from mpirun.engine.trace import Trace
+from mpirun.engine.build import build_interpreter
+from mpirun.engine.memory_tracker import track_memory
+from mpirun.engine.nonfinite import find_nonfinite
+from mpirun.engine.optimizer_step import StepResult
+from mpirun.engine.read_schedule import read_schedule
+from mpirun.engine.setup import set_up
+from mpirun.engine.step_trace import StepTrace
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import BEAT, PHASE, ROW, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
@@ -40,9 +40,9 @@ class Run:
     def __init__(self, comm: MPI.Intracomm, options: RunOptions) -> None:
         """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
-        file = schedule(comm, options.file)
+        file = read_schedule(comm, options.file)
         self.program, self.first_line, self.header = file.program, file.first_line, file.program.header
-        self.all_ranks = file.whole if options.trace else None  # on rank 0
+        self.all_ranks = file.all_ranks if options.trace else None  # on rank 0
         self.instructions = self.program.instructions(comm.rank)
         self.watchdog = Watchdog(comm, self.first_line, self.instructions, options.timeout)
         with contextlib.ExitStack() as end:
@@ -56,10 +56,10 @@ class Run:
         self.begun = 0 if checkpoint is None else checkpoint.step  # steps done before this run
         if options.seed is None and checkpoint is not None:
             setup = replace(setup, seed=checkpoint.seed)
-        self.setup = training(comm, setup, self.header)
+        self.setup = set_up(comm, setup, self.header)
         self.memory = contextlib.ExitStack()
-        self.bytes = self.memory.enter_context(measure(self.setup.device.torch)) if options.memory else None
-        self.interpreter = interpreter(comm, self.program, self.instructions, self.setup, self.watchdog.state)
+        self.bytes = self.memory.enter_context(track_memory(self.setup.device.torch)) if options.memory else None
+        self.interpreter = build_interpreter(comm, self.program, self.instructions, self.setup, self.watchdog.state)
         self.writer = self._writer(checkpoint, sha256) if checkpoint or options.save else None
         self.progress = on_rank_0(comm, self._progress)
         self.verification: Verification | None = None
@@ -90,7 +90,7 @@ class Run:
         return writer
 
     def _progress(self) -> Progress:
-        batches, options = self.setup.batches, self.options
+        batches, options = self.setup.microbatches, self.options
         return Progress(self.begun, options.setup.steps, batches.tokens, batches.loss_weights, options.metrics)
 
     def position(self) -> str:
@@ -108,8 +108,8 @@ class Run:
             traced = min(traced, max(0, self.options.setup.steps - self.begun))
             trace = None
             if traced:
-                walks = traced * self.setup.walks
-                trace = Trace(self.interpreter, self.instructions, self.setup.device, walks)
+                walks = traced * self.setup.passes
+                trace = StepTrace(self.interpreter, self.instructions, self.setup.device, walks)
             saved = self._steps(trace, traced)
             if trace is not None and self.options.trace:
                 trace.write(self.comm, self.all_ranks, self.options.trace)
@@ -119,16 +119,16 @@ class Run:
             unsaved = self.options.save and self.begun < self.options.setup.steps and not saved
             return code or int(bool(unsaved))
 
-    def _steps(self, trace: Trace | None, traced: int) -> bool:
+    def _steps(self, trace: StepTrace | None, traced: int) -> bool:
         """All steps, of which the last `traced` are traced; whether the end is saved. A Stop if asked to leave."""
         steps, saved = self.options.setup.steps, False
         for step in range(self.begun, steps):
             if trace is not None and step == steps - traced:
                 trace.begin()
             begin = time.perf_counter()
-            result = self.interpreter.learn(step) if step == self.begun else self.interpreter.run(step)
+            result = self.interpreter.run_first(step) if step == self.begun else self.interpreter.run(step)
             seconds = time.perf_counter() - begin
-            if not self.interpreter.sound:
+            if not self.interpreter.optimizer_step.finite:
                 self._not_finite(step, result)
             if self.verification is not None:
                 self.verification.add_losses(result.losses)
@@ -152,7 +152,7 @@ class Run:
         """After this step; when asked again later, at once. Slurm may ask twice in a second."""
         if self.asked is None:
             self.asked = time.monotonic()
-            self.interpreter.leave = True
+            self.interpreter.optimizer_step.leave_requested = True
         elif time.monotonic() - self.asked > ASKED_TWICE:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
@@ -164,10 +164,10 @@ class Run:
         what = "saved" if saved else "nothing is saved"
         raise Stop(f"asked to leave (SIGTERM): {what} after step {steps}", LEFT, speaker=0)
 
-    def _not_finite(self, step: int, result: Result) -> None:
+    def _not_finite(self, step: int, result: StepResult) -> None:
         """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
         rank, stop = self.comm.rank, self.options.setup.on_nan == "stop"
-        first = origin(self.header, self.instructions, self.setup.shapes, rank, result)
+        first = find_nonfinite(self.header, self.instructions, self.setup.shapes, rank, result)
         sentence = ""
         if first is not None:
             row, what = first

@@ -1,4 +1,4 @@
-"""The named values of a rank."""
+"""The named values of a rank (x, g, w, dw), each with the transfers under way that fill it or read it."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a 
 
 
 class Buffer:
-    """A named value on this rank: what it holds, what brings it and what takes it away.
+    """A named value, the receive that fills it, and the sends that read it, with the rows that began them."""
 
-    Rows are those of the instructions that began the transfers.
-    """
-
-    __slots__ = ("arriving", "leaving", "row", "value")
+    __slots__ = ("arriving", "receive_row", "sends", "value")
 
     def __init__(self) -> None:
+        """An empty buffer without transfers."""
         self.value: Any = None
         self.arriving: Done | None = None
-        self.row = NO_ROW
-        self.leaving: list[tuple[Done, int]] = []
+        self.receive_row = NO_ROW
+        self.sends: list[tuple[Done, int]] = []
 
 
 class Buffers:
+    """The buffers of a rank by name, and the waits for their transfers."""
+
     def __init__(self, transport: Transport) -> None:
+        """`transport`: what moves the transfers while a wait lasts."""
         self.transport = transport
-        self.named: dict[Key, Buffer] = {}
+        self.by_name: dict[Key, Buffer] = {}
 
-    def __call__(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> Buffer:
-        return self.named.setdefault((kind, stage, mb, via), Buffer())
+    def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> Buffer:
+        """The buffer of a name, made when it is first asked for; `via`: a consumer of x or g, a part of w or dw."""
+        return self.by_name.setdefault((kind, stage, mb, via), Buffer())
 
-    def ready(self, buffer: Buffer) -> Any:
-        """The value of a buffer, once it is there."""
+    def wait_value(self, buffer: Buffer) -> Any:
+        """The value of a buffer, once it has arrived."""
         if buffer.arriving is not None:
-            self.transport.wait(buffer.arriving, buffer.row)
+            self.transport.wait(buffer.arriving, buffer.receive_row)
             buffer.arriving = None
         return buffer.value
 
-    def all_ready(self, buffers: Sequence[Buffer]) -> None:
+    def wait_values(self, buffers: Sequence[Buffer]) -> None:
+        """Wait until all of them have arrived."""
         for buffer in buffers:
-            self.ready(buffer)
+            self.wait_value(buffer)
 
-    def left(self, buffer: Buffer) -> None:
-        """Wait until a buffer has left for everyone it was sent to."""
-        for done, row in buffer.leaving:
+    def wait_sent(self, buffer: Buffer) -> None:
+        """Wait until all sends of a buffer are done."""
+        for done, row in buffer.sends:
             self.transport.wait(done, row)
-        buffer.leaving.clear()
+        buffer.sends.clear()

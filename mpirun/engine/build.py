@@ -1,4 +1,4 @@
-"""One rank's interpreter, with everything it needs in place."""
+"""One rank's interpreter, built with everything that it needs: stages, memory slots, transport, optimizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import together
 from mpirun.comm.transport import NO_ROW, make_transport
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.loss import check_order
-from mpirun.engine.memory_slots import Memory
+from mpirun.engine.loss import check_forwards_first
+from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.setup import Training
-from mpirun.engine.stage import Stage
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
@@ -21,27 +21,34 @@ from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
 
 
-def interpreter(
+def build_interpreter(
     comm: MPI.Intracomm,
     program: Program,
     instructions: Sequence[Instruction],
-    of: Training,
+    setup: Setup,
     state: memoryview | None = None,
 ) -> Interpreter:
-    """`program`: this rank's rows; `instructions`: the same one by one; `state`: for the watchdog. Collective."""
+    """Collective; Stop if the model does not fit the schedule.
+
+    program, instructions  this rank's list, as rows and one by one
+    state                  the words that the watchdog looks at; None: there is no watchdog
+    """
     header = program.header
-    if of.model.loss_of == "minibatch":
-        together(comm, lambda: check_order(header, instructions))
-    memory = Memory(comm, program, instructions, of)
-    stages = together(comm, lambda: _stages(comm.rank, header, instructions, memory, of))
-    owned = {stage: one for stage, one in stages.items() if one.own}
+    if setup.model.loss_of == "minibatch":
+        together(comm, lambda: check_forwards_first(header, instructions))
+    slots = MemorySlots(
+        comm, program, instructions, setup.shapes, setup.dataflows[0], setup.canonical, setup.device.torch
+    )
+    stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
+    owned = {index: stage for index, stage in stages.items() if stage.owned}
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
-    transport = make_transport(comm, header.groups, of.device, of.crowded, show_waits(state))
-    return Interpreter(header, instructions, stages, memory, transport, state, of, Optimizer(of.recipe, owned))
+    transport = make_transport(comm, header.groups, setup.device, setup.crowded, _show_waits(state))
+    optimizer = Optimizer(setup.recipe, owned)
+    return Interpreter(header, instructions, stages, slots, transport, state, setup, optimizer)
 
 
-def show_waits(state: memoryview) -> Callable[[int | None], None]:
-    """What a transport calls when a wait begins and ends: the watchdog then sees what this rank waits for."""
+def _show_waits(state: memoryview) -> Callable[[int | None], None]:
+    """What a transport calls when a wait begins and ends, so that the watchdog sees what this rank waits for."""
 
     def show(row: int | None) -> None:
         state[WAIT] = NOTHING if row is None else OTHERS if row == NO_ROW else row
@@ -49,32 +56,29 @@ def show_waits(state: memoryview) -> Callable[[int | None], None]:
     return show
 
 
-def _stages(
-    rank: int, header: Header, instructions: Sequence[Instruction], memory: Memory, of: Training
-) -> dict[int, Stage]:
-    """The stages this rank owns, computes or adds gradients of."""
-    mine = {
-        stage: [via for via in header.weight_shards.parts(stage) if rank in header.weight_shards.holders(stage, via)]
-        for stage in range(header.stages)
-    }
-    owned = {stage for stage, parts in mine.items() if len(parts) == len(header.weight_shards.parts(stage))}
-    needed = {stage for stage, parts in mine.items() if parts} | {
-        i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)
-    }
+def _local_stages(
+    rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
+) -> dict[int, LocalStage]:
+    """By number, the stages that this rank owns, computes, or adds or passes on gradients of."""
+    shards = header.weight_shards
+    named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages = {}
-    for stage in sorted(needed):
-        module = build_stage(of.model, stage, of.seed)
-        place = None if stage in owned else memory.weights(stage)
-        stages[stage] = Stage(
-            module,
-            stage,
-            of.shapes[stage],
-            of.device,
-            stage in owned,
-            place,
-            of.mixed,
-            header.weight_shards.parts(stage),
-            mine[stage],
+    for index in range(header.stages):
+        parts = shards.parts(index)
+        owned = [part for part in parts if rank in shards.holders(index, part)]
+        if not owned and index not in named:
+            continue
+        owns_all = len(owned) == len(parts)
+        stages[index] = LocalStage(
+            build_stage(setup.model, index, setup.seed),
+            index,
+            setup.shapes[index],
+            setup.device,
+            owns_all,
+            None if owns_all else slots.weights(index),
+            setup.autocast_dtype,
+            parts,
+            owned,
         )
-        stages[stage].shared = of.model.tied_to_earlier(stage, stages[stage].names)
+        stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
     return stages

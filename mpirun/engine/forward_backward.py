@@ -1,4 +1,4 @@
-"""FWD, BWD and their parts: each prepared once, as a function without arguments that knows its operands."""
+"""FWD, RECOMPUTE, BWD, BWD_I and BWD_W: the jobs of a rank, each prepared once as an act that knows its operands."""
 
 from __future__ import annotations
 
@@ -10,82 +10,90 @@ import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch, to_device
+from mpirun.engine.act import Act, Position
 from mpirun.engine.buffers import Buffers
-from mpirun.engine.grad_buffer import Gradient
-from mpirun.engine.loss import WholeLoss
-from mpirun.engine.memory_slots import Memory
-from mpirun.engine.setup import Training
+from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.loss import MinibatchLoss, scaled_loss
+from mpirun.engine.memory_slots import MemorySlots
+from mpirun.engine.setup import Setup
 from mpirun.engine.split_backward import WeightHalf
-from mpirun.engine.stage import Finish, Saved, Stage
-from mpirun.engine.weight_versions import Versions
+from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
+from mpirun.engine.weight_versions import WeightVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
-from mpirun.model.shapes import loss_input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind, Op
 
-Act = Callable[[], None]
 
-
-class Job:
-    """What a forward, or the first half of a backward, leaves for later."""
+class PendingBackward:
+    """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
     __slots__ = ("half", "saved")
-    saved: Saved
+    saved: SavedForward
     half: WeightHalf | None
 
 
-class Compute:
+class ForwardBackward:
+    """Prepares the jobs. A method takes the row of an instruction and the instruction, and returns the act."""
+
     def __init__(
         self,
         header: Header,
         instructions: Sequence[Instruction],
-        stages: dict[int, Stage],
-        versions: Versions,
+        stages: dict[int, LocalStage],
+        versions: WeightVersions,
         buffers: Buffers,
-        gradient: Callable[[int], Gradient],
-        memory: Memory,
-        training: Training,
+        grad_buffers: GradBuffers,
+        slots: MemorySlots,
+        setup: Setup,
+        position: Position,
     ) -> None:
-        self.header, self.stages, self.buffers, self.gradient, self.memory = header, stages, buffers, gradient, memory
-        self.of, self.dataflows, self.versions = training, training.dataflows, versions  # dataflows by microbatch
-        self.now, self.walk = 0, 0  # the step being executed, and how often it has been through the list
-        self.jobs: dict[tuple[int, int], Job] = {}
-        self.batches: dict[int, Microbatch] = {}
-        self.readers: dict[int, object] = {}  # of each microbatch: the last to read it
-        self.one: Tensor | None = None
-        self.whole_loss = WholeLoss(training.model, header.microbatches, training.device.kind, training.mixed)
-        self.losses: dict[int, Tensor] = {}  # by microbatch
+        """`instructions`: all of this rank; `position`: the step and pass in which an act is called."""
+        self.header, self.stages, self.versions, self.buffers = header, stages, versions, buffers
+        self.grad_buffers, self.slots, self.setup, self.position = grad_buffers, slots, setup, position
+        self.dataflows, self.device = setup.dataflows, setup.device.torch
+        self.pending: dict[tuple[int, int], PendingBackward] = {}  # by stage and microbatch
+        self.microbatches: dict[int, Microbatch] = {}  # those that are still to be read
+        self.last_reader: dict[int, object] = {}  # by microbatch
+        self.loss_gradient: Tensor | None = None
+        device_type = setup.device.kind
+        self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, device_type, setup.autocast_dtype)
+        self.losses: dict[int, Tensor] = {}  # by microbatch, since the last NORM
         self.saves = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.saves -= {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
 
-    def fwd(self, i: Instruction) -> Act:
+    # Forward
+
+    def fwd(self, row: int, i: Instruction) -> Act:
+        """FWD: compute a stage's outputs and put them, by consumer where these read different ones, into buffers x."""
         forward = self._forward(i, (i.stage, i.mb) in self.saves)
-        if self._ends_in_whole_loss(i):
-            return self._whole_loss(i, forward)
-        vias = self.header.graph.output_consumers(i.stage)
-        given = [self.buffers(Kind.X, i.stage, i.mb, via) for via in vias]
-        if not self.header.graph.consumers[i.stage]:  # the loss
+        if self._has_minibatch_loss(i):
+            return self._collect_outputs(i, forward)
+        graph = self.header.graph
+        consumers = graph.output_consumers(i.stage)
+        buffers = [self.buffers.get(Kind.X, i.stage, i.mb, consumer) for consumer in consumers]
+        if not graph.consumers[i.stage]:  # the loss
             bundles = [Bundle([0], [TensorSpec((), torch.float32)])]
         else:
-            bundles = [self.dataflows[i.mb].bundle(Kind.X, i.stage, via) for via in vias]
+            bundles = [self.dataflows[i.mb].bundle(Kind.X, i.stage, consumer) for consumer in consumers]
         if len(bundles) == 1 and bundles[0].indices == (0,):
-            (one,) = given
+            (buffer,) = buffers
 
             def act() -> None:
-                one.value = forward()[0]
+                buffer.value = forward()[0]
 
             return act
 
-        device = self.of.device.torch
+        device = self.device
 
-        def act_parts() -> None:
+        def act_with_bundles() -> None:
             outputs = forward()
-            for buffer, bundle in zip(given, bundles, strict=True):
+            for buffer, bundle in zip(buffers, bundles, strict=True):
                 buffer.value = bundle.pack([outputs[index] for index in bundle.indices], device)
 
-        return act_parts
+        return act_with_bundles
 
-    def recompute(self, i: Instruction) -> Act:
+    def recompute(self, row: int, i: Instruction) -> Act:
+        """RECOMPUTE: do the forward again, only for what its backward needs."""
         forward = self._forward(i, save=True)
 
         def act() -> None:
@@ -94,176 +102,180 @@ class Compute:
         return act
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
-        stage, weights, job, mb = self._stage(i), self._weights(i), self._job(i), i.mb
-        producers = self.header.graph.producers[i.stage]
-        inputs = [self.buffers(Kind.X, p, mb, self.header.graph.output_consumer(p, i.stage)) for p in producers]
-        dataflow = self.dataflows[mb]
+        """What computes the outputs of a forward job, and saves for its backward if `save`."""
+        stage, weights, pending, mb = self._stage(i), self._wait_for_weights(i), self._pending(i), i.mb
+        graph, dataflow = self.header.graph, self.dataflows[i.mb]
+        producers = graph.producers[i.stage]
+        inputs = [self.buffers.get(Kind.X, p, mb, graph.output_consumer(p, i.stage)) for p in producers]
         bundles = [dataflow.x(p, i.stage) for p in producers]
-        plain = all(len(bundle.indices) == 1 for bundle in bundles)
-        arguments, like = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
-        read = self._reader(mb, save) if arguments.reads_input else None
-        inner = self.header.graph.consumers[i.stage] or self._ends_in_whole_loss(i)
-        finish = None if inner else self._scaled_loss(i, save)
-        ready = self.buffers.ready
+        packed = any(len(bundle.indices) != 1 for bundle in bundles)
+        arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
+        read = self._microbatch_reader(mb, save) if arguments.reads_input else None
+        has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
+        loss = self._scaled_loss(i, save) if has_loss else None
+        wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
+        microbatches = self.header.microbatches
 
         def forward() -> list[Tensor]:
             weights()
-            given = [ready(x) for x in inputs]
-            if not plain:
-                given = [x for message, bundle in zip(given, bundles, strict=True) for x in bundle.unpack(message)]
+            values = [wait_value(x) for x in inputs]
+            if packed:
+                values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             leaves = () if read is None else read().leaves
-            stage.layer_rng.at = (self.of.seed, self.now, self.walk * self.header.microbatches + mb)
-            outputs, saved = stage.forward(given, finish, save, lambda values: arguments(values, leaves), like)
+            stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
+            outputs, saved = stage.forward(values, loss, save, lambda values: arguments(values, leaves), specs)
             if saved is not None:
-                job.saved = saved
+                pending.saved = saved
             return outputs
 
         return forward
 
-    def _ends_in_whole_loss(self, i: Instruction) -> bool:
-        return self.of.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
+    def _scaled_loss(self, i: Instruction, save: bool) -> LossFunction:
+        """The loss of a microbatch, as `loss.scaled_loss`; of several shards, the first records it."""
+        mb, losses = i.mb, self.losses
+        first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
 
-    def _whole_loss(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
-        """The last stage's forward, whose outputs wait for those of all microbatches."""
-        x, loss, read, mb = self.buffers(Kind.X, i.stage, i.mb), self.whole_loss, self._reader(i.mb, save=False), i.mb
+        def record(loss: Tensor) -> None:
+            losses[mb] = loss
+
+        read, has_versions = self._microbatch_reader(mb, save), bool(self.header.weight_versions)
+        return scaled_loss(
+            self.setup.model, read, has_versions, save, record if i.op == Op.FWD and first_shard else None
+        )
+
+    def _has_minibatch_loss(self, i: Instruction) -> bool:
+        return self.setup.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
+
+    def _collect_outputs(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
+        """The last stage's forward where the loss is of the whole minibatch."""
+        x, read, mb = self.buffers.get(Kind.X, i.stage, i.mb), self._microbatch_reader(i.mb, save=False), i.mb
 
         def act() -> None:
             x.value = forward()
-            loss.take(mb, x.value, read().target)
-            self.losses |= loss.losses
-            loss.losses = {}
+            self.minibatch_loss.add_outputs(mb, x.value, read().target)
+            self.losses |= self.minibatch_loss.losses
+            self.minibatch_loss.losses = {}
 
         return act
 
-    def _scaled_loss(self, i: Instruction, save: bool) -> Finish:
-        """The microbatch's share of the loss: its gradients then add up to the mean's, but to updates of their own."""
-        read, mb, versions = self._reader(i.mb, save), i.mb, self.header.weight_versions.count
+    def _microbatch_reader(self, mb: int, save: bool) -> Callable[[], Microbatch]:
+        """What reads a microbatch, which the first reader makes and the last one forgets.
 
-        first = self.header.tensor_parallel.siblings(i.stage)[0]
-
-        def finish(outputs: list[Tensor]) -> Tensor:
-            batch = read()
-            loss = self.of.model.loss(loss_input(outputs), batch.target).reshape(())
-            if save and not loss.requires_grad:
-                raise ValueError("the loss has no gradient: it depends on no parameter")
-            if i.op == Op.FWD and i.stage == first:  # other shards have the same
-                self.losses[mb] = loss.detach()
-            return loss / (1 if versions else batch.loss_divisor)
-
-        return finish
-
-    def _reader(self, mb: int, save: bool) -> Callable[[], Microbatch]:
-        """What reads a microbatch: made for the first reader, forgotten after the last.
-
-        A forward that saves nothing for its backward does not save them either.
+        If the forward saves nothing for its backward, its reader forgets the microbatch too.
         """
-        me = self.readers[mb] = object()
+        reader = self.last_reader[mb] = object()
 
         def read() -> Microbatch:
-            if mb not in self.batches:
-                number = self.walk * self.header.microbatches + mb
-                device = self.of.device.torch
-                self.batches[mb] = to_device(self.of.batches(self.now, number), device)
-            last = not save or self.readers[mb] is me
-            return self.batches.pop(mb) if last else self.batches[mb]
+            if mb not in self.microbatches:
+                number = self.position.accumulation_pass * self.header.microbatches + mb
+                self.microbatches[mb] = to_device(self.setup.microbatches(self.position.step, number), self.device)
+            last = not save or self.last_reader[mb] is reader
+            return self.microbatches.pop(mb) if last else self.microbatches[mb]
 
         return read
 
-    def _stage(self, i: Instruction) -> Stage:
-        """With the version of its weights that the instruction names."""
-        return self.versions.at(i.stage, i.peer) if i.peer >= 0 else self.stages[i.stage]
+    # Backward
 
-    def _weights(self, i: Instruction) -> Callable[[], object]:
-        """What waits for the stage's weights, all parts of them."""
-        parts = [self.buffers(Kind.W, i.stage, via=via) for via in self.header.weight_shards.parts(i.stage)]
-        return partial(self.buffers.ready, parts[0]) if len(parts) == 1 else partial(self.buffers.all_ready, parts)
-
-    def _job(self, i: Instruction) -> Job:
-        return self.jobs.setdefault((i.stage, i.mb), Job())
-
-    def bwd(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
-        incoming, outgoing = self._incoming(i), self._outgoing(i)
-        gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
+    def bwd(self, row: int, i: Instruction) -> Act:
+        """BWD: the gradients of the inputs go into buffers g, those of the weights are added to dw."""
+        stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
+        output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
+        gradient, key = self.grad_buffers.of_stage(i.stage), self.slots.row_key(i.mb)
 
         def act() -> None:
-            given, saved = incoming(), job.saved
+            gradients, saved = output_gradients(), pending.saved
             weights()
-            gradient.use(key, stage)
-            stage.backward(saved, given)
-            del job.saved
-            outgoing(saved)
+            gradient.attach(key, stage)
+            stage.backward(saved, gradients)
+            del pending.saved
+            give_gradients(saved)
 
         return act
 
-    def bwd_i(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
-        incoming, outgoing = self._incoming(i), self._outgoing(i)
+    def bwd_i(self, row: int, i: Instruction) -> Act:
+        """BWD_I: the gradients of the inputs only; BWD_W continues with what it leaves."""
+        stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
+        output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
 
         def act() -> None:
-            given, saved = incoming(), job.saved
+            gradients, saved = output_gradients(), pending.saved
             weights()
-            job.half = stage.backward_input(saved, given)
-            del job.saved
-            outgoing(saved)
+            pending.half = stage.backward_input(saved, gradients)
+            del pending.saved
+            give_gradients(saved)
 
         return act
 
-    def bwd_w(self, i: Instruction) -> Act:
-        stage, job, weights = self._stage(i), self._job(i), self._weights(i)
-        gradient, key = self.gradient(i.stage), self.memory.row(i.mb)
+    def bwd_w(self, row: int, i: Instruction) -> Act:
+        """BWD_W: the gradients of the weights, added to dw."""
+        stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
+        gradient, key = self.grad_buffers.of_stage(i.stage), self.slots.row_key(i.mb)
 
         def act() -> None:
             weights()
-            gradient.add(key, stage.backward_weight(job.half))
-            del job.half
+            gradient.add(key, stage.backward_weight(pending.half))
+            del pending.half
 
         return act
 
-    def _incoming(self, i: Instruction) -> Callable[[], list[Tensor | None]]:
-        """The gradients of the stage's outputs: its consumers' shares added in their order."""
-        consumers = self.header.graph.consumers[i.stage]
-        if self._ends_in_whole_loss(i):
-            return lambda: self.whole_loss.gradients(i.mb)
+    def _output_gradients(self, i: Instruction) -> Callable[[], list[Tensor | None]]:
+        """What gives the gradients of the stage's outputs: the sums of its consumers' g, in their order."""
+        graph = self.header.graph
+        consumers = graph.consumers[i.stage]
+        if self._has_minibatch_loss(i):
+            return lambda: self.minibatch_loss.take_gradients(i.mb)
         if not consumers:  # of the loss with respect to itself
-            one = self.one = torch.ones((), device=self.of.device.torch) if self.one is None else self.one
+            if self.loss_gradient is None:
+                self.loss_gradient = torch.ones((), device=self.device)
+            one = self.loss_gradient
             return lambda: [one]
-        shares = [
-            self.buffers(Kind.G, i.stage, i.mb, self.header.graph.gradient_consumer(i.stage, c)) for c in consumers
-        ]
+        buffers = [self.buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
         bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
-        ready, count = self.buffers.ready, len(self.of.shapes[i.stage].outputs)
-        if len(shares) == count == len(bundles[0].indices) == 1:
-            return lambda: [ready(shares[0])]
+        wait_value, count = self.buffers.wait_value, len(self.setup.shapes[i.stage].outputs)
+        if len(buffers) == count == len(bundles[0].indices) == 1:
+            return lambda: [wait_value(buffers[0])]
 
         def added() -> list[Tensor | None]:
-            found: list[Tensor | None] = [None] * count
-            for share, bundle in zip(shares, bundles, strict=True):
-                for index, part in zip(bundle.indices, bundle.unpack(ready(share)), strict=True):
-                    before = found[index]
-                    found[index] = part if before is None else before + part
-            return found
+            sums: list[Tensor | None] = [None] * count
+            for buffer, bundle in zip(buffers, bundles, strict=True):
+                for index, gradient in zip(bundle.indices, bundle.unpack(wait_value(buffer)), strict=True):
+                    before = sums[index]
+                    sums[index] = gradient if before is None else before + gradient
+            return sums
 
         return added
 
-    def _outgoing(self, i: Instruction) -> Callable[[Saved], None]:
-        """What hands on the gradients of a job's inputs."""
-        producers = self.header.graph.producers[i.stage]
-        shares = [self.buffers(Kind.G, p, i.mb, self.header.graph.gradient_consumer(p, i.stage)) for p in producers]
-        dataflow = self.dataflows[i.mb]
+    def _give_gradients(self, i: Instruction) -> Callable[[SavedForward], None]:
+        """What puts the gradients of a job's inputs into the buffers g of its producers."""
+        graph, dataflow, device = self.header.graph, self.dataflows[i.mb], self.device
+        producers = graph.producers[i.stage]
+        buffers = [self.buffers.get(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in producers]
         bundles = [dataflow.g(p, i.stage) for p in producers]
-        # Of the values that the stage was given, those that are numbers.
-        numbers = [
+        is_floating_point = [
             dataflow.outputs[p][index].dtype.is_floating_point
             for p in producers
             for index in dataflow.x(p, i.stage).indices
         ]
 
-        device = self.of.device.torch
+        def give_gradients(saved: SavedForward) -> None:
+            gradients = iter(saved.take_gradients(is_floating_point) if buffers else ())
+            for buffer, bundle in zip(buffers, bundles, strict=True):
+                buffer.value = bundle.pack(list(itertools.islice(gradients, len(bundle.indices))), device)
 
-        def hand_on(saved: Saved) -> None:
-            values = iter(saved.gradients(numbers) if shares else ())
-            for share, bundle in zip(shares, bundles, strict=True):
-                share.value = bundle.pack(list(itertools.islice(values, len(bundle.indices))), device)
+        return give_gradients
 
-        return hand_on
+    # Both
+
+    def _stage(self, i: Instruction) -> LocalStage:
+        """The stage, with the version of its weights that the instruction names."""
+        return self.versions.at(i.stage, i.version) if i.version >= 0 else self.stages[i.stage]
+
+    def _wait_for_weights(self, i: Instruction) -> Callable[[], object]:
+        """What waits until the stage's weights, all parts of them, have arrived."""
+        parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.header.weight_shards.parts(i.stage)]
+        if len(parts) == 1:
+            return partial(self.buffers.wait_value, parts[0])
+        return partial(self.buffers.wait_values, parts)
+
+    def _pending(self, i: Instruction) -> PendingBackward:
+        return self.pending.setdefault((i.stage, i.mb), PendingBackward())

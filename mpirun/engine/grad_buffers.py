@@ -1,100 +1,212 @@
-"""All dw of a rank: where each lies, when it is zero again, and which of them one owner adds up alone."""
+"""dw.s on a rank: buffers that sum the gradient of a stage's weights over backwards and over ranks.
+
+A buffer has rows of the same length, each with a key:
+- Usually there is one row, to which every backward adds.
+- With --canonical there is one row a microbatch. They are added up at the very end, in the order of the microbatches,
+  so that every scheme gives the bits of one process that goes through the microbatches one by one.
+- If the weights are divided, backwards add to rows of all weights. A part that the rank owns has rows of its own. To
+  these are added what other ranks send, and, after the last backward, what lies in the part of the rank's own rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from mpirun.engine.grad_buffer import Gradient, Part
-from mpirun.engine.memory_slots import Memory
-from mpirun.engine.stage import Stage
+import torch
+from torch import Tensor
+
+from mpirun.engine.act import Act
+from mpirun.engine.memory_slots import MemorySlots
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 
-Act = Callable[[], None]
+
+class GradBuffer:
+    """dw.s: rows of shape (n,), laid out as the stage's flat weights are."""
+
+    def __init__(self, stage: LocalStage, keys: Sequence[int], memory: Tensor) -> None:
+        """`keys`: of the rows, ascending; `memory`: shape (len(keys) * n,), used as it is."""
+        self.stage, self.keys = stage, list(keys)
+        self.data = memory.view(len(self.keys), stage.size)
+        self.views = {key: stage.views(row) for key, row in zip(self.keys, self.data, strict=True)}
+        self.autograd_adds_to: tuple[int, LocalStage] | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """The first row, shape (n,), which is the sum in the end."""
+        return self.data[0]
+
+    def zero(self) -> None:
+        """Set all rows to zero."""
+        self.data.zero_()
+
+    def attach(self, key: int, stage: LocalStage) -> None:
+        """Make autograd add to the row of `key`; `stage`: the version of the stage whose backward runs."""
+        if (key, stage) != self.autograd_adds_to:
+            self.autograd_adds_to = key, stage
+            for parameter, view in zip(stage.parameters, self.views[key], strict=True):
+                parameter.grad = view
+
+    def add(self, key: int, grads: Sequence[Tensor | None]) -> None:
+        """Add gradients of the parameters to the row of `key`; None counts as zero."""
+        pairs = [(view, grad) for view, grad in zip(self.views[key], grads, strict=True) if grad is not None]
+        if pairs:
+            views, summands = zip(*pairs, strict=True)
+            torch._foreach_add_(views, summands)
+
+    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
+        """Add a partial sum that was received, shape (len(keys), n)."""
+        if len(self.keys) == 1:
+            self.data += rows
+        else:
+            self.data[[self.keys.index(key) for key in keys]] += rows
+
+    def sum_rows(self) -> None:
+        """Add all rows to the first, in the order of their keys."""
+        for row in self.data[1:]:
+            self.data[0] += row
+
+    def message(self) -> tuple[Tensor, Act | None]:
+        """The tensor that is sent, shape (rows, n), and what fills it just before; None: it is the rows themselves."""
+        return self.data, None
 
 
-class Gradients:
-    def __init__(self, header: Header, stages: Mapping[int, Stage], memory: Memory, rank: int) -> None:
-        self.header, self.stages, self.memory, self.rank = header, stages, memory, rank
-        self.whole: dict[int, Gradient] = {}  # by stage
-        self.parts: dict[Unit, Part] = {}
-        self.added: set[Unit] = set()  # what is owned and has an instruction that adds up the rows
+class PartGradBuffer:
+    """dw.s/k: rows of shape (m,), which are either its own or slices of the rows of all weights."""
 
-    def __call__(self, stage: int) -> Gradient:
+    def __init__(self, keys: Sequence[int], rows: Sequence[Tensor], sliced_from: GradBuffer | None) -> None:
+        """`rows`: one for each key; `sliced_from`: the buffer that they are slices of."""
+        self.keys, self.rows, self.sliced_from = list(keys), list(rows), sliced_from
+
+    @property
+    def total(self) -> Tensor:
+        """The first row, shape (m,), which is the sum in the end."""
+        return self.rows[0]
+
+    def zero(self) -> None:
+        """Set all rows to zero."""
+        for row in self.rows:
+            row.zero_()
+
+    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
+        """Add a partial sum that was received, shape (len(keys), m)."""
+        places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
+        for place, row in zip(places, rows, strict=True):
+            self.rows[place] += row
+
+    def add_slices(self, buffer: GradBuffer, span: slice) -> None:
+        """Add the rank's own sums: of every row of all weights the slice that is this part."""
+        for key, row in zip(buffer.keys, buffer.data[:, span], strict=True):
+            if key in self.keys:  # rows with other keys belong to sums that the rank only passes on
+                self.rows[self.keys.index(key)] += row
+
+    def sum_rows(self) -> None:
+        """Add all rows to the first, in the order of their keys."""
+        for row in self.rows[1:]:
+            self.rows[0] += row
+
+    def message(self) -> tuple[Tensor, Act | None]:
+        """As `GradBuffer.message`, shape (rows, m): several rows do not lie in one piece and are packed."""
+        if len(self.rows) == 1:
+            return self.rows[0], None
+        packed = torch.empty((len(self.rows), len(self.total)), dtype=self.total.dtype, device=self.total.device)
+
+        def pack() -> None:
+            torch.stack(self.rows, out=packed)
+
+        return packed, pack
+
+
+class GradBuffers:
+    """All grad buffers of a rank: where each lies, and which instructions set it to zero or complete it."""
+
+    def __init__(self, header: Header, stages: Mapping[int, LocalStage], slots: MemorySlots, rank: int) -> None:
+        """`stages`: by number, those that this rank owns or computes or whose gradients it passes on."""
+        self.header, self.stages, self.slots, self.rank = header, stages, slots, rank
+        self.by_stage: dict[int, GradBuffer] = {}
+        self.by_part: dict[Unit, PartGradBuffer] = {}
+        self.rows_claimed: set[Unit] = set()
+
+    def of_stage(self, stage: int) -> GradBuffer:
         """dw.s"""
-        if stage not in self.whole:
-            self.whole[stage] = Gradient(self.stages[stage], *self.memory.gradient(self.stages[stage]))
-        return self.whole[stage]
+        if stage not in self.by_stage:
+            self.by_stage[stage] = GradBuffer(self.stages[stage], *self.slots.gradient(self.stages[stage]))
+        return self.by_stage[stage]
 
-    def part(self, unit: Unit) -> Gradient | Part:
-        """The rows of dw.s, or of a part of it."""
-        stage, via = self.stages[unit[0]], unit[1]
-        if via < 0:
-            return self(unit[0])
-        if unit not in self.parts:
-            keys = self.memory.keys(self.rank, *unit) or [-1]
-            if stage.apart and via in stage.own:
-                rows = stage.own[via].new_zeros((len(keys), len(stage.own[via])))
-                self.parts[unit] = Part(keys, list(rows), None)
+    def of_unit(self, unit: Unit) -> GradBuffer | PartGradBuffer:
+        """dw.s, or dw.s/k where the weights of the stage are divided."""
+        stage, part = self.stages[unit[0]], unit[1]
+        if part < 0:
+            return self.of_stage(unit[0])
+        if unit not in self.by_part:
+            keys = self.slots.keys(self.rank, *unit) or [-1]
+            if stage.owns_separate_parts and part in stage.owned:
+                rows = stage.owned[part].new_zeros((len(keys), len(stage.owned[part])))
+                self.by_part[unit] = PartGradBuffer(keys, list(rows), None)
             else:
-                whole = self(unit[0])
-                views = [whole.data[whole.keys.index(key), stage.spans[via]] for key in keys]
-                self.parts[unit] = Part(keys, views, whole)
-        return self.parts[unit]
+                buffer = self.of_stage(unit[0])
+                slices = [buffer.data[buffer.keys.index(key), stage.part_slices[part]] for key in keys]
+                self.by_part[unit] = PartGradBuffer(keys, slices, buffer)
+        return self.by_part[unit]
 
-    def owned(self) -> dict[Unit, Gradient | Part]:
-        """Of all weights that this rank owns."""
-        return {(s, via): self.part((s, via)) for s, stage in self.stages.items() for via in stage.own}
+    def owned(self) -> dict[Unit, GradBuffer | PartGradBuffer]:
+        """The buffers of all units that this rank owns."""
+        return {(s, part): self.of_unit((s, part)) for s, stage in self.stages.items() for part in stage.owned}
 
-    def single(self, owned: Mapping[Unit, Gradient | Part]) -> list[Gradient | Part]:
-        """Of what has one owner, those whose rows nobody has added up yet."""
-        mine = [unit for unit in owned if len(self.header.weight_shards.holders(*unit)) == 1 and unit not in self.added]
-        self.added.update(mine)
-        return [owned[unit] for unit in mine]
+    def claim_row_sums(self, units: Mapping[Unit, GradBuffer | PartGradBuffer]) -> list[GradBuffer | PartGradBuffer]:
+        """The buffers whose rows the caller has to sum: of units with one owner, not claimed by an earlier caller.
 
-    def begins(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """(row, what it does first): instructions that define dw.stage, or a part, make it zero.
-
-        What lies in the rows of all weights is made zero with them, once.
+        An ALLREDUCE sums the rows of a unit with several owners.
         """
-        found: list[tuple[int, Act]] = []
-        begun: set[int] = set()
-        for row, unit in _defined(instructions, self.header):
-            one = self.part(unit)
-            if isinstance(one, Part) and one.within is not None:
-                if unit[0] not in begun:
-                    begun.add(unit[0])
-                    found.append((row, one.within.begin))
+        holders = self.header.weight_shards.holders
+        claimed = [unit for unit in units if len(holders(*unit)) == 1 and unit not in self.rows_claimed]
+        self.rows_claimed.update(claimed)
+        return [units[unit] for unit in claimed]
+
+    def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
+        """(row, act): before the instruction of that row, which is the first to add to a buffer, set it to zero.
+
+        Parts that are slices of the rows of all weights are set to zero with these, once.
+        """
+        acts: list[tuple[int, Act]] = []
+        zeroed: set[int] = set()
+        for row, unit in _first_additions(instructions, self.header):
+            buffer = self.of_unit(unit)
+            if isinstance(buffer, PartGradBuffer) and buffer.sliced_from is not None:
+                if unit[0] not in zeroed:
+                    zeroed.add(unit[0])
+                    acts.append((row, buffer.sliced_from.zero))
             else:
-                found.append((row, one.begin))
-        return found
+                acts.append((row, buffer.zero))
+        return acts
 
-    def ends(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """(row, what it does last): a stage's last backward hands an owner's parts over to where they stay."""
-        last = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
-        found: list[tuple[int, Act]] = []
-        for index, row in last.items():
+    def completing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
+        """(row, act): after a stage's last backward, in that row, add the rank's own sums to the parts that it owns."""
+        last_backward = {i.stage: row for row, i in enumerate(instructions) if i.op in (Op.BWD, Op.BWD_W)}
+        acts: list[tuple[int, Act]] = []
+        for index, row in last_backward.items():
             stage = self.stages[index]
-            for via in stage.own if stage.apart else ():
-                part = self.part((index, via))
-                assert isinstance(part, Part)
-                found.append((row, partial(part.take, self(index), stage.spans[via])))
-        return found
+            for part in stage.owned if stage.owns_separate_parts else ():
+                buffer = self.of_unit((index, part))
+                assert isinstance(buffer, PartGradBuffer)
+                acts.append((row, partial(buffer.add_slices, self.of_stage(index), stage.part_slices[part])))
+        return acts
 
 
-def _defined(instructions: Sequence[Instruction], header: Header) -> list[tuple[int, Unit]]:
-    """(row, unit) of the instructions that define a dw: the first to add to it, and the first behind a FREE."""
+def _first_additions(instructions: Sequence[Instruction], header: Header) -> list[tuple[int, Unit]]:
+    """(row, unit) of the instructions that begin a sum: the first of all to add to a dw, and the first after a FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
-    defined: set[Unit] = set()
-    found = []
+    begun: set[Unit] = set()
+    additions = []
     for row, i in enumerate(instructions):
         if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            parts = (i.via,) if i.kind == Kind.DW else header.weight_shards.parts(i.stage)
-            new = [(i.stage, via) for via in parts if (i.stage, via) not in defined]
-            defined.update(new)
-            found += [(row, unit) for unit in new]
+            parts = (i.part,) if i.kind == Kind.DW else header.weight_shards.parts(i.stage)
+            new = [(i.stage, part) for part in parts if (i.stage, part) not in begun]
+            begun.update(new)
+            additions += [(row, unit) for unit in new]
         elif i.op == Op.FREE and i.kind == Kind.DW:
-            defined.discard((i.stage, i.via))
-    return found
+            begun.discard((i.stage, i.part))
+    return additions

@@ -1,9 +1,8 @@
-"""The norm of the gradient: of every parameter, wherever its pieces are, and of the whole.
+"""The norm of the gradient: of every parameter, whichever ranks have its pieces, and of all together.
 
-In canonical mode a norm has the same bits however the parameter is divided:
-squares are added in float64 along a binary tree over its lines of 64 bytes,
-and between lines alone it is cut. A piece gives the sums of the largest
-subtrees that it covers, at most two of each height.
+With --canonical a norm has the same bits however the parameter is divided. Squares are added in float64 along a binary
+tree over the parameter's lines of 64 bytes, which no division cuts. The owner of a piece contributes the sums of the
+largest subtrees that the piece covers, at most two of each height.
 """
 
 from __future__ import annotations
@@ -15,32 +14,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpirun.engine.stage import Stage
-from mpirun.engine.weight_shards import Piece, Unit, pieces, spans
+from mpirun.engine.stage import LocalStage
+from mpirun.engine.weight_shards import Piece, Unit, part_slices, pieces
 from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE
 
-Node = tuple[int, int]  # of the tree: its height above the lines, and its place among those as high
+Node = tuple[int, int]  # of the tree: its height above the lines, and its number among the nodes of that height
 
 
-def norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[float]:
-    """Their 2-norms, summed up in float32 at least."""
+def tensor_norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[float]:
+    """The 2-norm of each tensor, summed up in float32 at least."""
     if not gradients:
         return []
     if canonical:
-        return [math.sqrt(root(subtrees(lines(one)))) for one in gradients]
-    found = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in gradients]
-    return torch.stack(found).tolist() if len({one.dtype for one in found}) == 1 else [one.item() for one in found]
+        return [math.sqrt(tree_sum(subtrees(line_sums(gradient)))) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+    return torch.stack(norms).tolist() if len({x.dtype for x in norms}) == 1 else [x.item() for x in norms]
 
 
-def whole_norm(norms: Sequence[float]) -> float:
-    """The norm of the whole gradient from those of its parts, in the order of the model."""
+def total_norm(norms: Sequence[float]) -> float:
+    """The norm of the whole gradient, from those of the parameters in the order of the model."""
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64))) if len(norms) else 0.0
 
 
-def lines(piece: Tensor) -> Tensor:
-    """The sum of squares of every line of 64 bytes, float64."""
+def line_sums(piece: Tensor) -> Tensor:
+    """The sum of squares of every line of 64 bytes, float64, shape (lines,)."""
     flat = piece.detach().reshape(-1)
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     line = LINE // real.element_size()
@@ -51,7 +50,7 @@ def lines(piece: Tensor) -> Tensor:
 
 
 def subtrees(sums: Tensor, first: int = 0) -> Iterator[tuple[Node, float]]:
-    """The largest subtrees in lines whose first is line `first` of the parameter, and their sums."""
+    """The largest subtrees that some lines cover, and their sums; `first`: the number of the first line."""
     height = 0
     while len(sums):
         if first % 2:
@@ -63,81 +62,89 @@ def subtrees(sums: Tensor, first: int = 0) -> Iterator[tuple[Node, float]]:
         sums, first, height = sums[0::2] + sums[1::2], first // 2, height + 1
 
 
-def root(parts: Iterable[tuple[Node, float]]) -> float:
-    """The sum over the whole tree, from subtrees that cover it; where it has no lines, a sum is zero."""
-    known = dict(parts)
-    height, most = 0, max((height for height, _ in known), default=0)
-    while height < most or sum(h == height for h, _ in known) > 1:
-        places = {place // 2 for h, place in known if h == height}
-        known |= {
-            (height + 1, place): known.get((height, 2 * place), 0.0) + known.get((height, 2 * place + 1), 0.0)
-            for place in places
+def tree_sum(covering: Iterable[tuple[Node, float]]) -> float:
+    """The sum over the whole tree, from subtrees that cover it; nodes without lines count zero."""
+    sums = dict(covering)
+    height, top = 0, max((height for height, _ in sums), default=0)
+    while height < top or sum(h == height for h, _ in sums) > 1:
+        parents = {number // 2 for h, number in sums if h == height}
+        sums |= {
+            (height + 1, number): sums.get((height, 2 * number), 0.0) + sums.get((height, 2 * number + 1), 0.0)
+            for number in parents
         }
         height += 1
-    return known.get((height, 0), 0.0)
+    return sums.get((height, 0), 0.0)
 
 
-class Told(NamedTuple):
-    """What a rank tells of a parameter at NORM."""
+class Contribution(NamedTuple):
+    """What a rank contributes to the norm of a parameter of which it owns a piece."""
 
-    parameter: int  # its place among the stage's
-    piece: Piece  # what of it the rank has
-    places: slice  # where that goes
-    sums: bool  # of subtrees; else it is a norm
+    parameter: int  # its number among the stage's parameters
+    piece: Piece
+    positions: slice  # of its numbers among those of all ranks
+    has_sums: bool  # they are the sums of subtrees; otherwise there is one, the norm of the piece
 
 
-class Norms:
-    """Numbers by place, each told by one rank: the norm of every parameter, in the order of the model.
+class GradNorms:
+    """The numbers from which ranks compute the norms of all parameters, each contributed by one rank.
 
-    Of a parameter in pieces it is the norm of each or, in canonical mode, the sums over its subtrees.
+    For a parameter in one piece it is its norm. For one in several pieces it is the norm of each or, with --canonical,
+    the sums of its subtrees. Numbers are in the order of the model.
     """
 
     def __init__(self, header: Header, shapes: Sequence[StageShape], rank: int, canonical: bool) -> None:
+        """`shapes`: by stage. `length` will be the count of all numbers."""
         self.canonical, self.length = canonical, 0
-        self.mine: dict[Unit, list[Told]] = {}
-        self.parameters: list[tuple[slice, list[Node]]] = []  # places and, if these are of subtrees, which
+        self.by_unit: dict[Unit, list[Contribution]] = {}  # those of this rank
+        self.parameters: list[tuple[slice, list[Node]]] = []  # positions and, if sums are there, their nodes
+        shards = header.weight_shards
         for stage, shape in enumerate(shapes):
-            found: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
+            by_parameter: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
             size = shape.weight_bytes // shape.dtype.itemsize
-            for via, span in spans(size, shape.dtype, header.weight_shards.parts(stage)).items():
+            for part, span in part_slices(size, shape.dtype, shards.parts(stage)).items():
                 for piece in pieces(shape.layout, span):
-                    found[piece.parameter].append((via, piece))
-            for parameter, of in enumerate(found):
-                begin, which, sums = self.length, list[Node](), canonical and len(of) > 1
-                for via, piece in of:
-                    nodes = _nodes(piece, shape.dtype) if sums else []
-                    places = slice(self.length, self.length + (len(nodes) if sums else 1))
-                    if header.weight_shards.holders(stage, via)[0] == rank:
-                        self.mine.setdefault((stage, via), []).append(Told(parameter, piece, places, sums))
-                    self.length, which = places.stop, which + nodes
-                self.parameters.append((slice(begin, self.length), which))
+                    by_parameter[piece.parameter].append((part, piece))
+            for parameter, part_pieces in enumerate(by_parameter):
+                begin, all_nodes, has_sums = self.length, list[Node](), canonical and len(part_pieces) > 1
+                for part, piece in part_pieces:
+                    nodes = _nodes(piece, shape.dtype) if has_sums else []
+                    positions = slice(self.length, self.length + (len(nodes) if has_sums else 1))
+                    if shards.holders(stage, part)[0] == rank:
+                        contribution = Contribution(parameter, piece, positions, has_sums)
+                        self.by_unit.setdefault((stage, part), []).append(contribution)
+                    self.length, all_nodes = positions.stop, all_nodes + nodes
+                self.parameters.append((slice(begin, self.length), all_nodes))
 
-    def told(self, unit: Unit, stage: Stage, total: Tensor) -> dict[int, float]:
-        """By place, what this rank tells of a part of which it has the gradient, shape (n,)."""
-        mine = self.mine.get(unit, [])
-        views = [view for view in stage.in_part(unit[1], total) if view.numel()] if mine else []
-        found: dict[int, float] = {}
-        plain = [(one.places.start, view) for one, view in zip(mine, views, strict=True) if not one.sums]
-        names = [stage.names[one.parameter] for one in mine if not one.sums]
-        sizes = norms([view for _, view in plain], self.canonical)
-        for (place, _), name, size in zip(plain, names, sizes, strict=True):
-            found[place] = 0.0 if name in stage.shared else size  # an earlier stage tells
-        for one, view in zip(mine, views, strict=True):
-            if one.sums:
-                first = one.piece.begin * view.element_size() // LINE
-                sums = [size for _, size in subtrees(lines(view), first)]
-                found |= dict(zip(range(one.places.start, one.places.stop), sums, strict=True))
-        return found
+    def contributed(self, unit: Unit, stage: LocalStage, gradient: Tensor) -> dict[int, float]:
+        """By position, the numbers that this rank contributes for a unit; `gradient`: that of the unit, flat."""
+        contributions = self.by_unit.get(unit, [])
+        if not contributions:
+            return {}
+        views = [view for view in stage.views_of_part(unit[1], gradient) if view.numel()]
+        numbers: dict[int, float] = {}
+        norms = [(entry, view) for entry, view in zip(contributions, views, strict=True) if not entry.has_sums]
+        values = tensor_norms([view for _, view in norms], self.canonical)
+        for (entry, _), norm in zip(norms, values, strict=True):
+            tied = stage.names[entry.parameter] in stage.tied_to_earlier  # that stage contributes the norm
+            numbers[entry.positions.start] = 0.0 if tied else norm
+        for entry, view in zip(contributions, views, strict=True):
+            if entry.has_sums:
+                first = entry.piece.begin * view.element_size() // LINE
+                sums = [total for _, total in subtrees(line_sums(view), first)]
+                numbers |= dict(zip(range(entry.positions.start, entry.positions.stop), sums, strict=True))
+        return numbers
 
-    def known(self, values: Sequence[float]) -> list[float]:
-        """The norm of every parameter, from the numbers of all places."""
+    def norms(self, numbers: Sequence[float]) -> list[float]:
+        """The norm of every parameter, from the numbers of all ranks."""
         return [
-            math.sqrt(root(zip(which, values[places], strict=True))) if which else math.hypot(*values[places])
-            for places, which in self.parameters
+            math.sqrt(tree_sum(zip(nodes, numbers[positions], strict=True)))
+            if nodes
+            else math.hypot(*numbers[positions])
+            for positions, nodes in self.parameters
         ]
 
 
 def _nodes(piece: Piece, dtype: torch.dtype) -> list[Node]:
-    """The subtrees that a piece covers."""
+    """The largest subtrees that a piece covers."""
     count, first = -(-piece.length * dtype.itemsize // LINE), piece.begin * dtype.itemsize // LINE
     return [node for node, _ in subtrees(torch.zeros(count), first)]

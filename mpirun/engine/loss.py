@@ -1,19 +1,23 @@
-"""A loss of the whole minibatch, as a contrastive one: of the outputs of all microbatches together.
+"""The loss, and how it is scaled: of one microbatch, divided by their number, or of the whole minibatch.
 
-The last stage's forwards give their outputs; the last of them computes the
-loss and its gradient with respect to each, where the backwards begin.
+- The loss of a microbatch is divided so that the gradients of a step's microbatches add up to the gradient of the mean
+  loss. Where weights have versions it is not, because STEP divides by the number of microbatches in an update.
+- A loss of the whole minibatch, as a contrastive loss is, takes the outputs of all microbatches together. The last
+  stage's forwards collect them. The last forward computes the loss and its gradient with respect to all outputs, with
+  which the backwards begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.microbatches import Microbatches, Minibatch, leaf_dims
+from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, leaf_dims
+from mpirun.engine.stage import LossFunction
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
@@ -23,71 +27,101 @@ from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, raised
 
 
-def check_whole_loss(header: Header, walks: int) -> None:
-    """UsageError where a step's outputs do not come together on one rank."""
-    if header.weight_versions.count:
+def scaled_loss(
+    model: Model,
+    read: Callable[[], Microbatch],
+    has_versions: bool,
+    save: bool,
+    record: Callable[[Tensor], None] | None,
+) -> LossFunction:
+    """The loss of a microbatch from the last stage's outputs, divided for the gradient.
+
+    `read`: makes the microbatch; `save`: a backward follows; `record`: is given the loss before it is divided.
+    """
+
+    def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
+        batch = read()
+        loss = model.loss(loss_input(outputs), batch.target).reshape(())
+        if save and not loss.requires_grad:
+            raise ValueError("the loss has no gradient: it depends on no parameter")
+        if record is not None:
+            record(loss.detach())
+        return loss / (1 if has_versions else batch.loss_divisor)
+
+    return loss_of_outputs
+
+
+def check_minibatch_loss(header: Header, passes: int) -> None:
+    """UsageError if the outputs of a step's microbatches do not come together on one rank."""
+    if header.weight_versions:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
-    if header.tensor_parallel.degree > 1:
+    if header.tensor_parallel:
         raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")
-    if walks > 1:
+    if passes > 1:
         raise UsageError("--accumulate: the model's loss is of the whole minibatch, which is a walk through the list")
     last = header.compute[:, -1]
     if (last != last[0, 0]).any():
         raise UsageError("the model's loss is of the whole minibatch: the last stage must be computed by one worker")
 
 
-def check_order(header: Header, instructions: Sequence[Instruction]) -> None:
-    """UsageError where a rank begins the last stage's backwards before its forwards are through."""
-    ops = [i.op for i in instructions if i.stage == header.stages - 1 and i.op in (Op.FWD, Op.BWD, Op.BWD_I)]
-    if ops != sorted(ops):
+def check_forwards_first(header: Header, instructions: Sequence[Instruction]) -> None:
+    """UsageError if a rank begins the last stage's backwards before its forwards are done."""
+    last = [i.op for i in instructions if i.stage == header.stages - 1]
+    forwards = [number for number, op in enumerate(last) if op == Op.FWD]
+    backwards = [number for number, op in enumerate(last) if op in (Op.BWD, Op.BWD_I)]
+    if forwards and backwards and forwards[-1] > backwards[0]:
         raise UsageError(
             "the model's loss is of the whole minibatch: the last stage's forwards must all come before its first "
             "backward, as in gpipe"
         )
 
 
-def try_whole_loss(
-    model: Model, batches: Microbatches, dataflows: Sequence[Dataflow], mixed: torch.dtype | None
+def try_minibatch_loss(
+    model: Model, microbatches: Microbatches, dataflows: Sequence[Dataflow], autocast_dtype: torch.dtype | None
 ) -> None:
-    """UsageError where the loss cannot be computed of what the last stage gives for the microbatches of a step."""
-    one = WholeLoss(model, len(dataflows), "cpu", mixed)
+    """UsageError if the loss cannot be computed of zeros in the shapes of a step's outputs."""
+    loss = MinibatchLoss(model, len(dataflows), "cpu", autocast_dtype)
     try:
-        for mb, of_mb in enumerate(dataflows):
-            one.take(mb, [torch.zeros(x.size, dtype=x.dtype) for x in of_mb.outputs[-1]], batches(0, mb).target)
+        for mb, dataflow in enumerate(dataflows):
+            zeros = [torch.zeros(spec.size, dtype=spec.dtype) for spec in dataflow.outputs[-1]]
+            loss.add_outputs(mb, zeros, microbatches(0, mb).target)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
 
 
-class WholeLoss:
-    """The loss of a step."""
+class MinibatchLoss:
+    """A step's loss of the outputs of all its microbatches."""
 
-    def __init__(self, model: Model, count: int, kind: str, mixed: torch.dtype | None) -> None:
-        """`count`: microbatches; `kind` of device; `mixed`: the type that autocast computes in."""
-        self.model, self.count, self.kind, self.mixed = model, count, kind, mixed
-        self.ends: dict[int, tuple[list[Tensor], Any]] = {}
-        self.losses: dict[int, Tensor] = {}
+    def __init__(self, model: Model, count: int, device_type: str, autocast_dtype: torch.dtype | None) -> None:
+        """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
+        self.model, self.count, self.device_type, self.autocast_dtype = model, count, device_type, autocast_dtype
+        self.collected: dict[int, tuple[list[Tensor], Any]] = {}  # by microbatch: outputs and target
+        self.losses: dict[int, Tensor] = {}  # by microbatch, the same for all
 
-    def take(self, mb: int, outputs: Sequence[Tensor], target: Any) -> None:
-        """A microbatch's outputs; with the last of them comes the loss, the same for all."""
-        self.ends[mb] = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs], target
-        if len(self.ends) < self.count:
+    def add_outputs(self, mb: int, outputs: Sequence[Tensor], target: Any) -> None:
+        """Collect a microbatch's outputs; with the last of them compute the loss and its gradients.
+
+        UsageError if the loss is not one number, or has no gradient.
+        """
+        self.collected[mb] = [x.detach().requires_grad_(x.is_floating_point()) for x in outputs], target
+        if len(self.collected) < self.count:
             return
-        leaves, targets = zip(*(self.ends[number] for number in sorted(self.ends)), strict=True)
-        with torch.enable_grad(), autocast(self.kind, self.mixed):
-            together = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
-            loss = self.model.loss(loss_input(together), self._target(targets))
+        leaves, targets = zip(*(self.collected[number] for number in sorted(self.collected)), strict=True)
+        with torch.enable_grad(), autocast(self.device_type, self.autocast_dtype):
+            joined = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
+            loss = self.model.loss(loss_input(joined), self._joined_target(targets))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError("the loss should be one number")
         if not loss.requires_grad:
             raise UsageError("the loss has no gradient: it depends on no parameter")
         loss = loss.reshape(())
         loss.backward()
-        self.losses = dict.fromkeys(self.ends, loss.detach())
+        self.losses = dict.fromkeys(self.collected, loss.detach())
 
-    def _target(self, targets: Sequence[Any]) -> Any:
-        """Of the whole minibatch; what every microbatch got as it is, once."""
+    def _joined_target(self, targets: Sequence[Any]) -> Any:
+        """The target of the whole minibatch; a leaf that is the same for every microbatch is taken once."""
         batch = self.model.batch
         dims = batch.dims if isinstance(batch, Minibatch) else 0
         by_leaf = leaf_dims(targets[0], dims[1] if isinstance(dims, tuple) else dims)
@@ -97,6 +131,6 @@ class WholeLoss:
         ]
         return tree_unflatten(joined, tree_structure(targets[0]))
 
-    def gradients(self, mb: int) -> list[Tensor | None]:
-        """With respect to a microbatch's outputs."""
-        return [leaf.grad for leaf in self.ends.pop(mb)[0]]
+    def take_gradients(self, mb: int) -> list[Tensor | None]:
+        """The gradients of a microbatch's outputs, which are given once."""
+        return [leaf.grad for leaf in self.collected.pop(mb)[0]]

@@ -1,4 +1,8 @@
-"""Where everything that a rank receives or gathers lies: planned from the list, taken before the first step."""
+"""Memory slots: where everything lies that a rank receives, planned from the list before the first step.
+
+`schedgen.simulator.memory_plan` assigns the slots: of received x, g and partial sums of dw, of fetched weights, of
+dw that the rank does not own, and of weight versions. Here the slots are allocated, each as one block of bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,102 +14,121 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.setup import Training
-from mpirun.engine.stage import Stage
+from mpirun.engine.stage import LocalStage
+from mpirun.engine.weight_shards import Unit
+from mpirun.model.dataflow import Dataflow
+from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.memory_plan import Bytes, places
 
 
-class Memory:
+class MemorySlots:
+    """The memory slots of a rank, and the keys of the rows that its grad buffers have."""
+
     def __init__(
-        self, comm: MPI.Intracomm, program: Program, instructions: Sequence[Instruction], of: Training
+        self,
+        comm: MPI.Intracomm,
+        program: Program,
+        instructions: Sequence[Instruction],
+        shapes: Sequence[StageShape],
+        dataflow: Dataflow,
+        canonical: bool,
+        device: torch.device,
     ) -> None:
-        """`program`: this rank's part. Collective."""
-        self.device, self.shapes, self.rank = of.device.torch, of.shapes, comm.rank
-        weight = np.array([shape.weight_bytes for shape in of.shapes], np.int64)
-        # The last stage's x is the loss.
-        activation = np.array([of.dataflows[0].activation_bytes(s) for s in range(len(of.shapes))], np.int64)
-        activation[-1] = of.shapes[-1].loss_bytes or sum(one.bytes for one in of.shapes[-1].outputs)
-        parts = np.array([of.dataflows[0].x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
-        rows = np.ones(len(of.shapes), np.int64)
-        # By rank, stage and part; None: one, its key the rank.
-        self.rows: dict[tuple[int, int, int], list[int]] | None = None
-        if of.canonical and not program.header.weight_versions.count:  # there a rank has one microbatch in an update
-            self.rows = _rows(comm, instructions, program.header)
-            for (_, stage, _), keys in self.rows.items():  # room for the most that anybody sends or gathers
-                rows[stage] = max(rows[stage], len(keys))
-            for stage in range(len(of.shapes)):  # here the rows of several parts may lie together
-                together = {
-                    key for via in program.header.weight_shards.parts(stage) for key in self.rows[self.rank, stage, via]
-                }
-                rows[stage] = max(rows[stage], len(together))
-        zero = np.zeros(len(of.shapes), np.int64)
-        planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero, parts))
-        sizes = planned.sizes[comm.rank].tolist()
-        table = program.rows
-        fills = np.flatnonzero(planned.row >= 0)
-        # Gradients of other ranks' weights: the places that neither a RECV nor a FETCH_W fills.
-        begins = fills[~np.isin(table.op[fills], (Op.RECV, Op.FETCH_W, Op.STEP))]
-        self.gathers = {int(table.stage[row]): int(planned.row[row]) for row in begins}
-        for stage, place in self.gathers.items():
-            sizes[place] = max(sizes[place], int(weight[stage] * rows[stage]))
-        self.blocks = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        self.of = {i: place for i, place in zip(instructions, planned.row.tolist(), strict=True) if place >= 0}
-        self.fetched = {i.stage: self.of[i] for i in instructions if i.op == Op.FETCH_W}
+        """Collective.
 
-    def row(self, mb: int) -> int:
-        """The key of the row of dw that a microbatch's backward adds to."""
-        return self.rank if self.rows is None else mb
-
-    def keys(self, rank: int, stage: int, via: int = -1) -> list[int]:
-        """The keys of the rows of dw.stage, or of a part, that a rank has once it has added all it receives.
-
-        In canonical mode a row a microbatch; otherwise one row, its key the rank.
+        program, instructions  this rank's list, as rows and one by one
+        shapes, dataflow       by stage, and the messages of the largest microbatch
+        canonical              grad buffers have a row for every microbatch
         """
-        return [rank] if self.rows is None else self.rows[rank, stage, via]
+        self.device, self.shapes, self.rank = device, shapes, comm.rank
+        self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and part
+        rows = np.ones(len(shapes), np.int64)
+        if canonical and not program.header.weight_versions:  # with versions a rank adds one microbatch to an update
+            self.row_keys = _row_keys(comm, instructions, program.header)
+            rows = self._most_rows(program.header)
+        weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
+        activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
+        # The last stage's x is the loss or, if that is of the whole minibatch, its outputs.
+        activation[-1] = shapes[-1].loss_bytes or sum(spec.bytes for spec in shapes[-1].outputs)
+        by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
+        zero = np.zeros(len(shapes), np.int64)
+        planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge))
+        sizes = planned.sizes[comm.rank].tolist()
+        self.number = {i: slot for i, slot in zip(instructions, planned.row.tolist(), strict=True) if slot >= 0}
+        self.fetched = {i.stage: self.number[i] for i in instructions if i.op == Op.FETCH_W}
+        # A dw that the rank does not own begins where a slot is filled that nothing is received or stepped into.
+        begun = [i for i in self.number if i.op not in (Op.RECV, Op.FETCH_W, Op.STEP)]
+        self.foreign_dw = {i.stage: self.number[i] for i in begun}
+        for stage, slot in self.foreign_dw.items():
+            sizes[slot] = max(sizes[slot], int(weight[stage] * rows[stage]))
+        self.blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
-    def place(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """What a receive of this rank fills."""
+    def _most_rows(self, header: Header) -> np.ndarray:
+        """By stage, the most rows of its dw that this rank holds or any rank sends."""
+        assert self.row_keys is not None
+        rows = np.ones(header.stages, np.int64)
+        for (_, stage, _), keys in self.row_keys.items():
+            rows[stage] = max(rows[stage], len(keys))
+        for stage in range(header.stages):  # rows of several parts may lie together
+            parts = header.weight_shards.parts(stage)
+            rows[stage] = max(rows[stage], len({key for part in parts for key in self.keys(self.rank, stage, part)}))
+        return rows
+
+    def row_key(self, mb: int) -> int:
+        """The key of the row of dw that a microbatch's backward adds to."""
+        return self.rank if self.row_keys is None else mb
+
+    def keys(self, rank: int, stage: int, part: int = -1) -> list[int]:
+        """The keys of the rows that a rank has of dw.stage, or of a part, once it has added all that it receives.
+
+        With --canonical they are microbatches. Otherwise there is one row, and its key is the rank.
+        """
+        return [rank] if self.row_keys is None else self.row_keys[rank, stage, part]
+
+    def received(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor that a RECV fills."""
         count = math.prod(size)
-        return self.blocks[self.of[i]][: count * dtype.itemsize].view(dtype).view(*size)
+        return self.blocks[self.number[i]][: count * dtype.itemsize].view(dtype).view(*size)
 
     def weights(self, stage: int) -> Tensor | None:
-        """Where fetched weights of a stage come to lie; None for stages that are not fetched."""
+        """Where the fetched weights of a stage lie, shape (bytes,); None if the rank does not fetch them."""
         if stage not in self.fetched:
             return None
-        size = self.shapes[stage].weight_bytes
-        return self.blocks[self.fetched[stage]][:size]
+        return self.blocks[self.fetched[stage]][: self.shapes[stage].weight_bytes]
 
     def version(self, i: Instruction) -> Tensor | None:
-        """Where the version of an owned stage's weights lies that a STEP makes; None: where the owner's weights do."""
-        return self.blocks[self.of[i]][: self.shapes[i.stage].weight_bytes] if i in self.of else None
+        """Where the weights lie that a STEP to a version makes, shape (bytes,); None: where the owner's weights do."""
+        return self.blocks[self.number[i]][: self.shapes[i.stage].weight_bytes] if i in self.number else None
 
-    def gradient(self, stage: Stage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, and memory for them."""
-        within = [via for via in stage.spans if not (stage.apart and via in stage.own)]
-        keys = sorted({key for via in within for key in self.keys(self.rank, stage.index, via)}) or [-1]
+    def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
+        """The keys of the rows of dw.s, ascending, and memory for the rows, flat; parts with own rows left out."""
+        separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_parts else ()
+        parts = [part for part in stage.part_slices if part not in separate]
+        keys = sorted({key for part in parts for key in self.keys(self.rank, stage.index, part)}) or [-1]
         count = len(keys) * stage.size
-        if stage.index not in self.gathers:
+        if stage.index not in self.foreign_dw:
             return keys, torch.zeros(count, dtype=stage.dtype, device=self.device)
-        block = self.blocks[self.gathers[stage.index]]
+        block = self.blocks[self.foreign_dw[stage.index]]
         return keys, block[: count * stage.dtype.itemsize].view(stage.dtype)
 
 
-def _rows(
+def _row_keys(
     comm: MPI.Intracomm, instructions: Sequence[Instruction], header: Header
 ) -> dict[tuple[int, int, int], list[int]]:
-    """By rank, stage and part: the microbatches whose gradients a rank adds up, its own and those it receives."""
-    own: dict[int, list[int]] = {}
+    """By rank, stage and part: the microbatches whose gradients a rank sums, its own and those it receives."""
+    computed: dict[int, list[int]] = {}
     for i in instructions:
         if i.op in (Op.BWD, Op.BWD_W):
-            own.setdefault(i.stage, []).append(i.mb)
-    adds = [(i.stage, i.via, i.peer) for i in instructions if i.op == Op.ADD]
-    parts = comm.allgather((own, adds))
+            computed.setdefault(i.stage, []).append(i.mb)
+    added = [((i.stage, i.part), i.peer) for i in instructions if i.op == Op.ADD]
+    by_rank = comm.allgather((computed, added))
 
-    def rows(rank: int, unit: tuple[int, int]) -> list[int]:
-        own, adds = parts[rank]
-        return sorted(own.get(unit[0], []) + [row for *of, peer in adds if (*of,) == unit for row in rows(peer, unit)])
+    def keys(rank: int, unit: Unit) -> list[int]:
+        computed, added = by_rank[rank]
+        received = [key for added_unit, sender in added if added_unit == unit for key in keys(sender, unit)]
+        return sorted(computed.get(unit[0], []) + received)
 
-    return {(rank, *unit): rows(rank, unit) for rank in range(len(parts)) for unit in header.weight_shards.units}
+    return {(rank, *unit): keys(rank, unit) for rank in range(len(by_rank)) for unit in header.weight_shards.units}

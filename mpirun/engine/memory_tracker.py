@@ -1,8 +1,8 @@
-"""How many bytes of tensors are alive, and the most at once, counted at every op.
+"""How many bytes of tensors are alive, and the most at once, counted at every torch op.
 
-The CPU's allocator keeps no such numbers, so a dispatch mode looks at what
-every op returns, backwards included: autograd runs under the modes of the
-thread that called it. On CUDA the allocator is asked. `measure` gives either.
+The CPU's allocator keeps no such numbers, so a dispatch mode looks at what every op returns. It sees backwards too,
+because autograd runs under the modes of the thread that called it. On CUDA the allocator is asked.
+`track_memory` gives either.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Memory(Protocol):
-    """Bytes of tensors allocated since the measurement began."""
+class MemoryCount(Protocol):
+    """Bytes of tensors allocated since the count began."""
 
     @property
     def live(self) -> int:
@@ -35,37 +35,44 @@ class Memory(Protocol):
         """Count the memory of a tensor that was there before, until it is freed."""
 
 
-class Tracker(TorchDispatchMode):
-    """Counts storages, each once and as large as it is at that moment, from the op that returns them to their death.
+class MemoryTracker(TorchDispatchMode):
+    """Counts every storage once, at its current size, from the op that returns it until it is freed.
 
-    A storage first met as an input was there before and does not count, unless `add`ed. Memory that an op gets and
-    frees again within itself is not seen, nor is that of tensors with neither strides nor data (sparse, meta).
-    `live` is exact at any time; `peak` looks after every op, where its inputs and outputs are alive together.
+    - A storage first met as an input was there before and does not count, unless it is `add`ed.
+    - Memory that an op allocates and frees within itself is not seen.
+    - Tensors with neither strides nor data (sparse, meta) are not seen.
+    - `live` is exact at any time; `peak` looks after every op, when its inputs and outputs are alive together.
     """
 
     def __init__(self) -> None:
+        """Nothing counts yet."""
         super().__init__()
         self._storages: weakref.WeakSet[UntypedStorage] = weakref.WeakSet()
         self._peak = 0
 
     @property
     def live(self) -> int:
+        """As `MemoryCount.live`."""
         return sum(storage.nbytes() for storage in self._storages)
 
     @property
     def peak(self) -> int:
+        """As `MemoryCount.peak`."""
         self._peak = max(self._peak, self.live)
         return self._peak
 
     def reset_peak(self) -> None:
+        """As `MemoryCount.reset_peak`."""
         self._peak = self.live
 
     def add(self, tensor: Tensor) -> None:
+        """As `MemoryCount.add`."""
         self._storages.update(_storages(tensor))
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Execute an op and count the storages that it returns and was not given."""
         kwargs = kwargs or {}
         before = {storage._cdata for storage in _storages((args, kwargs))}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): made just now, outside of any op
@@ -77,36 +84,41 @@ class Tracker(TorchDispatchMode):
         return result
 
 
-class CudaMemory:
-    """The allocator's own count on one CUDA device, workspaces inside ops and rounding included."""
+class CudaMemoryCount:
+    """The allocator's own count on one CUDA device, with workspaces inside ops and rounding."""
 
     def __init__(self, device: torch.device) -> None:
+        """What is allocated now does not count."""
         self.device = device
         self._base = torch.cuda.memory_allocated(device)
         self.reset_peak()
 
     @property
     def live(self) -> int:
+        """As `MemoryCount.live`."""
         return torch.cuda.memory_allocated(self.device) - self._base
 
     @property
     def peak(self) -> int:
+        """As `MemoryCount.peak`."""
         return torch.cuda.max_memory_allocated(self.device) - self._base
 
     def reset_peak(self) -> None:
+        """As `MemoryCount.reset_peak`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def add(self, tensor: Tensor) -> None:
+        """As `MemoryCount.add`."""
         self._base -= tensor.untyped_storage().nbytes()
 
 
 @contextlib.contextmanager
-def measure(device: torch.device) -> Iterator[Memory]:
+def track_memory(device: torch.device) -> Iterator[MemoryCount]:
     """Count the bytes of tensors on a device while the block runs."""
     if device.type == "cuda":
-        yield CudaMemory(device)
+        yield CudaMemoryCount(device)
     else:
-        with Tracker() as tracker:
+        with MemoryTracker() as tracker:
             yield tracker
 
 
@@ -116,7 +128,7 @@ def _storages(value: Any) -> Iterable[UntypedStorage]:
         if value.layout == torch.strided and value.device.type != "meta":
             yield value.untyped_storage()
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _storages(one)
+        for element in value:
+            yield from _storages(element)
     elif isinstance(value, dict):
         yield from _storages(list(value.values()))

@@ -1,39 +1,41 @@
-"""Where a number came up that is not finite."""
+"""Where a number came up that is not finite: in which instruction of which rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from mpirun.engine.interpreter import Result
+from mpirun.engine.optimizer_step import StepResult
 from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 
 
-def origin(
+def find_nonfinite(
     header: Header,
     instructions: Sequence[Instruction],
     shapes: Sequence[StageShape],
     rank: int,
-    result: Result,
+    result: StepResult,
 ) -> tuple[int, str] | None:
-    """The row of the instruction and what is wrong, on the rank where it began; None on the others.
+    """(row, what is wrong) on the rank where it began, None on the others; `instructions`: the list of `rank`.
 
-    The first loss that is not finite; where all are, the gradient of the last
-    parameter of the model whose norm is not: backwards come to it first.
+    It began with the first loss that is not finite. If all are, it began with the gradient of the last parameter of the
+    model whose norm is not, because backwards come to that first.
     """
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):
             for row, i in enumerate(instructions):
-                last = not header.graph.consumers[i.stage] and i.stage == header.tensor_parallel.siblings(i.stage)[0]
-                if i.op == Op.FWD and last and i.mb == number % header.microbatches:
+                has_loss = not header.graph.consumers[i.stage]
+                first_shard = i.stage == header.tensor_parallel.siblings(i.stage)[0]
+                if i.op == Op.FWD and has_loss and first_shard and i.mb == number % header.microbatches:
                     return row, f"the loss is {loss}"
             return None
-    place = len(result.norms)
+    end = len(result.parameter_norms)
     for stage, shape in reversed(list(enumerate(shapes))):
-        place -= len(shape.parameter_names)
-        for name, norm in reversed(list(zip(shape.parameter_names, result.norms[place:], strict=False))):
+        norms = result.parameter_norms[end - len(shape.parameter_names) : end]
+        end -= len(norms)
+        for name, norm in reversed(list(zip(shape.parameter_names, norms, strict=True))):
             if not math.isfinite(norm):
                 if header.owners[stage][0] != rank:
                     return None

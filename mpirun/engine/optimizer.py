@@ -1,4 +1,4 @@
-"""The optimizer of the stages, and parts of stages, that a rank owns, and its learning rate."""
+"""The optimizer: torch's AdamW or SGD over the weights that a rank owns, its learning rate and gradient clipping."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.comm.transport import Transport
-from mpirun.engine.grad_buffer import Gradient, Part
-from mpirun.engine.stage import Stage
+from mpirun.engine.grad_buffers import GradBuffer, PartGradBuffer
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit
 
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+Class = TypeVar("Class", bound=torch.optim.Optimizer)
 
 
-def plainly(kind: type[Kind]) -> type[Kind]:
-    """The same optimizer without what torch.compile needs of it: to import that takes a second on every rank."""
+def without_compile(optimizer: type[Class]) -> type[Class]:
+    """The same class without its wrappers for torch.compile: importing that takes a second on every rank."""
     names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")
-    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
-    return type(kind.__name__, (kind,), methods | {"step": torch.no_grad()(methods["step"])})
+    methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
+    return type(optimizer.__name__, (optimizer,), methods | {"step": torch.no_grad()(methods["step"])})
 
 
-ADAMW, SGD = plainly(torch.optim.AdamW), plainly(torch.optim.SGD)
+ADAMW, SGD = without_compile(torch.optim.AdamW), without_compile(torch.optim.SGD)
 
 
 class Recipe(NamedTuple):
@@ -43,6 +40,7 @@ class Recipe(NamedTuple):
     clip: float | None  # largest norm of the whole gradient; None: no limit
 
     def make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters."""
         fused = all(parameter.is_floating_point() for parameter in parameters)  # torch fuses no complex numbers
         decay = self.weight_decay
         if self.name == "sgd":
@@ -58,78 +56,82 @@ class Recipe(NamedTuple):
         return self.lr * fall[self.schedule]
 
     def step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Step `optimizer` with the learning rate of `step`, counted from 0."""
         for group in optimizer.param_groups:
             group["lr"] = self.rate(step)
         optimizer.step()
 
 
 class Optimizer:
-    def __init__(self, recipe: Recipe, stages: dict[int, Stage]) -> None:
-        """`stages`: those of which it owns some part."""
-        self.recipe, self.stages = recipe, stages
-        # The optimizer's own names for the parameters, or their pieces in a part: what they refer to may become
-        # another version's.
-        self.parameters = {
-            (index, via): [nn.Parameter(one.detach()) for one in stage.in_part(via, stage.own[via])]
-            for index, stage in stages.items()
-            for via in stage.own
-        }
-        self.steppers = {unit: recipe.make(parameters) for unit, parameters in self.parameters.items() if parameters}
-        self.bound: dict[Unit, Stage] = {}  # whose weights they refer to now
-        self.gathered: dict[Unit, Tensor] = {}  # sums over the walks through the list so far
+    """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
 
-    def gather(self, totals: dict[Unit, Tensor], first: bool, last: bool) -> None:
-        """Add a walk's gradients to those before; in the last walk `totals` become the sums."""
+    def __init__(self, recipe: Recipe, stages: dict[int, LocalStage]) -> None:
+        """`stages`: those of which the rank owns all weights or some parts."""
+        self.recipe, self.stages = recipe, stages
+        # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
+        self.parameters = {
+            (index, part): [nn.Parameter(view.detach()) for view in stage.views_of_part(part, stage.owned[part])]
+            for index, stage in stages.items()
+            for part in stage.owned
+        }
+        self.by_unit = {unit: recipe.make(parameters) for unit, parameters in self.parameters.items() if parameters}
+        self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, whose weights they are now
+        self.accumulated: dict[Unit, Tensor] = {}  # gradients, summed over the passes of this step so far
+
+    def accumulate(self, totals: dict[Unit, Tensor], first: bool, last: bool) -> None:
+        """Add the gradients of an accumulation pass to those before; in the last pass `totals` become the sums."""
         for unit, total in totals.items():
             if first:
-                self.gathered.setdefault(unit, torch.empty_like(total)).copy_(total)
+                self.accumulated.setdefault(unit, torch.empty_like(total)).copy_(total)
             elif last:
-                torch.add(self.gathered[unit], total, out=total)
+                torch.add(self.accumulated[unit], total, out=total)
             else:
-                self.gathered[unit] += total
+                self.accumulated[unit] += total
 
-    def kept(self, unit: Unit) -> list[dict[str, Tensor]]:
-        """What is kept of each parameter, or piece of one, beside its value, by torch's names."""
-        if unit not in self.steppers:
+    def state(self, unit: Unit) -> list[dict[str, Tensor]]:
+        """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""
+        if unit not in self.by_unit:
             return []
-        by_index = self.steppers[unit].state_dict()["state"]
+        by_index = self.by_unit[unit].state_dict()["state"]
         return [
             {key: torch.as_tensor(value) for key, value in by_index.get(index, {}).items() if value is not None}
             for index in range(len(self.parameters[unit]))
         ]
 
-    def restore(self, unit: Unit, kept: Sequence[dict[str, Tensor]]) -> None:
-        """What `kept` gave."""
-        if unit in self.steppers:
-            stepper = self.steppers[unit]
-            by_index = {index: of_one for index, of_one in enumerate(kept) if of_one}
-            stepper.load_state_dict({**stepper.state_dict(), "state": by_index})
+    def restore(self, unit: Unit, state: Sequence[dict[str, Tensor]]) -> None:
+        """Set the state of a unit to what `state` gave."""
+        if unit in self.by_unit:
+            optimizer = self.by_unit[unit]
+            by_index = {index: values for index, values in enumerate(state) if values}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
 
-    def step(self, unit: Unit, gradient: Gradient | Part, step: int, norm: float, version: Stage | None = None) -> None:
-        """One step of what is owned, its gradient clipped by the whole norm. `version`: whose weights change."""
-        if unit not in self.steppers:
+    def step(
+        self,
+        unit: Unit,
+        gradient: GradBuffer | PartGradBuffer,
+        step: int,
+        norm: float,
+        version: LocalStage | None = None,
+    ) -> None:
+        """Step the weights of a unit, after clipping its gradient by the norm of the whole gradient.
+
+        `version`: the stage with the version of its weights that changes; None: the weights at the start of a pass.
+        """
+        if unit not in self.by_unit:
             return
         if self.recipe.clip is not None:
             gradient.total.mul_(clip_factor(norm, self.recipe.clip))
-        stage, via = unit
-        of = self.stages[stage] if version is None else version
-        if self.bound.get(unit) is not of:
-            self.bound[unit] = of
-            weights = of.weights if via < 0 else of.own[via]
-            views = zip(self.parameters[unit], of.in_part(via, weights), of.in_part(via, gradient.total), strict=True)
-            for parameter, view, grad in views:
+        index, part = unit
+        stage = self.stages[index] if version is None else version
+        if self.points_to.get(unit) is not stage:
+            self.points_to[unit] = stage
+            weights = stage.weights if part < 0 else stage.owned[part]
+            views, grads = stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
+            for parameter, view, grad in zip(self.parameters[unit], views, grads, strict=True):
                 parameter.data, parameter.grad = view, grad
-        self.recipe.step(self.steppers[unit], step)
+        self.recipe.step(self.by_unit[unit], step)
 
 
 def clip_factor(norm: float, limit: float) -> float:
     """What a gradient of this norm is multiplied by, as torch.nn.utils.clip_grad_norm_ does."""
     return min(limit / (norm + 1e-6), 1.0)
-
-
-def share(transport: Transport, comm: MPI.Intracomm, length: int, mine: dict[int, float]) -> list[float]:
-    """Numbers by place, each known to one rank only, on all ranks."""
-    values, known = np.zeros(length), np.empty(length)
-    values[list(mine)] = list(mine.values())
-    transport.wait(comm.Iallreduce(values, known).Test)  # every place has one number and zeros: exact in any order
-    return list(map(float, known))

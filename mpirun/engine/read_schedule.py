@@ -1,4 +1,4 @@
-"""The schedule file: rank 0 reads and proves it, every rank gets its part."""
+"""The schedule file: rank 0 reads it, proves the rules and refuses a wrong number of ranks; each rank gets its list."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from schedgen.util.errors import RefusedFile, UsageError
 
 
 class Schedule(NamedTuple):
-    program: Program  # this rank's rows
-    first_line: int  # of its first instruction in the file
-    sha256: str  # that the file ends with
-    whole: Program | None  # on rank 0
+    """What a rank has of a schedule file."""
+
+    program: Program  # the rows of this rank
+    first_line: int  # the line in the file of its first instruction
+    sha256: str  # the hash that the file ends with
+    all_ranks: Program | None  # the rows of all ranks, on rank 0
 
 
-def schedule(comm: MPI.Intracomm, name: str) -> Schedule:
-    """Collective. The file need not be on every host."""
-    found = on_rank_0(comm, lambda: _checked(comm, name))
-    program, sha256 = found or (None, "")
+def read_schedule(comm: MPI.Intracomm, name: str) -> Schedule:
+    """Collective; only rank 0 needs to see the file. Stop if it is refused, or is for another number of ranks."""
+    program, sha256 = on_rank_0(comm, lambda: _read_checked(comm, name)) or (None, "")
     header: Header = comm.bcast(None if program is None else program.header)
     parts = None
     if program is not None:
-        ends = program.bounds.tolist()
         parts = [
             (program.rows.take(slice(a, b)), line_of(program, a, rank), sha256)
-            for rank, (a, b) in enumerate(pairwise(ends))
+            for rank, (a, b) in enumerate(pairwise(program.bounds.tolist()))
         ]
     rows, line, sha256 = comm.scatter(parts)
     return Schedule(Program(header, rows), line, sha256, program)
 
 
-def _checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
+def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
     try:
         with Path(name).open("rb") as source:
             program, fault = read(source, name)

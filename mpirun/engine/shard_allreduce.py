@@ -1,57 +1,60 @@
-"""Sums over the shards of a stage, of an output or of the gradient of an input: each rank gives one and gets the sum.
+"""ALLREDUCE of an x or a g: the sum over the shards of a tensor-parallel stage of what each of them has computed.
 
-The sum is that of `reduction`, in the order of the shards: the same bits on all
-of them and in every run. Its messages need memory that stays where it is, so
-what is summed is copied there; jobs whose sums have the same ranks and size
-share it.
+Summed are outputs after forwards and the gradients of inputs after backwards, in the order of the shards: the same
+bits on all of them and in every run. Messages need memory that stays where it is, so what is summed is copied there.
+Sums over the same ranks, of the same size and type, share it, because a rank waits for each sum before the next.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
 from mpirun.comm.transport import Transport
+from mpirun.engine.act import Act
 from mpirun.engine.buffers import Buffer
 from mpirun.model.dataflow import TensorSpec
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Instruction, Kind
 
 
-class Exchanges:
-    """All of a rank's."""
+class ShardAllreduce:
+    """Prepares the sums over shards that a rank takes part in."""
 
-    def __init__(self, transport: Transport, header: Header) -> None:
-        self.transport, self.header = transport, header
-        self.sums: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
+    def __init__(self, header: Header, transport: Transport) -> None:
+        """`transport`: carries the sums, and waits for them."""
+        self.header, self.transport = header, transport
+        # By the ranks of the shards in their order, number of elements, type.
+        self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
 
-    def act(self, i: Instruction, buffer: Buffer, like: TensorSpec, device: torch.device) -> Callable[[], None]:
-        """What replaces the rank's part in `buffer`, of an x or g like that, by the sum."""
-        shards = self.header.tensor_parallel.siblings(i.stage)
+    def allreduce(self, i: Instruction, buffer: Buffer, spec: TensorSpec, device: torch.device) -> Act:
+        """ALLREDUCE: replace the summand of this rank's shard in `buffer`, a tensor like `spec`, by the sum."""
+        siblings = self.header.tensor_parallel.siblings
         if i.kind == Kind.G:
-            shards = self.header.tensor_parallel.siblings(
-                self.header.graph.consumers[i.stage][0] if i.via < 0 else i.via
-            )
-        ranks = tuple(self.header.compute[B if i.kind == Kind.G else F, list(shards), i.mb].tolist())
-        key = ranks, math.prod(like.size), like.dtype
-        if key not in self.sums:
-            rows = torch.empty((1, key[1]), dtype=like.dtype, device=device)
-            keys = [[ranks.index(rank)] for rank in self.header.groups[i.peer]]
-            self.sums[key] = OrderedAllreduce(self.transport, self.transport.group(i.peer), rows, keys, tags=SHARD_TAGS)
-        one, wait = self.sums[key], self.transport.wait
+            consumer = self.header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
+            direction, shards = B, siblings(consumer)
+        else:
+            direction, shards = F, siblings(i.stage)
+        ranks = tuple(self.header.compute[direction, list(shards), i.mb].tolist())
+        key = ranks, math.prod(spec.size), spec.dtype
+        if key not in self.shared:
+            rows = torch.empty((1, key[1]), dtype=spec.dtype, device=device)
+            keys = [[ranks.index(rank)] for rank in self.header.groups[i.group]]
+            group = self.transport.group(i.group)
+            self.shared[key] = OrderedAllreduce(self.transport, group, rows, keys, tags=SHARD_TAGS)
+        allreduce, wait = self.shared[key], self.transport.wait
 
         def done() -> bool:
-            one.advance()
-            return one.done
+            allreduce.advance()
+            return allreduce.done
 
         def act() -> None:
-            part = buffer.value
-            one.total.copy_(part.view(-1))
-            one.start()
+            summand = buffer.value
+            allreduce.total.copy_(summand.view(-1))
+            allreduce.start()
             wait(done)
-            buffer.value = one.total.clone().view(part.shape)  # not in place: autograd may have saved the part
+            buffer.value = allreduce.total.clone().view(summand.shape)  # autograd may have saved the summand
 
         return act

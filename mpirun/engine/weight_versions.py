@@ -1,66 +1,87 @@
-"""Versions of a rank's own weights, where a schedule changes them before all that use them are through.
+"""Weight versions: a STEP that makes a new version of a stage's weights while jobs still use older ones.
 
-Each lies in a place that was planned from the list: in the owner's own, or in
-one of its own, with a module whose parameters are there. What a forward saves
-points to its version, so nothing is copied but the weights that a STEP changes
-while others still use them.
+1. Version 0 is what the owner has when a pass through the list begins. STEP to version v makes v from v - 1.
+2. If jobs still use v - 1, v has a memory slot of its own (`memory_slots`): the STEP copies v - 1 there and steps the
+   copy. Otherwise both have one slot, and the STEP changes it in place.
+3. Every slot has a module whose parameters lie there. The graph that a forward saves points to the slot of its
+   version, so its backward uses the same version.
+4. At NORM the last version is copied to where the next pass expects version 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mpirun.engine.memory_slots import Memory
-from mpirun.engine.setup import Training
-from mpirun.engine.stage import Stage
+from mpirun.comm.ordered_allreduce import AllreduceQueue
+from mpirun.engine.act import Act, Position
+from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.memory_slots import MemorySlots
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
+from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 
 
-class Versions:
+class WeightVersions:
+    """The versions of the stages that a rank owns, each with a module on its memory."""
+
     def __init__(
-        self, instructions: Sequence[Instruction], stages: dict[int, Stage], memory: Memory, of: Training
+        self, instructions: Sequence[Instruction], stages: dict[int, LocalStage], slots: MemorySlots, setup: Setup
     ) -> None:
-        """`stages`: those at home, where version 0 is when a walk through the list begins."""
-        self.home = stages
-        self.by_version: dict[tuple[int, int], Stage] = {}
-        self.last: dict[int, Stage] = {}  # by stage
-        in_place: dict[tuple[int, int], Stage] = {}
+        """`stages`: by number, with version 0 of their weights."""
+        self.version_0 = stages
+        self.by_version: dict[tuple[int, int], LocalStage] = {}
+        self.last: dict[int, LocalStage] = {}  # by stage
+        in_slot: dict[tuple[int, int], LocalStage] = {}
         for i in instructions:
-            if i.op == Op.STEP and i.peer >= 0:
-                found, block = stages[i.stage], memory.version(i)
-                if block is not None:
-                    key = i.stage, memory.of[i]
-                    if key not in in_place:
-                        module = build_stage(of.model, i.stage, of.seed)
-                        in_place[key] = found.beside(module, block)
-                    found = in_place[key]
-                self.by_version[i.stage, i.peer] = self.last[i.stage] = found
+            if i.op == Op.STEP and i.version >= 0:
+                stage, memory = stages[i.stage], slots.version(i)
+                if memory is not None:
+                    key = i.stage, slots.number[i]
+                    if key not in in_slot:
+                        module = build_stage(setup.model, i.stage, setup.seed)
+                        in_slot[key] = stage.with_other_weights(module, memory)
+                    stage = in_slot[key]
+                self.by_version[i.stage, i.version] = self.last[i.stage] = stage
 
-    def at(self, stage: int, version: int) -> Stage:
+    def at(self, stage: int, version: int) -> LocalStage:
         """The stage with that version of its weights."""
-        return self.by_version[stage, version] if version else self.home[stage]
+        return self.by_version[stage, version] if version else self.version_0[stage]
 
-    def every(self, stage: int) -> list[Stage]:
-        """The stage in all its places."""
-        return list({id(one): one for one in (self.home[stage], *self._of(stage))}.values())
+    def in_all_slots(self, stage: int) -> list[LocalStage]:
+        """The stage once for every slot that its versions use."""
+        versions = [local for (s, _), local in self.by_version.items() if s == stage]
+        return list({id(local): local for local in (self.version_0[stage], *versions)}.values())
 
-    def _of(self, stage: int) -> list[Stage]:
-        return [one for (s, _), one in self.by_version.items() if s == stage]
+    def step(
+        self,
+        i: Instruction,
+        header: Header,
+        grad_buffers: GradBuffers,
+        optimizer: Optimizer,
+        queue: AllreduceQueue,
+        position: Position,
+    ) -> Act:
+        """STEP to a version: the mean gradient of the microbatches since the last STEP makes it from the one before."""
+        before, after = self.at(i.stage, i.version - 1), self.at(i.stage, i.version)
+        gradient = grad_buffers.of_stage(i.stage)
+        size = header.weight_versions.round(i.stage)
+        count = min(size, header.microbatches - size * (i.version - 1))
 
-    def make(self, stage: int, version: int) -> Callable[[], Stage]:
-        """What copies the version before to the place of `version`, unless it is the same, and returns the stage."""
-        before, here = self.at(stage, version - 1), self.at(stage, version)
+        def act() -> None:
+            queue.finish()
+            if count > 1:
+                gradient.total.div_(count)
+            if after is not before:
+                after.weights.copy_(before.weights)
+            optimizer.step((i.stage, -1), gradient, position.step, 0.0, after)
 
-        def copy() -> Stage:
-            if here is not before:
-                here.weights.copy_(before.weights)
-            return here
+        return act
 
-        return copy
-
-    def go_home(self) -> None:
-        """The last versions are the first of the next walk."""
-        for stage, one in self.last.items():
-            if one is not self.home[stage]:
-                self.home[stage].weights.copy_(one.weights)
+    def copy_last_to_0(self) -> None:
+        """The last version of every stage is version 0 of the next pass."""
+        for stage, last in self.last.items():
+            if last is not self.version_0[stage]:
+                self.version_0[stage].weights.copy_(last.weights)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.engine.setup import Training
+from mpirun.engine.setup import Setup
 from mpirun.verify.record import Parameters, Record
 
 ROUNDING = 8  # times float32's: what sums in another order may differ by
@@ -59,11 +59,11 @@ def compare(
     return differences + [updates] * (limit > 0 and not updates.size <= updates.limit)
 
 
-def default_tolerance(setup: Training) -> float:
+def default_tolerance(setup: Setup) -> float:
     """The relative difference that the types allow which are computed in."""
     if any(shape.dtype.itemsize < torch.float32.itemsize for shape in setup.shapes):
         return NARROW
-    return MIXED if setup.mixed else PLAIN
+    return MIXED if setup.autocast_dtype else PLAIN
 
 
 def directionless(theirs: Record) -> dict[tuple[int, str], Tensor]:

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.func import functional_call
 
-from mpirun.engine.setup import Training
+from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import forward_backward
@@ -34,7 +34,7 @@ def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions:
 
 
 def run_with_delayed_updates(
-    setup: Training, header: Header, used: UsedVersions, begun: int, steps: int, beat: Callable[[], None]
+    setup: Setup, header: Header, used: UsedVersions, begun: int, steps: int, beat: Callable[[], None]
 ) -> Record:
     """All steps from the first, recorded from step `begun` on; of every stage the gradient of its last update."""
     stages = [_Versions(setup, header, stage) for stage in range(header.stages)]
@@ -53,9 +53,7 @@ def run_with_delayed_updates(
     return Record(losses[begun:], gradients[begun:], parameters, start)
 
 
-def _microbatch(
-    setup: Training, header: Header, stages: list[_Versions], used: UsedVersions, step: int, mb: int
-) -> float:
+def _microbatch(setup: Setup, header: Header, stages: list[_Versions], used: UsedVersions, step: int, mb: int) -> float:
     """One microbatch of a step, and the updates that it completes; its loss."""
     weights = [stage.kept[used[stage.index, mb]] for stage in stages]
     for stage in stages:
@@ -72,7 +70,7 @@ def _microbatch(
 class _Versions:
     """A stage with every version of its weights that a step makes."""
 
-    def __init__(self, setup: Training, header: Header, index: int) -> None:
+    def __init__(self, setup: Setup, header: Header, index: int) -> None:
         self.setup, self.index = setup, index
         self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
         self.layer_rng = LayerRng(self.module, index, setup.shapes[index].random_layers, setup.device.seed)

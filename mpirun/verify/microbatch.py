@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch, to_device
-from mpirun.engine.loss import WholeLoss
-from mpirun.engine.setup import Training
+from mpirun.engine.loss import MinibatchLoss
+from mpirun.engine.setup import Setup
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Value
 from mpirun.model.shapes import loss_input
@@ -34,12 +34,10 @@ class ForwardPass(NamedTuple):
         return [x for value, x in self.outputs.items() if value.stage == stage]
 
 
-def forward(
-    setup: Training, header: Header, modules: Sequence[Callable[..., Any]], step: int, number: int
-) -> ForwardPass:
+def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]], step: int, number: int) -> ForwardPass:
     """Compute all stages, whose modules these are, on microbatch `number` of a step."""
     tensor = header.tensor_parallel
-    batch = to_device(setup.batches(step, number), setup.device.torch)
+    batch = to_device(setup.microbatches(step, number), setup.device.torch)
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # by consumers: where stages are split, the sum over their shards
     leaves: list[dict[Value, Tensor]] = []
@@ -49,7 +47,7 @@ def forward(
         arguments = [
             leaves[-1][source] if isinstance(source, Value) else batch.leaves[source.leaf] for source in sources
         ]
-        with autocast(setup.device.kind, setup.mixed):
+        with autocast(setup.device.kind, setup.autocast_dtype):
             output = module(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
         tensors = [output] if isinstance(output, Tensor) else list(output)
         for index in setup.shapes[stage].aliased_outputs:
@@ -66,7 +64,7 @@ def forward(
 
 
 def forward_backward(
-    setup: Training,
+    setup: Setup,
     header: Header,
     modules: Sequence[Callable[..., Any]],
     step: int,
@@ -79,7 +77,7 @@ def forward_backward(
     """
     done = forward(setup, header, modules, step, number)
     end = len(modules) - header.tensor_parallel.degree  # shards of the last stage have the same loss
-    with autocast(setup.device.kind, setup.mixed):
+    with autocast(setup.device.kind, setup.autocast_dtype):
         losses = [setup.model.loss(loss_input(done.outputs_of(s)), done.batch.target) for s in range(end, len(modules))]
     divisor = done.batch.loss_divisor if divisor is None else divisor
     roots = {Value(stage, 0): loss / divisor for stage, loss in enumerate(losses, start=end)}
@@ -89,13 +87,13 @@ def forward_backward(
     return losses[0].item()
 
 
-def backward_of_minibatch(setup: Training, header: Header, forwards: Sequence[ForwardPass]) -> list[float]:
+def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[ForwardPass]) -> list[float]:
     """The loss of all microbatches together, once for each; all of them back."""
-    loss, last = WholeLoss(setup.model, len(forwards), setup.device.kind, setup.mixed), header.stages - 1
+    loss, last = MinibatchLoss(setup.model, len(forwards), setup.device.kind, setup.autocast_dtype), header.stages - 1
     for number, done in enumerate(forwards):
-        loss.take(number, done.outputs_of(last), done.batch.target)
+        loss.add_outputs(number, done.outputs_of(last), done.batch.target)
     for number, done in enumerate(forwards):
-        _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.gradients(number))})
+        _backward(header, done, {Value(last, index): x for index, x in enumerate(loss.take_gradients(number))})
     return [value.item() for value in loss.losses.values()]
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpirun.engine.grad_norm import norms, whole_norm
+from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
-from mpirun.engine.setup import Training
+from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
@@ -22,7 +22,7 @@ from mpirun.verify.record import Parameters, Record
 from schedgen.ir.header import Header
 
 
-def run_in_one_process(setup: Training, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
+def run_in_one_process(setup: Setup, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
     """All steps from the first, recorded from step `begun` on. `beat` is called after each microbatch."""
     model = _Model(setup, header, beat)
     start = {key: parameter.detach().clone() for key, parameter in model.parameters.items()}
@@ -31,13 +31,13 @@ def run_in_one_process(setup: Training, header: Header, begun: int, steps: int, 
     for step in range(steps):
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
-        sizes = zip(total, norms(list(total.values()), setup.canonical), strict=True)
+        sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
             continue
         if step >= begun:
             gradients.append({key: gradient.clone() for key, gradient in total.items()})
-        model.update(step, total, whole_norm(once))
+        model.update(step, total, total_norm(once))
     parameters = {key: parameter.detach() for key, parameter in model.parameters.items()}
     return Record(losses[begun:], gradients, parameters, start)
 
@@ -45,7 +45,7 @@ def run_in_one_process(setup: Training, header: Header, begun: int, steps: int, 
 class _Model:
     """All stages of the model and their optimizer."""
 
-    def __init__(self, setup: Training, header: Header, beat: Callable[[], None]) -> None:
+    def __init__(self, setup: Setup, header: Header, beat: Callable[[], None]) -> None:
         self.setup, self.header, self.beat = setup, header, beat
         device = setup.device
         self.modules = [build_stage(setup.model, stage, setup.seed).to(device.torch) for stage in range(header.stages)]
@@ -65,7 +65,7 @@ class _Model:
         """All microbatches of a step: their losses, and the gradient of every parameter."""
         losses: list[float] = []
         total: Parameters = {}
-        for begin in range(0, self.setup.walks * self.header.microbatches, self.header.microbatches):
+        for begin in range(0, self.setup.passes * self.header.microbatches, self.header.microbatches):
             losses += self._pass(step, range(begin, begin + self.header.microbatches))
             for key, gradient in self._take_gradients().items():
                 total[key] = total[key] + gradient if begin else gradient

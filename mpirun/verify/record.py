@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.engine.stage import Stage
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import pieces
 from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
@@ -38,13 +38,13 @@ class RankRecord(NamedTuple):
     parameters: Pieces
 
 
-def copy_pieces(stage: Stage, via: int, flat: Tensor) -> Pieces:
+def copy_pieces(stage: LocalStage, via: int, flat: Tensor) -> Pieces:
     """Copies of the parameters' pieces in a part of a stage's weights; `flat`: laid out as that part is."""
     if via < 0:
         return {(stage.index, name, 0): view.clone() for name, view in zip(stage.names, stage.views(flat), strict=True)}
     return {
-        (stage.index, stage.names[piece.parameter], piece.begin): piece.within(flat).clone()
-        for piece in pieces(stage.layout, stage.spans[via])
+        (stage.index, stage.names[piece.parameter], piece.begin): piece.of_part(flat).clone()
+        for piece in pieces(stage.layout, stage.part_slices[via])
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpirun.engine.setup import Training
+from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow
 from mpirun.verify.record import Parameters, Record, tensor_bytes
 from schedgen.ir.header import Header
@@ -12,7 +12,7 @@ from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.tensor_parallel import TensorParallel
 
 
-def without_shards(setup: Training, header: Header) -> tuple[Training, Header]:
+def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
     """The set-up and the header of the model's stages, of which a schedule has shards."""
     T = header.tensor_parallel.degree
     stages = header.stages // T
@@ -23,12 +23,12 @@ def without_shards(setup: Training, header: Header) -> tuple[Training, Header]:
         tensor_parallel=TensorParallel(1, (), stages),
     )
     shapes = setup.shapes[::T]
-    reads = setup.plain.resolved_reads(plain.graph.producers, len(setup.batches(0, 0).leaves))
+    reads = setup.unsharded_model.resolved_reads(plain.graph.producers, len(setup.microbatches(0, 0).leaves))
     dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
-    return setup._replace(model=setup.plain, shapes=shapes, dataflows=dataflows), plain
+    return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
 
 
-def join_shards(setup: Training, header: Header, record: Record) -> Record | str:
+def join_shards(setup: Setup, header: Header, record: Record) -> Record | str:
     """The record of the model's stages; a sentence where shards differ in what should be copies."""
     tensor = header.tensor_parallel
     differing: list[str] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.setup import Training
+from mpirun.engine.setup import Setup
 from mpirun.engine.weight_shards import Unit
 from mpirun.verify.compare import compare, default_tolerance, directionless
 from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
@@ -24,13 +24,13 @@ class Verification:
     """One rank's part: it records what the interpreter does from now on, then compares."""
 
     def __init__(
-        self, comm: MPI.Intracomm, program: Program, setup: Training, interpreter: Interpreter, tolerance: float | None
+        self, comm: MPI.Intracomm, program: Program, setup: Setup, interpreter: Interpreter, tolerance: float | None
     ) -> None:
         """`program`: this rank's rows; `tolerance`: relative difference that is allowed; None: by the types."""
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter, self.tolerance = interpreter, tolerance
         self.record = RankRecord([], [], {})
-        interpreter.observe = self._add_gradients
+        interpreter.optimizer_step.on_gradients = self._add_gradients
 
     def add_losses(self, losses: list[float]) -> None:
         """Record the losses of a step, by microbatch."""
@@ -49,7 +49,7 @@ class Verification:
         `beat` is called after each microbatch.
         """
         for stage in self.interpreter.optimizer.stages.values():
-            for via, part in stage.own.items():
+            for via, part in stage.owned.items():
                 self.record.parameters.update(copy_pieces(stage, via, part))
         ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
         setup, header = self.setup, self.header

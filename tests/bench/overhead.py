@@ -31,7 +31,7 @@ def measure(schedule: str) -> None:
     from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
     from mpirun.comm.transport import mpi_buffer
-    from mpirun.engine.stage import Saved
+    from mpirun.engine.stage import SavedForward
     from schedgen.ir.instructions import Op
 
     comm = MPI.COMM_WORLD
@@ -40,10 +40,10 @@ def measure(schedule: str) -> None:
     for stage in interpreter.stages.values():
         loss = not interpreter.header.graph.consumers[stage.index]
         output = torch.zeros(()) if loss else torch.zeros(stage.shape.outputs[0].size)
-        leaf = torch.zeros(interpreter.memory.shapes[0].outputs[0].size, requires_grad=True)
+        leaf = torch.zeros(interpreter.slots.shapes[0].outputs[0].size, requires_grad=True)
         leaf.grad = torch.zeros_like(leaf)
-        given = ([output], Saved([leaf], [None]))
-        stage.forward = lambda inputs, finish, save, arguments, given=given: given
+        given = ([output], SavedForward([leaf], [None]))
+        stage.forward = lambda values, loss, save, arguments, specs, given=given: given
         stage.backward = lambda saved, gradient: None
     spent: dict[int, list[float]] = defaultdict(list)
 
@@ -55,14 +55,14 @@ def measure(schedule: str) -> None:
 
         return instruction
 
-    interpreter.compute.losses = dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
+    interpreter.forward_backward.losses = dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
     interpreter.code = [timed(i.op, act) for i, act in zip(run.instructions, interpreter.code, strict=True)]
     plain = timed(-1, lambda: None)
     for step in range(STEPS):
         interpreter.run(step)
         for _ in range(100):
             plain()
-    tensor = torch.zeros(interpreter.memory.shapes[0].outputs[0].size)
+    tensor = torch.zeros(interpreter.slots.shapes[0].outputs[0].size)
     buffer = mpi_buffer(tensor)
     receive = comm.Recv_init(buffer, MPI.PROC_NULL)
     atexit.register(receive.Free)

@@ -83,7 +83,7 @@ def measure(schedule: str) -> None:
             comm, groups, crowded, on_wait
         )
         runs[name] = Run(comm, run_options(comm, arguments)).interpreter
-        (runs[name].run if name == "blocking" else runs[name].learn)(0)
+        (runs[name].run if name == "blocking" else runs[name].run_first)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited
     for step in range(1, STEPS + 1):
         for name in sorted(runs, reverse=bool(step % 2)):

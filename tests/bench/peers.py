@@ -202,12 +202,12 @@ def main() -> None:
 
     for number in range(options.steps + WARM):
         turns = {
-            "ours": lambda: (ours.run if number else ours.learn)(number).losses,
+            "ours": lambda: (ours.run if number else ours.run_first)(number).losses,
             "theirs": lambda: theirs(number),
         }
         for side in sorted(turns, reverse=bool(number % 2)):  # who goes first changes
             lap(side, turns[side])
-    mine = sum(part.nbytes for stage in ours.stages.values() for part in stage.own.values())
+    mine = sum(part.nbytes for stage in ours.stages.values() for part in stage.owned.values())
     owned = {side: comm.allgather(size) for side, size in (("ours", mine), ("theirs", task.owned))}
     if comm.rank == 0:
         found = {

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mpirun.comm.device import Device
-from mpirun.engine.grad_buffer import Gradient
-from mpirun.engine.stage import Stage
+from mpirun.engine.grad_buffers import GradBuffer
+from mpirun.engine.stage import LocalStage
 from mpirun.model.shapes import StageShape
 from mpirun.models.gpt import Block
 
@@ -28,9 +28,9 @@ def timed(function: Callable[[], object]) -> float:
 def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float]:
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
-    stage = Stage(Block(width, 8), 0, StageShape(tuple(x.shape), x.dtype, ()), Device(), owned=True)
-    gathered = Gradient(stage, [0], torch.zeros(stage.size))
-    gathered.use(0)
+    stage = LocalStage(Block(width, 8), 0, StageShape(tuple(x.shape), x.dtype, ()), Device(), owns_all=True)
+    gathered = GradBuffer(stage, [0], torch.zeros(stage.size))
+    gathered.attach(0, stage)
 
     def saved() -> tuple[Tensor, ...]:
         return stage.forward([x], None, save=True)[1]

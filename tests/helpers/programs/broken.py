@@ -6,29 +6,29 @@ unchecked  the schedule is not checked
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 from mpi4py import MPI
 
+import mpirun.engine.interpreter
 import mpirun.engine.read_schedule
 from mpirun.cli.main import main
-from mpirun.engine.forward_backward import Act
-from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.act import Act
+from mpirun.engine.messages import Messages
 from schedgen.ir.instructions import Instruction
 
 
-class Forgetful(Interpreter):
-    def send(self, i: Instruction) -> Act:
-        act = super().send(i)
-        return (lambda: self.compute.now == 1 or act()) if str(i) == LOST else act
+class Forgetful(Messages):
+    def send(self, row: int, i: Instruction) -> Act:
+        act, steps = super().send(row, i), itertools.count()
+        return (lambda: next(steps) == 1 or act()) if str(i) == LOST else act
 
 
 LOST = '{"op": "SEND", "buf": "x.1.7", "to": 2}'
 fault, *arguments = sys.argv[1:]
 if fault == "lost" and MPI.COMM_WORLD.rank == 1:
-    import mpirun.engine.build
-
-    mpirun.engine.build.Interpreter = Forgetful
+    mpirun.engine.interpreter.Messages = Forgetful
 elif fault == "unchecked":
     mpirun.engine.read_schedule.check = lambda *_: None
 sys.exit(main(arguments))

@@ -11,8 +11,8 @@ import time
 import numpy as np
 from mpi4py import MPI
 
+from mpirun.comm.clocks import as_rank_0_times, read_clocks
 from mpirun.comm.transport import Transport
-from mpirun.engine.trace import aligned, reading
 
 WORLD = MPI.COMM_WORLD
 AHEAD = [0.0, 5.0, -3600.0]  # seconds: by which the clock of each rank is set ahead
@@ -24,17 +24,17 @@ def claim(name: str, holds: bool) -> None:
 
 
 transport = Transport(WORLD, [])
-before, after = reading(transport), reading(transport)
-claim("one clock is found the same", abs(before.ahead) <= before.within)
-times = np.linspace(before.here, after.here, 100)
-claim("one clock is left as it is", bool((aligned(times, before, after) == times).all()))
+before, after = read_clocks(transport), read_clocks(transport)
+claim("one clock is found the same", abs(before.ahead) <= before.error)
+times = np.linspace(before.time, after.time, 100)
+claim("one clock is left as it is", bool((as_rank_0_times(times, before, after) == times).all()))
 
 wrong = AHEAD[WORLD.rank]
-before, after = (reading(transport, lambda: time.perf_counter() + wrong) for _ in range(2))
-claim("another clock is found", abs(before.ahead + wrong) <= before.within + 1e-9)
-times = np.linspace(before.here, after.here, 100)
-off = np.abs(aligned(times, before, after) - (times - wrong)).max()
-claim("another clock is corrected", bool(off <= max(before.within, after.within) + 1e-9))
+before, after = (read_clocks(transport, lambda: time.perf_counter() + wrong) for _ in range(2))
+claim("another clock is found", abs(before.ahead + wrong) <= before.error + 1e-9)
+times = np.linspace(before.time, after.time, 100)
+off = np.abs(as_rank_0_times(times, before, after) - (times - wrong)).max()
+claim("another clock is corrected", bool(off <= max(before.error, after.error) + 1e-9))
 
 if WORLD.rank == 0:
     print("holds: it ends", flush=True)

@@ -46,7 +46,7 @@ def weights(run: Run) -> str:
     own = {
         f"{stage.index}/{part}" if part >= 0 else stage.index: bytes(weights.view(torch.uint8).numpy())
         for stage in run.interpreter.optimizer.stages.values()
-        for part, weights in stage.own.items()
+        for part, weights in stage.owned.items()
     }
     everything = WORLD.allgather({key: hashlib.sha256(data).hexdigest() for key, data in own.items()})
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()

@@ -12,17 +12,17 @@ from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 
 one = Run(MPI.COMM_WORLD, run_options(MPI.COMM_WORLD, sys.argv[1:])).interpreter
-one.learn(0)
-units = [(stage, via) for stage, of in one.optimizer.stages.items() for via in of.own]
+one.run_first(0)
+units = [(stage, via) for stage, of in one.optimizer.stages.items() for via in of.owned]
 mine = {
-    "weights": sum(one.stages[stage].own[via].untyped_storage().nbytes() for stage, via in units),
+    "weights": sum(one.stages[stage].owned[via].untyped_storage().nbytes() for stage, via in units),
     "state": sum(
         value.untyped_storage().nbytes()
         for unit in units
-        for kept in one.optimizer.kept(unit)
+        for kept in one.optimizer.state(unit)
         for value in kept.values()
     ),
-    "gradient": sum(one.gradients.part(unit).total.untyped_storage().nbytes() for unit in units),
+    "gradient": sum(one.grad_buffers.of_unit(unit).total.untyped_storage().nbytes() for unit in units),
 }
 every = MPI.COMM_WORLD.gather(mine)
 if every is not None:

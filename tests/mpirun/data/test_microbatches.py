@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpirun.cli.progress_bar import mean
 from mpirun.data.microbatches import Microbatches, Minibatch, chunk, sample_count
-from mpirun.engine.loss import WholeLoss, try_whole_loss
+from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from schedgen.util.errors import UsageError
@@ -101,11 +101,11 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
     batch = Minibatch(lambda text, rng: (rows, {"rows": rows, "weights": weights}), (0, {"weights": None, "rows": 0}))
     model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
     pieces = Microbatches(batch, torch.zeros(1), 0, 2)
-    one = WholeLoss(model, 2, "cpu", None)
+    one = MinibatchLoss(model, 2, "cpu", None)
     for number in range(2):
-        one.take(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
+        one.add_outputs(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
-    assert one.losses[0] == 8 and torch.equal(one.gradients(0)[0], torch.ones(2, 2))
+    assert one.losses[0] == 8 and torch.equal(one.take_gradients(0)[0], torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any,
     model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
     dataflows = [SimpleNamespace(outputs=[[TensorSpec((4,), torch.float32)]])] * 2
     with pytest.raises(UsageError, match=sentence):
-        try_whole_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), dataflows, None)
+        try_minibatch_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), dataflows, None)
 
 
 def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from mpirun.engine.memory_tracker import Tracker, measure
+from mpirun.engine.memory_tracker import MemoryTracker, track_memory
 
 FLOAT = 4  # bytes
 
 
 @pytest.fixture
 def tracker():
-    with Tracker() as tracker:
+    with MemoryTracker() as tracker:
         yield tracker
 
 
@@ -63,7 +63,7 @@ def test_a_tensor_of_numbers_counts(tracker):
 
 def test_what_was_there_before_counts_only_when_added():
     x = torch.ones(10)
-    with Tracker() as tracker:
+    with MemoryTracker() as tracker:
         x.add_(1)
         view = x[2:]
         assert tracker.live == 0
@@ -97,7 +97,7 @@ PARAMETERS = (6 * 5 + 5) + (5 * 3 + 3)
 
 def test_linear_layers_keep_their_inputs_and_outputs():
     layers, x = Layers(), torch.ones(8, 6)
-    with Tracker() as tracker:
+    with MemoryTracker() as tracker:
         y = layers(x)
         assert tracker.live == (8 * 5 + 8 * 3) * FLOAT  # the second one's input, the output; x was there before
         loss = y.sum()
@@ -110,7 +110,7 @@ def test_linear_layers_keep_their_inputs_and_outputs():
 def test_the_peak_within_a_backward():
     """The most is alive when the second layer is done and its input not yet freed."""
     layers, x = Layers(), torch.ones(8, 6)
-    with Tracker() as tracker:
+    with MemoryTracker() as tracker:
         y = layers(x)
         root, gradient = get_gradient_edge(y), torch.ones_like(y)
         del y
@@ -124,7 +124,7 @@ def test_the_peak_within_a_backward():
 def test_the_same_bytes_in_each_of_50_steps():
     layers, x = Layers(), torch.ones(8, 6)
     optimizer = torch.optim.AdamW(layers.parameters(), foreach=True)
-    with Tracker() as tracker:
+    with MemoryTracker() as tracker:
         found = []
         for _ in range(50):
             tracker.reset_peak()
@@ -137,6 +137,6 @@ def test_the_same_bytes_in_each_of_50_steps():
 
 
 def test_measure_on_the_cpu():
-    with measure(torch.device("cpu")) as memory:
+    with track_memory(torch.device("cpu")) as memory:
         x = torch.ones(5)
         assert memory.live == memory.peak == x.nbytes

@@ -1,4 +1,4 @@
-"""A Stage computes what its module computes, wherever its weights have been in the meantime."""
+"""A LocalStage computes what its module computes, wherever its weights have been in the meantime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpirun.comm.device import Device
 from mpirun.data.microbatches import Microbatches
-from mpirun.engine.stage import Saved, Stage
+from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
@@ -38,8 +38,8 @@ def shape_of(module: nn.Module, *inputs: Tensor) -> StageShape:
     )
 
 
-def owned(module: nn.Module, shape: StageShape, index: int = 0) -> Stage:
-    return Stage(module, index, shape, Device(), owned=True)
+def owned(module: nn.Module, shape: StageShape, index: int = 0) -> LocalStage:
+    return LocalStage(module, index, shape, Device(), owns_all=True)
 
 
 def chain_shape(model: Model, index: int) -> StageShape:
@@ -47,15 +47,15 @@ def chain_shape(model: Model, index: int) -> StageShape:
     return infer_shapes(model, model.resolved_reads(CHAIN, 1), Microbatches(model.batch, TEXT, 0, 1)(0, 0))[index]
 
 
-def stage_of(model: Model, index: int) -> Stage:
+def stage_of(model: Model, index: int) -> LocalStage:
     return owned(build_stage(model, index, SEED), chain_shape(model, index), index)
 
 
-def guest_of(model: Model, index: int) -> tuple[Stage, Tensor]:
+def guest_of(model: Model, index: int) -> tuple[LocalStage, Tensor]:
     """A stage whose weights are another rank's, and the memory that they are received in."""
     shape = chain_shape(model, index)
     memory = torch.empty(shape.weight_bytes, dtype=torch.uint8)
-    return Stage(build_stage(model, index, SEED), index, shape, Device(), owned=False, memory=memory), memory
+    return LocalStage(build_stage(model, index, SEED), index, shape, Device(), owns_all=False, memory=memory), memory
 
 
 def case(model: Model, index: int):
@@ -79,12 +79,12 @@ def plain(module: nn.Module, x: Tensor, finish, gradient: Tensor):
     return output.detach(), x.grad, [p.grad for p in module.parameters() if p.requires_grad]
 
 
-def backward(stage: Stage, saved: Saved, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def backward(stage: LocalStage, saved: SavedForward, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Gradients of the inputs, and what a backward adds to those of the parameters."""
     for parameter in stage.parameters:
         parameter.grad = torch.zeros_like(parameter)
     stage.backward(saved, [gradient])
-    return saved.gradients(), [parameter.grad for parameter in stage.parameters]
+    return saved.take_gradients(), [parameter.grad for parameter in stage.parameters]
 
 
 def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
@@ -129,7 +129,7 @@ def test_the_halves_of_a_backward_are_the_whole_to_the_bit(model, index):
     stage = stage_of(model, index)
     _, saved = stage.forward([x], finish, save=True)
     half = stage.backward_input(saved, [gradient])
-    assert of_input is None or same(saved.gradients(), [of_input])
+    assert of_input is None or same(saved.take_gradients(), [of_input])
     assert same(stage.backward_weight(half), of_parameters)
     assert all(parameter.grad is None for parameter in stage.parameters)
 
@@ -227,7 +227,10 @@ def test_a_stage_without_parameters(module):
     x, gradient = torch.linspace(-1, 1, 6), torch.arange(6.0)
     _, of_input, _ = plain(module, x, None, gradient)
     nothing = torch.empty(0, dtype=torch.uint8)
-    for stage in (owned(module, shape_of(module, x)), Stage(module, 0, shape_of(module, x), Device(), False, nothing)):
+    for stage in (
+        owned(module, shape_of(module, x)),
+        LocalStage(module, 0, shape_of(module, x), Device(), False, nothing),
+    ):
         assert len(stage.weights) == 0
         _, saved = stage.forward([x], None, save=True)
         inputs, grads = backward(stage, saved, gradient)

@@ -11,7 +11,7 @@ from models_for_tests import Shifted, pair
 from torch import nn
 
 from mpirun.data.microbatches import Microbatches
-from mpirun.engine.expand_shards import sharded
+from mpirun.engine.expand_shards import expand_shards
 from mpirun.model.build_stage import build_stage
 from mpirun.model.parallel_layers import (
     UNSHARDED,
@@ -204,7 +204,7 @@ def test_the_parts_of_a_parameter_make_it_up(cut):
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_shards_of_a_layer_add_up_to_it(make, count):
-    from mpirun.engine.expand_shards import _shard
+    from mpirun.engine.expand_shards import build_shard
 
     def built(shard=UNSHARDED):
         torch.manual_seed(7)
@@ -215,7 +215,7 @@ def test_shards_of_a_layer_add_up_to_it(make, count):
     y = whole(x)
     y.square().sum().backward()
     (dx, x.grad), of_whole = (x.grad, None), dict(whole.named_parameters())
-    shards = [_shard(built, Shard(t, count)) for t in range(count)]
+    shards = [build_shard(built, Shard(t, count)) for t in range(count)]
     total = sum(shard(x) for shard in shards)
     torch.testing.assert_close(total, y)
     total.square().sum().backward()
@@ -233,7 +233,7 @@ def test_shards_of_a_layer_add_up_to_it(make, count):
 def test_weights_do_not_depend_on_the_number_of_shards():
     model = pair(2)
     whole = build_stage(model, 0, 5)
-    parts = [build_stage(sharded(model, 4), t, 5) for t in range(4)]
+    parts = [build_stage(expand_shards(model, 4), t, 5) for t in range(4)]
     assert torch.equal(torch.cat([one.up.weight for one in parts]), whole.up.weight)
     assert torch.equal(torch.cat([one.down.weight for one in parts], dim=1), whole.down.weight)
 
@@ -241,7 +241,7 @@ def test_weights_do_not_depend_on_the_number_of_shards():
 def test_only_what_all_shards_have_is_shared():
     from models_for_tests import shards_of_a_dag
 
-    assert sharded(shards_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
+    assert expand_shards(shards_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
 
 
 def test_what_does_not_divide_is_refused():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpirun.engine.trace import Reading, aligned
+from mpirun.comm.clocks import ClockReading, as_rank_0_times
 from schedgen.checker.files import checked
 from schedgen.report.measured_run import read_trace, run_numbers
 
@@ -135,8 +135,8 @@ def test_clocks(launch):
 
 
 def test_between_two_readings_a_difference_changes_linearly():
-    before, after = Reading(10.0, 5.0, 1e-6), Reading(20.0, 7.0, 1e-6)
-    assert np.allclose(aligned(np.array([10.0, 15.0, 20.0]), before, after), [15.0, 21.0, 27.0])
+    before, after = ClockReading(10.0, 5.0, 1e-6), ClockReading(20.0, 7.0, 1e-6)
+    assert np.allclose(as_rank_0_times(np.array([10.0, 15.0, 20.0]), before, after), [15.0, 21.0, 27.0])
 
 
 def test_a_trace_that_could_not_be_written_is_refused_before_the_first_step(launch, compiled, text, tmp_path):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from runs import DEPTH_FIRST, GPT, MLP, differences, same, weights
 
-from mpirun.engine.grad_norm import lines, norms, root, subtrees
-from mpirun.engine.weight_shards import pieces, spans
+from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
+from mpirun.engine.weight_shards import part_slices, pieces
 from schedgen.cli.main import main as schedgen
 
 # Parts of stage 0 in turns on two workers, all of stage 1 on one that has it whole, of the rest anywhere.
@@ -138,13 +138,13 @@ def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, comp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + (0.1j if dtype.is_complex else 0)
-    (whole,) = norms([values], canonical=True)
+    (whole,) = tensor_norms([values], canonical=True)
     assert whole == pytest.approx(float(torch.linalg.vector_norm(values.to(torch.complex128))), rel=1e-12)
     line = 64 // dtype.itemsize
     layout = [(0, values.shape)]
     for parts in (2, 3, 7, 60):
         found = []
-        for span in spans(-(-1000 // line) * line, dtype, range(parts)).values():
+        for span in part_slices(-(-1000 // line) * line, dtype, range(parts)).values():
             for piece in pieces(layout, span):
-                found += subtrees(lines(piece.of(values)), piece.begin // line)
-        assert root(found) ** 0.5 == whole
+                found += subtrees(line_sums(piece.of_parameter(values)), piece.begin // line)
+        assert tree_sum(found) ** 0.5 == whole

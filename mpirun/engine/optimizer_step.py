@@ -1,0 +1,125 @@
+"""NORM and STEP, the end of a step: all ranks learn the losses and the gradient's norm, then weights are stepped.
+
+NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
+gradient, and whether some rank wants to leave. STEP steps weights after the last accumulation pass, if all these
+numbers are finite. A STEP to a version of the weights is in `weight_versions`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.comm.ordered_allreduce import AllreduceQueue
+from mpirun.comm.transport import Transport
+from mpirun.engine.act import Act, Position
+from mpirun.engine.buffers import Buffers
+from mpirun.engine.forward_backward import ForwardBackward
+from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.grad_norm import GradNorms, total_norm
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.stage import LocalStage
+from mpirun.engine.weight_shards import Unit
+from mpirun.engine.weight_versions import WeightVersions
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Kind
+
+
+class StepResult(NamedTuple):
+    """What all ranks know of a step when it is done."""
+
+    losses: list[float]  # by microbatch
+    grad_norm: float
+    parameter_norms: list[float]  # of every parameter's gradient, in the order of the model
+    leave: bool  # some rank wants to
+
+
+class OptimizerStep:
+    """Prepares NORM and STEP, as `Messages` does, and keeps what NORM has told."""
+
+    def __init__(
+        self,
+        header: Header,
+        stages: Mapping[int, LocalStage],
+        norms: GradNorms,
+        forward_backward: ForwardBackward,
+        buffers: Buffers,
+        grad_buffers: GradBuffers,
+        versions: WeightVersions,
+        optimizer: Optimizer,
+        queue: AllreduceQueue,
+        position: Position,
+    ) -> None:
+        """`forward_backward`: has the losses of this rank; `queue`: the sums of gradients under way."""
+        self.header, self.stages, self.grad_norms, self.forward_backward = header, stages, norms, forward_backward
+        self.buffers, self.grad_buffers, self.versions = buffers, grad_buffers, versions
+        self.optimizer, self.queue, self.position = optimizer, queue, position
+        self.leave_requested = False  # by this rank: all ranks learn it at the next NORM
+        self.finite = True  # whether all losses and norms of the step so far are
+        self.result = StepResult([], 0.0, [], False)
+        self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
+
+    def norm(self, row: int, i: Instruction) -> Act:
+        """NORM: complete the gradients that this rank owns, and tell all ranks the numbers of the step."""
+        owned = self.grad_buffers.owned()
+        row_sums = self.grad_buffers.claim_row_sums(owned)
+        totals = {unit: buffer.total for unit, buffer in owned.items()}
+        position = self.position
+
+        def act() -> None:
+            self.queue.finish()
+            self.versions.copy_last_to_0()
+            for buffer in row_sums:
+                buffer.sum_rows()
+            if position.passes > 1:
+                self.optimizer.accumulate(totals, first=position.in_first_pass, last=position.in_last_pass)
+            self._tell(i.group, totals)
+            if position.in_last_pass and self.finite:
+                self.on_gradients(totals)
+
+        return act
+
+    def _tell(self, group: int, totals: Mapping[Unit, Tensor]) -> None:
+        """Exchange the numbers of all ranks: those of the norms, a loss for every microbatch, who wants to leave."""
+        losses, first_loss = self.forward_backward.losses, self.grad_norms.length
+        leave = first_loss + self.header.microbatches
+        contributed: dict[int, float] = {}
+        for unit, total in totals.items():
+            contributed |= self.grad_norms.contributed(unit, self.stages[unit[0]], total)
+        contributed |= {first_loss + mb: float(loss) for mb, loss in losses.items()}
+        losses.clear()
+        contributed[leave] = float(self.leave_requested)
+        transport = self.queue.transport
+        numbers = _sum_over_ranks(transport, transport.group(group), leave + 1, contributed)
+        norms = self.grad_norms.norms(numbers[:first_loss])
+        self.result = StepResult(numbers[first_loss:leave], total_norm(norms), norms, numbers[leave] > 0)
+        self.finite = (self.finite or self.position.in_first_pass) and all(map(math.isfinite, numbers))
+
+    def step(self, row: int, i: Instruction) -> Act:
+        """STEP: step the weights of a unit that this rank owns."""
+        if i.version >= 0:
+            return self.versions.step(i, self.header, self.grad_buffers, self.optimizer, self.queue, self.position)
+        unit = i.stage, i.part
+        weights, gradient = self.buffers.get(Kind.W, i.stage, via=i.part), self.grad_buffers.of_unit(unit)
+
+        def act() -> None:
+            self.buffers.wait_sent(weights)
+            if self.position.in_last_pass and self.finite:
+                self.optimizer.step(unit, gradient, self.position.step, self.result.grad_norm)
+
+        return act
+
+
+def _sum_over_ranks(
+    transport: Transport, comm: MPI.Intracomm, length: int, contributed: Mapping[int, float]
+) -> list[float]:
+    """Numbers by position, of which each rank contributes some; all ranks get the sums."""
+    values, sums = np.zeros(length), np.empty(length)
+    values[list(contributed)] = list(contributed.values())
+    transport.wait(comm.Iallreduce(values, sums).Test)  # of all ranks one gives a number, not zero: any order is exact
+    return list(map(float, sums))
