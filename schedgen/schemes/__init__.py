@@ -1,27 +1,21 @@
-"""Every built-in scheme: a module with a docstring and `scheme(sizes) -> Scheme`.
+"""Every built-in scheme, by name; `load` also reads a user's own file.
 
-Each w and n stands there as its paper writes it. `load` also reads a user's
-own file, which defines `w` (of s, b, d and perhaps the shard t or the part k)
-and `n` and, if it likes, `cap`, `edges`, `apart`, `mode`, `split`, `updates`.
+A scheme is a module with a docstring, which `schedgen schemes` prints, and `scheme(sizes, name)`, whose w and n stand
+there as its paper writes them. One that is another under a different name, order or number is an entry here.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
-from schedgen.ir.graph_file import check_apart
-from schedgen.ir.stage_graph import check_edges
-from schedgen.ir.weight_versions import UPDATES
 from schedgen.schemes import (
-    breadth_first,
     chimera,
     ddp,
-    depth_first,
     dualpipe_v,
     fsdp,
     fslpp,
@@ -30,137 +24,96 @@ from schedgen.schemes import (
     looped_bfs,
     lpp,
     one_f_one_b,
-    pipedream,
-    pipedream_flush,
     round_robin,
     v_half,
-    v_min,
     zb_h1,
-    zb_h2,
     zb_v,
 )
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument
-from schedgen.util.errors import UsageError, raised
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.user_file import load_file
+from schedgen.util.errors import UsageError
 
-SCHEMES: dict[str, ModuleType] = {
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "lpp": lpp,
-    "fslpp": fslpp,
-    "interleaved-1f1b": interleaved_1f1b,
-    "looped-bfs": looped_bfs,
-    "depth-first": depth_first,
-    "breadth-first": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe-v": dualpipe_v,
-    "chimera": chimera,
-    "pipedream-flush": pipedream_flush,
-    "1f1b-rr": round_robin,
-    "pipedream": pipedream,
-}
+
+class BuiltIn(NamedTuple):
+    """A built-in scheme, or a variant of one."""
+
+    module: ModuleType
+    variant: Mapping[str, Any] = {}  # arguments of the module's `scheme` in which it differs from it
+    variant_text: str = ""
+
+    @property
+    def text(self) -> str:
+        """What it is, its w and its n, a line each."""
+        return self.variant_text or inspect.getdoc(self.module) or ""
+
+
+SCHEMES: dict[str, BuiltIn] = {
+    "ddp": BuiltIn(ddp),
+    "fsdp": BuiltIn(fsdp),
+    "gpipe": BuiltIn(gpipe),
+    "1f1b": BuiltIn(one_f_one_b),
+    "lpp": BuiltIn(lpp),
+    "fslpp": BuiltIn(fslpp),
+    "interleaved-1f1b": BuiltIn(interleaved_1f1b),
+    "looped-bfs": BuiltIn(looped_bfs),
+    "depth-first": BuiltIn(looped_bfs, {"order": "depth-first", "mode": "greedy"}, """\
+Depth-first: v stages a worker, and whoever is free takes the oldest microbatch.
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
+n: oldest microbatch first, greedy"""),
+    "breadth-first": BuiltIn(looped_bfs, {"mode": "greedy"}, """\
+Breadth-first: v stages a worker, and whoever is free takes the oldest stage.
+w(s, b, d) = (s mod W, s mod W)   [Rahimi 2025, "One code to schedule them all"; S = vW]
+n: oldest stage first, greedy"""),
+    "zb-h1": BuiltIn(zb_h1),
+    "zb-h2": BuiltIn(zb_h1, {"h": 2}, """\
+ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.
+Where F = I = W, no bubble between a worker's first and last job.
+w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3; W = S]
+n(F) = b, n(I) = b + h (W-1-s), n(W) = b + h (W-1), h = 2, ties F < I < W, strict"""),
+    "zb-v": BuiltIn(zb_v),
+    "v-half": BuiltIn(v_half),
+    "v-min": BuiltIn(v_half, {"block": v_half.third}, """\
+V-Min: ZB-V's placement with a third of 1F1B's activation memory, the least of its kind.
+w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2024, "Controllable memory", section 3; S = 2W]
+n: a building block repeated every 6 jobs, W jobs in the gaps, strict"""),
+    "dualpipe-v": BuiltIn(dualpipe_v),
+    "chimera": BuiltIn(chimera),
+    "pipedream-flush": BuiltIn(one_f_one_b, {}, """\
+PipeDream's order with a flush: 1F1B by the name it has there.
+w(s, b, d) = (s mod W, s mod W)   [Narayanan et al. 2021, "Memory-efficient pipeline-parallel training"; W <= S]
+n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict"""),
+    "1f1b-rr": BuiltIn(round_robin),
+    "pipedream": BuiltIn(round_robin, {"updates": "stash"}, """\
+PipeDream: 1F1B-RR without a flush; every backward is followed by a step, which makes a new version of the weights.
+w(s, b, d) = (P(s) + b mod r(s), the same), and n is that of 1f1b-rr, too   [PipeDream, sections 3.2 and 3.3]
+weights: a forward uses the newest version, its backward the same; with --updates vertical all stages the first's"""),
+}  # fmt: skip
 
 
 def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
-    """The scheme called `name`, or the one that the file `name` defines.
+    """The scheme called `name`, or the one that the file `name` defines; UsageError where sizes do not fit it.
 
-    `tensor`: shards of each stage. Workers that do not know of shards are that many each.
+    `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see a T-th.
     """
     if name in SCHEMES:
-        sizes = _without_shards(sizes, tensor)
-        module = SCHEMES[name]
+        built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
         for option in ("groups", "chunks", "replicas"):
-            if getattr(sizes, option) is not None and option not in module.PARAMETERS:
+            if getattr(sizes, option) is not None and option not in built_in.module.PARAMETERS:
                 raise UsageError(f"{name} takes no --{option}")
-        scheme: Scheme = module.scheme(sizes)
+        scheme: Scheme = built_in.module.scheme(sizes, name, **built_in.variant)
         return scheme
     if not name.endswith(".py"):
-        near = [f"; did you mean {one}?" for one in difflib.get_close_matches(name, SCHEMES, 1)]
-        known = f"it is one of {', '.join(SCHEMES)}, or a file that ends in .py or .csv"
-        raise UsageError(f"there is no scheme '{name}': {known}{''.join(near)}")
-    return _from_file(Path(name), sizes, tensor)
-
-
-def _without_shards(sizes: Sizes, tensor: int) -> Sizes:
-    if sizes.workers is None:
-        return sizes
-    if sizes.workers % tensor:
-        raise UsageError(f"--tensor {tensor}: {sizes.workers} workers are no multiple of it")
-    return sizes._replace(workers=sizes.workers // tensor)
-
-
-def _from_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
-    if not path.stem.isprintable():
-        raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
-    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(module)
-    except FileNotFoundError:
-        raise UsageError(f"there is no file {path}") from None
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
-    finally:
-        sys.dont_write_bytecode = writes
-    for wanted in ("w", "n"):
-        if not callable(getattr(module, wanted, None)):
-            raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
-    shards = fourth_argument(module.w) == "t"
-    if not shards:
-        sizes = _without_shards(sizes, tensor)
-    options = sizes._asdict()
-    edges = getattr(module, "edges", None)
-    if callable(edges):
-        try:
-            edges = bind_sizes(edges, options)()
-        except UsageError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise UsageError(f"{path}: edges() raised {raised(error)}") from None
-    edges = None if edges is None else check_edges(edges, sizes.stages)
-    apart = getattr(module, "apart", ())
-    if not isinstance(apart, (list, tuple)) or (apart and edges is None):
-        raise UsageError(f"{path}: apart is a list of stages, for a module with edges")
-    mode = getattr(module, "mode", "greedy")
-    if not isinstance(mode, str) or mode not in ("greedy", "strict"):
-        raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
-    updates = getattr(module, "updates", "flush")
-    if not isinstance(updates, str) or updates not in UPDATES:
-        raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
-    cap = getattr(module, "cap", None)
-    return Scheme(
-        name=path.stem,
-        workers=sizes.workers,
-        w=bind_sizes(module.w, options),
-        n=bind_sizes(module.n, options),
-        order=path.stem,
-        mode=mode,
-        split=bool(getattr(module, "split", False)),
-        parameters={
-            k: list(v) if isinstance(v, tuple) else v
-            for k in ("groups", "chunks", "replicas")
-            if (v := options[k]) is not None
-        },
-        cap=None if cap is None else bind_sizes(cap, options),
-        edges=edges,
-        per_consumer=check_apart(apart, edges) if edges else (),
-        updates=updates,
-        by_shard=shards,
-    )
+        near = [f"; did you mean {close}?" for close in difflib.get_close_matches(name, SCHEMES, 1)]
+        names = f"it is one of {', '.join(SCHEMES)}, or a file that ends in .py or .csv"
+        raise UsageError(f"there is no scheme '{name}': {names}{''.join(near)}")
+    return load_file(Path(name), sizes, tensor)
 
 
 def describe() -> str:
-    """One paragraph a scheme: name, parameters, first line of its docstring, its w."""
+    """One paragraph a scheme: its name, the options it takes, and its text."""
     lines = []
-    for name, module in SCHEMES.items():
-        options = " ".join(f"--{option}" for option in ("stages", "microbatches", *module.PARAMETERS))
-        lines += [f"{name}  {options}", *(f"    {line}" for line in inspect.getdoc(module).splitlines() if line), ""]  # type: ignore[union-attr]
+    for name, built_in in SCHEMES.items():
+        options = " ".join(f"--{option}" for option in ("stages", "microbatches", *built_in.module.PARAMETERS))
+        lines += [f"{name}  {options}", *(f"    {line}" for line in built_in.text.splitlines() if line), ""]
     return "\n".join([*lines, f"Orders for --n: {', '.join(ORDERS)}."])

@@ -16,12 +16,11 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W = S, which must be even."""
     S = sizes.stages
     if S % 2 or sizes.workers not in (None, S):
-        raise UsageError(
-            f"chimera needs an even number of stages and as many workers, not {S} and {sizes.workers or S}"
-        )
+        raise UsageError(f"{name} needs an even number of stages and as many workers, not {S} and {sizes.workers or S}")
 
     def h(s: Any, b: Any) -> Any:
         return np.where(b % 2 == 0, s, S - 1 - s)
@@ -31,4 +30,4 @@ def scheme(sizes: Sizes) -> Scheme:
         # those of the other direction fall between them.
         return np.where(d == F, s, 2 * S - 1 - s) + 2 * (b % S // 2) + 2 * S * (b // S)
 
-    return Scheme("chimera", S, lambda s, b, d: (h(s, b), h(s, b)), n, "chimera", "strict")
+    return Scheme(name, S, lambda s, b, d: (h(s, b), h(s, b)), n, name, "strict")

@@ -12,13 +12,14 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W = data_workers("ddp", sizes)
-    return Scheme("ddp", W, lambda s, b, d: (b % W, b % W), depth_first(sizes), "depth-first", "greedy")
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W <= B; W = B where it is left open."""
+    W = data_workers(name, sizes)
+    return Scheme(name, W, lambda s, b, d: (b % W, b % W), depth_first(sizes), "depth-first", "greedy")
 
 
 def data_workers(name: str, sizes: Sizes) -> int:
-    """W of a scheme that spreads microbatches: as many as microbatches unless given."""
+    """W of a scheme that spreads microbatches: B where it is left open, UsageError where it is more."""
     workers = sizes.microbatches if sizes.workers is None else sizes.workers
     if workers > sizes.microbatches:
         raise UsageError(

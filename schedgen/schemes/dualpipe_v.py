@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.ir.instructions import F
-from schedgen.schemes.job_lists import Counter, n_of
+from schedgen.schemes.job_lists import JobList, place_in_list
 from schedgen.schemes.looped import chunked, vee
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
@@ -16,75 +16,76 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W, _ = chunked("dualpipe-v", sizes, chunks=2)
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """S = 2 W, and B >= 2 W."""
+    W, _ = chunked(name, sizes, chunks=2)
     if sizes.microbatches < 2 * W:
-        raise UsageError(f"dualpipe-v needs at least 2W microbatches: {sizes.microbatches} are too few for {W} workers")
+        raise UsageError(f"{name} needs at least 2W microbatches: {sizes.microbatches} are too few for {W} workers")
     S = sizes.stages
     lists = [_list(r, W, sizes.microbatches) for r in range(W)]
-    whole, paired = np.zeros((2, S, sizes.microbatches), bool)
-    for one in lists:
-        whole[tuple(np.array(one.whole, np.int64).reshape(-1, 2).T)] = True
-        paired[tuple(np.array(one.paired, np.int64).reshape(-1, 2).T)] = True
+    unsplit, delayed = np.zeros((2, S, sizes.microbatches), bool)
+    for worker in lists:
+        unsplit[tuple(np.array(worker.unsplit, np.int64).reshape(-1, 2).T)] = True
+        delayed[tuple(np.array(worker.delayed, np.int64).reshape(-1, 2).T)] = True
     return Scheme(
-        "dualpipe-v",
+        name,
         W,
         lambda s, b, d: (vee(s, S), vee(s, S)),
-        n_of(sizes, (one.jobs for one in lists)),
-        "dualpipe-v",
+        place_in_list(sizes, (worker.jobs for worker in lists)),
+        name,
         "strict",
         split=True,
-        unsplit_backward=lambda s, b: whole[s, b],
-        delayed_send=lambda s, b: paired[s, b],
+        unsplit_backward=lambda s, b: unsplit[s, b],
+        delayed_send=lambda s, b: delayed[s, b],
     )
 
 
-def _list(r: int, p: int, batches: int) -> Counter:
-    one = Counter(r, 2 * p - 1 - r)
-    above = p - 1 - r  # workers between this one and the turn
+def _list(r: int, p: int, batches: int) -> JobList:
+    jobs = JobList(r, 2 * p - 1 - r)
+    above = p - 1 - r  # workers between this and the turn
 
     def pair(forward: int, backward: int) -> None:
         """A forward and a backward that DualPipe overlaps: their messages leave together."""
-        one.paired.append((one.stages[forward], one.done[F, forward]))
-        one.f(forward)
-        one.b(backward)
+        jobs.delayed.append((jobs.stages[forward], jobs.done[F, forward]))
+        jobs.f(forward)
+        jobs.b(backward)
 
     # Step 1: nF0
     for _ in range(2 * above):
-        one.f(0)
+        jobs.f(0)
     # Step 2: nF0F1
     for _ in range(r + 1):
-        one.f(0)
-        one.f(1)
+        jobs.f(0)
+        jobs.f(1)
     # Step 3: nI1W1F1
     for _ in range(above):
-        one.i(1)
-        one.w()
-        one.f(1)
+        jobs.i(1)
+        jobs.w()
+        jobs.f(1)
     # Step 4, the main step: nF0B1F1B0
     for k in range(batches - 2 * p + r + 1):
         if k == 0 and above == 0:  # at the turn the first two are no pair
-            one.f(0)
-            one.b(1)
+            jobs.f(0)
+            jobs.b(1)
         else:
             pair(0, 1)
         pair(1, 0)
     # Step 5: nB1F1B0
     for _ in range(above):
-        one.b(1)
+        jobs.b(1)
         pair(1, 0)
     # Step 6: nB1B0, split from the middle on
     late = False
     for k in range(r + 1):
         late |= k == (r + 1) // 2 and r % 2 == 1
-        (one.i if late else one.b)(1)
+        (jobs.i if late else jobs.b)(1)
         late |= k == (r + 1) // 2 and r % 2 == 0
-        (one.i if late else one.b)(0)
+        (jobs.i if late else jobs.b)(0)
     # Step 7: nW0B0
     for _ in range(above):
-        one.w()
-        (one.i if late else one.b)(0)
+        jobs.w()
+        (jobs.i if late else jobs.b)(0)
     # Step 8: nW0
-    while one.waiting:
-        one.w()
-    return one
+    while jobs.waiting:
+        jobs.w()
+    return jobs

@@ -12,6 +12,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W = data_workers("fsdp", sizes)
-    return Scheme("fsdp", W, lambda s, b, d: (s % W, b % W), depth_first(sizes), "depth-first", "greedy")
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W <= B; W = B where it is left open."""
+    W = data_workers(name, sizes)
+    return Scheme(name, W, lambda s, b, d: (s % W, b % W), depth_first(sizes), "depth-first", "greedy")

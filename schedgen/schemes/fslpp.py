@@ -12,14 +12,8 @@ from schedgen.schemes.scheme import Scheme, Sizes
 PARAMETERS = ("workers", "groups")
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W, G, h = grouped("fslpp", sizes)
-    return Scheme(
-        "fslpp",
-        W,
-        lambda s, b, d: (h(s, s), h(s, b)),
-        depth_first(sizes),
-        "depth-first",
-        "greedy",
-        parameters={"groups": G},
-    )
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W = G R must be given, with R <= S and G <= B."""
+    W, G, h = grouped(name, sizes)
+    n = depth_first(sizes)
+    return Scheme(name, W, lambda s, b, d: (h(s, s), h(s, b)), n, "depth-first", "greedy", parameters={"groups": G})

@@ -12,9 +12,10 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W = stage_workers("gpipe", sizes)
-    return Scheme("gpipe", W, lambda s, b, d: (s % W, s % W), breadth_first(sizes), "breadth-first", "strict")
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W <= S; W = S where it is left open."""
+    W = stage_workers(name, sizes)
+    return Scheme(name, W, lambda s, b, d: (s % W, s % W), breadth_first(sizes), "breadth-first", "strict")
 
 
 def stage_workers(name: str, sizes: Sizes) -> int:

@@ -17,17 +17,11 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers", "chunks")
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W, v = chunked("interleaved-1f1b", sizes)
-    return Scheme(
-        "interleaved-1f1b",
-        W,
-        lambda s, b, d: (s % W, s % W),
-        _n(W, v, sizes.microbatches),
-        "interleaved-1f1b",
-        "strict",
-        parameters={"chunks": v},
-    )
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """S = v W; the microbatches make rounds of equally many."""
+    W, v = chunked(name, sizes)
+    n = _n(W, v, sizes.microbatches)
+    return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, name, "strict", parameters={"chunks": v})
 
 
 def _n(W: int, v: int, batches: int) -> Function:

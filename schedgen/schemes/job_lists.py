@@ -12,7 +12,7 @@ from schedgen.schemes.scheme import Function, Sizes
 Job = tuple[int, int, int]  # direction, stage, microbatch
 
 
-def n_of(sizes: Sizes, lists: Iterable[Sequence[Job]]) -> Function:
+def place_in_list(sizes: Sizes, lists: Iterable[Sequence[Job]]) -> Function:
     """n(s, b, d) = place of the job in its worker's list; jobs beyond the last microbatch are skipped."""
     n = np.zeros((sizes.stages, sizes.microbatches, 3), np.int64)
     for jobs in lists:
@@ -22,34 +22,37 @@ def n_of(sizes: Sizes, lists: Iterable[Sequence[Job]]) -> Function:
     return lambda s, b, d: n[s, b, d]
 
 
-class Counter:
-    """A worker's list in the making, where each kind of job takes the next microbatch of its stage.
+class JobList:
+    """The list of a worker with two stages, built job by job: each takes the next microbatch of its stage.
 
-    As the papers write them: F0 is a forward of the worker's first stage, B1
-    a whole backward (I, then W) of its second. W jobs queue up behind their
-    I jobs; `w()` runs the oldest.
+    Methods are called as the papers write: f(0) is F0, a forward of the first stage; b(1) is B1, an unsplit backward of
+    the second. W jobs queue up behind their I jobs; w() runs the oldest.
     """
 
     def __init__(self, first: int, second: int) -> None:
+        """No jobs yet; `first` and `second` are the worker's stages."""
         self.stages = (first, second)
         self.jobs: list[Job] = []
         self.done = {(d, chunk): 0 for d in (F, B) for chunk in (0, 1)}
         self.waiting: list[tuple[int, int]] = []  # (stage, microbatch) of W jobs
-        self.paired: list[tuple[int, int]] = []  # (stage, microbatch) of forwards that send with the next job
-        self.whole: list[tuple[int, int]] = []  # (stage, microbatch) of backwards that are not split
+        self.delayed: list[tuple[int, int]] = []  # (stage, microbatch) of forwards that send after the next job
+        self.unsplit: list[tuple[int, int]] = []  # (stage, microbatch) of backwards that are not split
 
     def f(self, chunk: int) -> None:
+        """A forward."""
         self._next(F, chunk)
 
     def i(self, chunk: int) -> None:
+        """The gradient of the input."""
         self.waiting.append((self.stages[chunk], self._next(B, chunk)))
 
     def b(self, chunk: int) -> None:
-        self.whole.append((self.stages[chunk], self._next(B, chunk)))
-        self.jobs.append((W, *self.whole[-1]))
+        """An unsplit backward: I and, right behind it, W."""
+        self.unsplit.append((self.stages[chunk], self._next(B, chunk)))
+        self.jobs.append((W, *self.unsplit[-1]))
 
     def w(self, chunk: int | None = None) -> None:
-        """The oldest W that waits (of one chunk), if there is one."""
+        """The oldest W that waits (of one stage), if there is one."""
         for place, (stage, mb) in enumerate(self.waiting):
             if chunk is None or stage == self.stages[chunk]:
                 del self.waiting[place]

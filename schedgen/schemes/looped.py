@@ -15,7 +15,7 @@ from schedgen.util.errors import UsageError
 
 
 def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, int]:
-    """(W, v) with S = v W; `chunks` where the scheme itself says v."""
+    """(W, v) with S = v W, `chunks` where the scheme itself says v; UsageError where sizes do not fit."""
     v = chunks or sizes.chunks
     if v is None:
         v = sizes.stages // sizes.workers if sizes.workers else 2
@@ -30,4 +30,5 @@ def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, in
 
 
 def vee(s: Any, S: int) -> Any:
+    """The worker of stage s of S, down the workers and up again."""
     return np.minimum(s, S - 1 - s)

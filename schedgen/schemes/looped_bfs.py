@@ -6,20 +6,14 @@ n: oldest stage first, strict
 from __future__ import annotations
 
 from schedgen.schemes.looped import chunked
-from schedgen.schemes.orders import breadth_first
+from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("workers", "chunks")
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W, v = chunked("looped-bfs", sizes)
-    return Scheme(
-        "looped-bfs",
-        W,
-        lambda s, b, d: (s % W, s % W),
-        breadth_first(sizes),
-        "breadth-first",
-        "strict",
-        parameters={"chunks": v},
-    )
+def scheme(sizes: Sizes, name: str, order: str = "breadth-first", mode: str = "strict") -> Scheme:
+    """S = v W, in any of ORDERS."""
+    W, v = chunked(name, sizes)
+    n = ORDERS[order](sizes)
+    return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, order, mode, parameters={"chunks": v})

@@ -15,21 +15,15 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers", "groups")
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    W, G, h = grouped("lpp", sizes)
-    return Scheme(
-        "lpp",
-        W,
-        lambda s, b, d: (h(s, b), h(s, b)),
-        depth_first(sizes),
-        "depth-first",
-        "greedy",
-        parameters={"groups": G},
-    )
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W = G R must be given, with R <= S and G <= B."""
+    W, G, h = grouped(name, sizes)
+    n = depth_first(sizes)
+    return Scheme(name, W, lambda s, b, d: (h(s, b), h(s, b)), n, "depth-first", "greedy", parameters={"groups": G})
 
 
 def grouped(name: str, sizes: Sizes) -> tuple[int, int, Callable[[Any, Any], Any]]:
-    """W, G and h of a scheme of G groups of R = W/G workers."""
+    """W, G and h of a scheme of G groups of R = W/G workers; UsageError where sizes do not fit."""
     if sizes.workers is None or sizes.groups is None:
         raise UsageError(f"{name} needs --workers W and --groups G")
     W, G = sizes.workers, sizes.groups

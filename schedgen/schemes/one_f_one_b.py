@@ -12,6 +12,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes, name: str = "1f1b") -> Scheme:
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """W <= S; W = S where it is left open."""
     W = stage_workers(name, sizes)
     return Scheme(name, W, lambda s, b, d: (s % W, s % W), one_f_one_b(sizes), "1f1b", "strict")

@@ -17,6 +17,7 @@ from schedgen.schemes.scheme import Function, Sizes
 
 
 def position(s: Any, d: Any, S: int) -> Any:
+    """pos(s, d), for I and W that of B."""
     return np.where(d == F, s, 2 * S - 1 - s)
 
 

@@ -17,11 +17,12 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("replicas",)
 
 
-def scheme(sizes: Sizes, name: str = "1f1b-rr", updates: str = "flush") -> Scheme:
+def scheme(sizes: Sizes, name: str, updates: str = "flush") -> Scheme:
+    """r(s) of every stage, by default 1, sum up to W; no stage has more replicas than there are microbatches."""
     replicas = np.array(sizes.replicas or [1] * sizes.stages)
     if len(replicas) != sizes.stages or replicas.min() < 1:
-        given = ",".join(map(str, replicas.tolist()))
-        raise UsageError(f"{name} takes a number of replicas for each of {sizes.stages} stages, not {given}")
+        numbers = ",".join(map(str, replicas.tolist()))
+        raise UsageError(f"{name} takes a number of replicas for each of {sizes.stages} stages, not {numbers}")
     before = np.concatenate([[0], np.cumsum(replicas)])
     workers = int(before[-1])
     if sizes.workers not in (None, workers):

@@ -28,6 +28,14 @@ class Sizes(NamedTuple):
     replicas: tuple[int, ...] | None = None  # of each stage
     shards: tuple[int, ...] | None = None  # parts that the weights of all stages, or of each, are divided into
 
+    def per_shard(self, tensor: int) -> Sizes:
+        """With the workers of one of `tensor` shards; UsageError where they do not divide."""
+        if self.workers is None:
+            return self
+        if self.workers % tensor:
+            raise UsageError(f"--tensor {tensor}: {self.workers} workers are no multiple of it")
+        return self._replace(workers=self.workers // tensor)
+
 
 class Scheme(NamedTuple):
     """A placement and an order.

@@ -8,30 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from schedgen.ir.instructions import B, F, W
-from schedgen.schemes.job_lists import Job, n_of
+from schedgen.schemes.job_lists import Job, place_in_list
 from schedgen.schemes.looped import chunked, vee
 from schedgen.schemes.scheme import Scheme, Sizes
 
 PARAMETERS = ("workers",)
 
-# When worker r of p runs F and then I of a microbatch, on its first stage going down and its second going up:
-# (F first, F second, I second, I first).
+# When worker r of p runs F and then I of a microbatch, on its first stage going down and its second going up: the time
+# slots of (F first, F second, I second, I first).
 Block = Callable[[int, int], tuple[int, int, int, int]]
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    def block(r: int, p: int) -> tuple[int, int, int, int]:
-        gap = 3 if p % 2 == 0 else 0
-        return 2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2
-
-    return blocks("v-half", sizes, block)
+def half(r: int, p: int) -> tuple[int, int, int, int]:
+    """The block of V-Half, with half of 1F1B's activation memory."""
+    gap = 3 if p % 2 == 0 else 0
+    return 2 * r, 3 * p - r - 2, 3 * p + gap + 2 * r - 1, 6 * p + gap - r - 2
 
 
-def blocks(name: str, sizes: Sizes, block: Block) -> Scheme:
-    """A schedule of one building block a microbatch, six time slots apart: F and I of two stages, and two W."""
+def third(r: int, p: int) -> tuple[int, int, int, int]:
+    """The block of V-Min, with a third of 1F1B's activation memory."""
+    gap = 2 if p % 3 == 0 else 0
+    return r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1
+
+
+def scheme(sizes: Sizes, name: str, block: Block = half) -> Scheme:
+    """S = 2 W. One building block a microbatch, six time slots apart: F and I of two stages, and two W."""
     p, _ = chunked(name, sizes, chunks=2)
     S = sizes.stages
-    n = n_of(sizes, (_list(r, p, sizes.microbatches, block(r, p)) for r in range(p)))
+    n = place_in_list(sizes, (_list(r, p, sizes.microbatches, block(r, p)) for r in range(p)))
     return Scheme(name, p, lambda s, b, d: (vee(s, S), vee(s, S)), n, name, "strict", split=True)
 
 

@@ -16,12 +16,8 @@ from schedgen.util.errors import UsageError
 PARAMETERS = ("workers",)
 
 
-def scheme(sizes: Sizes) -> Scheme:
-    return handcrafted("zb-h1", sizes, h=1)
-
-
-def handcrafted(name: str, sizes: Sizes, h: int) -> Scheme:
-    """The paper's hand-made schedules: h = 1 keeps 1F1B's memory, h = 2 fills the bubbles at twice that."""
+def scheme(sizes: Sizes, name: str, h: int = 1) -> Scheme:
+    """W = S. The paper's hand-made schedules: h = 1 keeps 1F1B's memory, h = 2 fills the bubbles at twice that."""
     p = sizes.stages
     if sizes.workers not in (None, p):
         raise UsageError(f"{name} has one stage a worker: {p} stages need {p} workers, not {sizes.workers}")

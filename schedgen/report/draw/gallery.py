@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import inspect
 import io
 import re
 import sys
@@ -97,9 +96,9 @@ def _image(alternative: str, draw: Callable[[BinaryIO], None]) -> str:
 
 
 def _about(scene: Scene) -> list[str]:
-    """The docstring of the scheme's module, line by line; nothing for a scheme that is not built in."""
-    module = SCHEMES.get(str(scene.program.header.scheme["name"]))
-    return [line for line in (inspect.getdoc(module) or "").splitlines() if line]
+    """What the scheme says of itself, line by line; nothing for a scheme that is not built in."""
+    built_in = SCHEMES.get(str(scene.program.header.scheme["name"]))
+    return [line for line in built_in.text.splitlines() if line] if built_in else []
 
 
 if __name__ == "__main__":

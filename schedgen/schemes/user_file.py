@@ -1,0 +1,90 @@
+"""A user's own scheme: a Python file that defines w and n and, if it likes, cap, edges, apart, mode, split, updates."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from schedgen.ir.graph_file import check_apart
+from schedgen.ir.stage_graph import check_edges
+from schedgen.ir.weight_versions import FLUSH, UPDATES
+from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument
+from schedgen.util.errors import UsageError, raised
+
+
+def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
+    """The scheme that a file defines, called as the file is; UsageError says what is wrong with it."""
+    if not path.stem.isprintable():
+        raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
+    module = _executed(path)
+    for wanted in ("w", "n"):
+        if not callable(getattr(module, wanted, None)):
+            raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
+    by_shard = fourth_argument(module.w) == "t"
+    if not by_shard:
+        sizes = sizes.per_shard(tensor)
+    options = sizes._asdict()
+    edges, apart = _edges(path, module, options, sizes.stages), getattr(module, "apart", ())
+    if not isinstance(apart, (list, tuple)) or (apart and edges is None):
+        raise UsageError(f"{path}: apart is a list of stages, for a module with edges")
+    mode, updates = getattr(module, "mode", "greedy"), getattr(module, "updates", FLUSH)
+    if not isinstance(mode, str) or mode not in ("greedy", "strict"):
+        raise UsageError(f"{path}: mode must be 'greedy' or 'strict', not {mode!r}")
+    if not isinstance(updates, str) or updates not in UPDATES:
+        raise UsageError(f"{path}: updates must be {', '.join(map(repr, UPDATES))}, not {updates!r}")
+    cap = getattr(module, "cap", None)
+    return Scheme(
+        name=path.stem,
+        workers=sizes.workers,
+        w=bind_sizes(module.w, options),
+        n=bind_sizes(module.n, options),
+        order=path.stem,
+        mode=mode,
+        split=bool(getattr(module, "split", False)),
+        parameters={
+            name: list(value) if isinstance(value, tuple) else value
+            for name in ("groups", "chunks", "replicas")
+            if (value := options[name]) is not None
+        },
+        cap=None if cap is None else bind_sizes(cap, options),
+        edges=edges,
+        per_consumer=check_apart(apart, edges) if edges else (),
+        updates=updates,
+        by_shard=by_shard,
+    )
+
+
+def _executed(path: Path) -> ModuleType:
+    """The file as a module, of which no bytecode is left behind."""
+    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
+    finally:
+        sys.dont_write_bytecode = writes
+    return module
+
+
+def _edges(
+    path: Path, module: ModuleType, options: Mapping[str, Any], stages: int
+) -> tuple[tuple[int, int], ...] | None:
+    """The module's edges, a list or a function of the sizes that gives one; None where it has none."""
+    edges = getattr(module, "edges", None)
+    if callable(edges):
+        try:
+            edges = bind_sizes(edges, options)()
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"{path}: edges() raised {raised(error)}") from None
+    return None if edges is None else check_edges(edges, stages)
