@@ -46,7 +46,7 @@ class Run:
         self.instructions = self.program.instructions(comm.rank)
         self.watchdog = Watchdog(comm, self.first_line, self.instructions, options.timeout)
         with contextlib.ExitStack() as end:
-            end.push(self.watchdog)  # if the set-up fails; else in the end of the run
+            end.push(self.watchdog.end)  # if the set-up fails; else in the end of the run
             self._set_up(file.sha256)
             self.end = end.pop_all()
 

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 from mpi4py import MPI
 
@@ -89,31 +88,19 @@ class Watchdog:
         if server is not None:
             server.close()
 
-    def failed(self) -> None:
-        """Show that this rank ends now and says itself why."""
-        self.state[PHASE] = FAILED
-
-    def close(self) -> None:
-        """Show that this rank is done; wait for the process, if it is this rank's, to end."""
+    def end(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """As `__exit__`: show that this rank is done, alone or by a Stop, or that it fails and says so itself."""
+        if error is not None and not isinstance(error, Stop):
+            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the watchdog speaks
+                time.sleep(1)
+            self.state[PHASE] = FAILED
+            return
         self.state[PHASE] = DONE
         if self.process is not None:
             assert self.process.stdin is not None
             self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(2)
-
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """The rank is done, also where all ranks stop together, or it fails."""
-        if error is None or isinstance(error, Stop):
-            self.close()
-        else:
-            if isinstance(error, MPI.Exception):  # most often of a rank that is gone: for that one the watchdog speaks
-                time.sleep(1)
-            self.failed()
 
 
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
