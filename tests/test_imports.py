@@ -18,7 +18,7 @@ WRONG = {
     "schedgen-rooms": ("schedgen/ir/header.py", "schedgen.schemes"),
     "compiler-without-analysis": ("schedgen/compiler/place.py", "schedgen.analysis"),
     "checker-without-schemes": ("schedgen/checker/jobs.py", "schedgen.schemes"),
-    "schedgen-without-torch": ("schedgen/simulator/cost.py", "torch"),
+    "schedgen-without-torch": ("schedgen/simulator/machine.py", "torch"),
     "commands-of-schedgen": ("mpirun/data/text.py", "schedgen.cli.main"),
     "commands-of-mpirun": ("mpirun/__init__.py", "mpirun.cli.options"),
     "only-profile-compiles": ("mpirun/engine/setup.py", "schedgen.compiler.compile"),

@@ -21,7 +21,8 @@ from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.memory_plan import Bytes, places
+from schedgen.simulator.buffer_sizes import BufferSizes
+from schedgen.simulator.memory_plan import memory_plan
 
 
 class MemorySlots:
@@ -55,9 +56,9 @@ class MemorySlots:
         activation[-1] = shapes[-1].loss_bytes or sum(spec.bytes for spec in shapes[-1].outputs)
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
         zero = np.zeros(len(shapes), np.int64)
-        planned = places(program, Bytes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge))
+        planned = memory_plan(program, BufferSizes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge))
         sizes = planned.sizes[comm.rank].tolist()
-        self.number = {i: slot for i, slot in zip(instructions, planned.row.tolist(), strict=True) if slot >= 0}
+        self.number = {i: slot for i, slot in zip(instructions, planned.slot.tolist(), strict=True) if slot >= 0}
         self.fetched = {i.stage: self.number[i] for i in instructions if i.op == Op.FETCH_W}
         # A dw that the rank does not own begins where a slot is filled that nothing is received or stepped into.
         begun = [i for i in self.number if i.op not in (Op.RECV, Op.FETCH_W, Op.STEP)]

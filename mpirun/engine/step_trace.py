@@ -23,8 +23,7 @@ from mpirun.watchdog import ROW
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op, Small
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import trace_events, trace_file
-from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
-from schedgen.simulator.timeline import MEASURED, measured
+from schedgen.simulator.timeline import MEASURED, REDUCTION, SEND_CAUSE, Times, measured_timelines
 from schedgen.util.errors import RefusedFile
 from schedgen.util.files import open_output
 
@@ -122,7 +121,7 @@ def _write(by_rank: list[tuple[Times, Times, Small]], program: Program | None, p
     end = np.concatenate([times[:, 1:] for times in boundaries], axis=1)
     wait = np.minimum(np.rint(np.concatenate([waited for _, waited, _ in by_rank], axis=1) * 1e9), end - begin)
     cause = np.concatenate([causes for _, _, causes in by_rank], axis=1)
-    timelines = measured(program, (begin + wait) / 1e3, (end - begin - wait) / 1e3, wait / 1e3, cause)
+    timelines = measured_timelines(program, (begin + wait) / 1e3, (end - begin - wait) / 1e3, wait / 1e3, cause)
     data = trace_file(trace_events(program, timelines, MEASURED))
     try:
         with open_output(path) as out:

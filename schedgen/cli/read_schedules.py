@@ -34,12 +34,14 @@ from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.stats_table import cycle_line, named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv
-from schedgen.simulator.cost import Machine, read_profile
-from schedgen.simulator.memory_plan import measured as bytes_of
-from schedgen.simulator.simulate import Simulation, report, simulate
-from schedgen.simulator.stats import cycles, stats, summary, table
-from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline, simulated
+from schedgen.simulator.clock_cycles import clock_cycles
+from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.simulator.simulation_numbers import simulation_numbers
+from schedgen.simulator.stats import stats
+from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import display_name, open_output, read_bytes, read_text
 
@@ -76,15 +78,16 @@ def run_stats(options: StatsOptions) -> int:
     if options.measured:
         numbers = run_numbers(program, _read_trace(options.measured, program))
         shown = {key: value for key, value in numbers.items() if key != "profile"}
-        print(json.dumps(numbers, indent=1) if options.json else summary(shown))
+        print(json.dumps(numbers, indent=1) if options.json else named_numbers(shown))
         return 0
     cost, machine = _read_profile(options.profile, program) if options.profile else (options.cost, None)
     if options.cycles:
-        rows = cycles(program, cost)
-        print(json.dumps([cycle._asdict() for cycle in rows]) if options.json else "\n".join(map(str, rows)))
+        cycles = clock_cycles(program, cost)
+        text = json.dumps([cycle._asdict() for cycle in cycles]) if options.json else "\n".join(map(cycle_line, cycles))
+        print(text)
         return 0
     numbers = stats(program, cost, machine)
-    print(json.dumps(numbers, indent=1) if options.json else table(numbers))
+    print(json.dumps(numbers, indent=1) if options.json else stats_table(numbers))
     return 0
 
 
@@ -100,7 +103,7 @@ class _Execution(NamedTuple):
     @property
     def timeline(self) -> Timeline:
         """The simulation's, in microseconds where it is in seconds."""
-        return simulated(self.program, self.run, 1e6 if self.seconds else 1.0)
+        return self.run.timeline(1e6 if self.seconds else 1.0)
 
 
 def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
@@ -123,8 +126,8 @@ def run_simulate(options: SimulateOptions) -> int:
         slices += trace_events(execution.program, execution.walks, MEASURED) if execution.walks else []
         with open_output(options.trace) as out:
             out.write(trace_file(slices))
-    numbers = report(execution.program, execution.run)
-    print(json.dumps(numbers, indent=1) if options.json else summary(numbers))
+    numbers = simulation_numbers(execution.program, execution.run)
+    print(json.dumps(numbers, indent=1) if options.json else named_numbers(numbers))
     return 0
 
 
@@ -176,8 +179,7 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
     for name, file in zip(names, files, strict=True):
         label = Path(file).stem if len(set(files)) == len(files) else one_line(display_name(name))
         execution = _execute(options, name)
-        program, header = execution.program, execution.program.header
-        sizes = bytes_of(execution.machine, header.stages, len(header.graph.edges))
+        program, sizes = execution.program, execution.run.sizes
         if execution.walks:
             scenes.append(build_scene("measured", file, program, execution.walks[-1], sizes, seconds=True))
             label = "simulated"
@@ -195,7 +197,7 @@ def run_export(options: ExportOptions) -> int:
     if options.to == "csv":
         files = [("", as_torch_csv(program).encode())]
     elif options.to == "chrome":
-        slices = trace_events(program, [simulated(program, simulate(program, cost, machine), unit)], SIMULATED)
+        slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]
     elif options.output == "-":
         raise UsageError("Chakra traces are several files, so -o is how their names begin, and not -")

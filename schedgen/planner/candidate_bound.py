@@ -12,7 +12,7 @@ from schedgen.ir.instructions import B, F, Ints, W
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
 from schedgen.planner.stage_costs import StageCosts
-from schedgen.simulator.lower_bounds import window
+from schedgen.simulator.lower_bounds import window_bound
 
 
 class CandidateBound(NamedTuple):
@@ -62,7 +62,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
                 sends += message[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
                 receives += message[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
     kept = np.concatenate([[0.0], x[:-1]]) + (0 if candidate.recompute else saved)
-    latency = window(compute, lengths, recompute, message, workers) + steps.max()
+    latency = window_bound(compute, lengths, recompute, message, workers) + steps.max()
     seconds = float(max(latency, sends.max(), receives.max()))
     return CandidateBound((1 - 1e-9) * seconds, float((owns + copies + _saved(kept, compute, workers, n)).max()))
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.cost import by_stage
-from schedgen.simulator.cost import Machine, read_profile
+from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
 

@@ -12,7 +12,7 @@ from schedgen.ir.cost import Amount, by_stage
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import unreplicated
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.machine import Machine
 
 SHORTEST = 1e-5  # of the longest job: what a stage takes whose layers take no time
 

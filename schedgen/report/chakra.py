@@ -29,7 +29,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, EXCHANGED, VERSIONED, Instruction, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import event_name
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 
@@ -75,13 +75,13 @@ def chakra_traces(
     table, run = program.rows, simulate(program, cost, machine)
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
     sends, receives = rule_3(Subject(program, ""))
-    size, tag = run.sizes.copy(), np.zeros(len(program), np.int64)
+    size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)
     pair = table.rank[sends].astype(np.int64) * program.header.workers + table.peer[sends]
     order = np.lexsort((sends, pair))
     first = np.flatnonzero(np.append(True, np.diff(pair[order]) > 0))
     tag[sends[order]] = np.arange(len(sends)) - np.repeat(first, np.diff(np.append(first, len(sends))))
     size[receives], tag[receives] = size[sends], tag[sends]
-    size += run.summed
+    size += run.summed_bytes
     size[table.op == Op.NORM] = NUMBER * (program.header.microbatches + 1)
     for rank, (start, stop) in enumerate(pairwise(program.bounds.tolist())):
         columns = (column[start:stop].tolist() for column in (begin, length, size, tag))

@@ -11,8 +11,7 @@ import numpy as np
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.simulate import CAUSES
-from schedgen.simulator.timeline import Timeline
+from schedgen.simulator.timeline import CAUSES, Timeline
 
 _PROCESS_NAMES = ("simulated", "measured")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from schedgen.report.compare import Comparison, SchemeNumbers
 from schedgen.report.draw.figure_style import text_width
-from schedgen.simulator.lower_bounds import bounds
+from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.util.errors import UsageError
 
 # With these the same comparison gives the same bytes.
@@ -55,7 +55,7 @@ def plot_comparison(comparison: Comparison, title: str, out: BinaryIO) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
         rows = comparison.rows
         most = max(row.peak_activations for row in rows)
-        limits = [bounds(header, header.cost, header.workers) for header in comparison.headers]
+        limits = [lower_bounds(header, header.cost, header.workers) for header in comparison.headers]
         counts = np.linspace(1, most + 1, 200)
         left.plot(counts, [_lower_bound(limits, count) for count in counts], color="0.6", label="lower bound")
         panels: list[tuple[Any, str, str]] = [

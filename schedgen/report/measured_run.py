@@ -17,9 +17,7 @@ from schedgen.ir.cost import DIRECTION
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.simulate import CAUSES, Times
-from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline
-from schedgen.simulator.timeline import measured as timelines
+from schedgen.simulator.timeline import CAUSES, MEASURED, SIMULATED, Timeline, Times, measured_timelines
 from schedgen.util.errors import RefusedFile, clip
 
 MOST = 1e30  # microseconds that a time in a trace is below
@@ -65,7 +63,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
             raise RefusedFile(f"{name}: {position} begins before the one before it ends")
         columns.append(times)
     start, length, wait, cause = np.moveaxis(np.concatenate(columns, axis=1), 2, 0)
-    return timelines(program, start, length, wait, cause.astype(np.int8))
+    return measured_timelines(program, start, length, wait, cause.astype(np.int8))
 
 
 def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:

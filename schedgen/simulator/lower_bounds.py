@@ -24,7 +24,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Ints
 
 
-def bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) -> dict[str, float]:
+def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) -> dict[str, float]:
     """Lower bounds on the latency, in the units of `cost`; `peak_activations`: summed over workers."""
     split = "W" in header.cost
     lengths = {name: by_stage(time, header.stages) for name, time in durations(cost, split).items()}
@@ -48,7 +48,7 @@ def bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) ->
     }
 
 
-def window(
+def window_bound(
     compute: Ints, lengths: NDArray[np.float64], again: NDArray[np.float64], hops: NDArray[np.float64], workers: int
 ) -> float:
     """A lower bound on the latency of a chain of stages: the way to a worker's first job, its jobs, the way back.

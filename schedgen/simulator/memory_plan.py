@@ -1,229 +1,77 @@
-"""Where everything that is received lies, planned before the first step, and the memory that a rank needs.
+"""Memory plan: a slot for every received buffer of a rank, before the first step.
 
-A received x, g or partial takes the place of its size that was given back last,
-or else a new one, so that a rank has as many places of a size as it ever holds
-such buffers at once. Of a fetched stage every copy has the same place: what a
-forward saves points to the weights and stays valid when they are freed and
-fetched again. Two stages share a place where no copy of the one is ever held
-together with a copy of the other; stages take, in the order of their first
-fetch, the first place that is possible. Of a divided stage all parts together have one, with room for those that
-the rank owns: it computes with all of them, one behind the other.
+1. Activations, gradients and partial sums come from free lists, one per size. A buffer takes the slot that was
+   freed last, so a rank has as many slots of a size as it has live buffers of that size.
+2. All copies of a stage's weights use one slot, because autograd graphs keep pointers to them across FREE and
+   FETCH_W. Two stages share a slot if their copies are never live together (first fit, by first fetch). The slot of
+   divided weights has room for all parts, the rank's own included, because a job reads them one behind the other.
+3. An owner's weight gradient is permanent and counts as owned. Elsewhere it has a slot from the first backward to its
+   FREE; if it is divided, to the FREE of its last part.
+4. The first version of an owner's weights lies in the owner's own memory. Each further live version takes one slot.
 
-Weight gradients have places too: an owner's own, which is its for the whole run
-and counts as owned, and elsewhere one from the first backward to the FREE, of the
-last part of them if they are divided. So have versions of weights: an owner's own place, and one more for every version
-that is alive besides. Of what else a rank computes there is only the most at once.
+Everything else a rank computes has no slot: `footprint` counts the most bytes of it that are live at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import Lives, lives
+from schedgen.analysis.lifetimes import Lives, Memory, lives
 from schedgen.analysis.subject import Numbers, Subject
-from schedgen.ir.cost import DIRECTION, Amount, by_stage
-from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Ints, Kind, Op, Small
+from schedgen.ir.cost import DIRECTION
+from schedgen.ir.instructions import Ints, Kind, Op, Small
 from schedgen.ir.program import Program
-from schedgen.ir.weight_shards import LINE
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes
 from schedgen.util.jit import kernel
 
-FEW = 16  # copies of the weights with less than this part of them beside are copies
 MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
 
 
-class Bytes(NamedTuple):
-    """The bytes of what a schedule handles, each an array by stage, shape (S,) of int64."""
+class MemoryPlan(NamedTuple):
+    """The slots of every rank, numbered from 0, for what it receives, foreign weight gradients and weight versions."""
 
-    activation: Numbers  # x.s.b and g.s.b
-    weight: Numbers  # a copy of w.s, with all its parts; dw.s too
-    partial: Numbers  # a received dw.s; where that is divided, a multiple of w.s, and so is a part of it
-    saved: Numbers  # what a forward keeps for its backward
-    half: Numbers  # what BWD_I keeps in addition until BWD_W
-    workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
-    owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
-    apart: Numbers | None = None  # by edge: x.s.b.c, where it is apart, and g.s.b.c; None: all of x.s.b
-
-    def outputs(self, header: Header) -> Numbers:
-        """Of x and g: by stage, and behind that by edge."""
-        producers = np.array(header.graph.edges, np.int64).reshape(-1, 2)[:, 0]
-        whole = self.activation[producers]
-        by_edge = whole if self.apart is None else np.where(header.graph.is_per_consumer[producers], self.apart, whole)
-        return np.concatenate([self.activation, by_edge])
-
-    def by_kind(self, header: Header) -> Numbers:
-        """As `lives` takes them: by kind of `check.Memory`, and by stage and then edge, of weights by unit."""
-        x, (w, partial) = self.outputs(header), self.by_unit(header)
-        amounts = (x, x, w, w, partial, self.saved, self.half)
-        found = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
-        for row, amount in zip(found, amounts, strict=True):
-            row[: len(amount)] = amount
-        return found
-
-    def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
-        """weight and partial of every unit: a stage, or a part of its weights."""
-        weight = header.weight_shards.sizes(self.weight)
-        if not header.part_owners:
-            return weight, self.partial
-        counts = np.diff(header.weight_shards.first_unit)
-        return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), counts)
+    # By row: the slot, on its rank, that a RECV, a FETCH_W, the begin of a dw, or a STEP to a version that does not
+    # lie in the owner's own weights fills; else -1.
+    slot: Ints
+    sizes: tuple[Numbers, ...]  # by rank: the bytes of each of its slots
 
 
-class Places(NamedTuple):
-    """Of every rank, its places for what it receives, for gradients of weights it does not own, and for versions."""
-
-    # By row: the number, on its rank, of the place that a RECV, a FETCH_W, the begin of a dw, or a STEP to a version
-    # that has no place in the owner's own weights fills; else -1.
-    row: Ints
-    sizes: tuple[Numbers, ...]  # by rank: the bytes of each of its places
-
-
-class Footprint(NamedTuple):
-    """The bytes a rank needs, arrays by rank; the peak is their sum."""
-
-    owned: Numbers  # held throughout: weights, optimizer state, gradients, room for sums over owners, losses
-    places: Numbers
-    computed: Numbers  # the most at once of activations, their gradients and saved forwards that it computes
-
-    @property
-    def peak(self) -> Numbers:
-        return self.owned + self.places + self.computed
-
-
-def measured(machine: Machine, stages: int, edges: int = 0) -> Bytes:
-    """The bytes that a machine's amounts come to.
-
-    A workspace by direction that has I or W but no B has the larger of them for B; one that has
-    B but no I or no W has B's for that. Owned weights come without optimizer state unless given.
-    """
-
-    def count(amount: Amount) -> Numbers:
-        return by_stage(amount, stages).astype(np.int64)
-
-    given = machine.workspace if isinstance(machine.workspace, Mapping) else dict.fromkeys("FBIW", machine.workspace)
-    workspace = {direction: count(amount) for direction, amount in given.items()}
-    halves = [workspace[direction] for direction in "IW" if direction in workspace]
-    if halves:
-        workspace.setdefault("B", np.max(halves, axis=0))
-    if "B" in workspace:
-        workspace = {"I": workspace["B"], "W": workspace["B"]} | workspace
-    weight = count(machine.weight)
-    return Bytes(
-        activation=count(machine.activation),
-        weight=weight,
-        partial=weight,
-        saved=count(machine.saved),
-        half=count(machine.half),
-        workspace=workspace,
-        owned=weight if machine.owned is None else count(machine.owned),
-        apart=None if machine.apart is None else by_stage(machine.apart, edges).astype(np.int64),
-    )
-
-
-def follow(subject: Subject, bytes: Bytes) -> Lives:
+def follow(subject: Subject, sizes: BufferSizes) -> Lives:
     """`lives`, in bytes."""
     workspace = np.zeros((len(Op), subject.header.stages), np.int64)
     for op, direction in DIRECTION.items():
-        workspace[op] = bytes.workspace.get(direction, 0)
-    workspace[Op.RECOMPUTE] += bytes.activation  # its output, thrown away
-    return lives(subject, bytes.by_kind(subject.header), workspace)
+        workspace[op] = sizes.workspace.get(direction, 0)
+    workspace[Op.RECOMPUTE] += sizes.activation  # its output, thrown away
+    return lives(subject, sizes.by_kind(subject.header), workspace)
 
 
-def places(program: Program, bytes: Bytes) -> Places:
-    """The places of a checked, projected program, or of the rows of some of its ranks: each rank's are its own."""
-    return plan(program, bytes, follow(Subject(program, ""), bytes))
+def peak_memory(program: Program, sizes: BufferSizes) -> Memory:
+    """The most bytes of each kind of buffer at once, by rank."""
+    return follow(Subject(program, ""), sizes).memory
 
 
-def footprint(program: Program, bytes: Bytes) -> Footprint:
-    """What every rank of a checked, projected program needs; it may hold some ranks' rows only, as for `places`."""
-    subject = Subject(program, "")
-    found = follow(subject, bytes)
-    return needed(program.header, bytes, found, plan(program, bytes, found))
-
-
-def needed(header: Header, bytes: Bytes, found: Lives, planned: Places) -> Footprint:
-    """The same from what `follow` and `plan` gave."""
-    owned = np.zeros(header.workers, np.int64)
-    weight, _ = bytes.by_unit(header)
-    for size, (stage, via) in zip(weight.tolist(), header.weight_shards.units, strict=True):
-        ranks = header.weight_shards.holders(stage, via)
-        parts = len(ranks)  # each owner adds up one of so many, and receives that of all others
-        part = -(-size // (parts * LINE)) * LINE
-        held = int(bytes.owned[stage])
-        if via >= 0:
-            held = _owned(held, int(bytes.weight[stage]), size)
-        owned[list(ranks)] += held + size + (parts - 1) * part
-    for stage in range(header.stages):
-        if not header.graph.consumers[stage]:  # losses are kept until NORM
-            owned += bytes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
-    for rank, ranks, size in _exchanges(header, bytes.outputs(header)):  # its part, and others' of the slice it sums
-        owned[rank] += size + (len(ranks) - 1) * -(-size // (len(ranks) * LINE)) * LINE
-    of_places = np.array([size.sum() for size in planned.sizes], np.int64)
-    return Footprint(owned, of_places, found.computed)
-
-
-def _owned(owned: int, weight: int, size: int) -> int:
-    """What the owner of a part of `size` bytes holds throughout, where it is `owned` for all `weight` bytes.
-
-    Beside copies of the weights an optimizer keeps a few bytes a parameter: all parameters may be in this part.
-    """
-    few = owned % max(weight, 1)
-    few = min(few, weight - few)
-    return -(-owned * size // max(weight, 1)) + (few if FEW * few < weight else 0)
-
-
-def _exchanges(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
-    """Each rank with the ranks of shards that it adds up with, in the shards' order, and the bytes of its part.
-
-    What is the same in these has the same memory. `outputs`: bytes of x and g, by stage and then by edge.
-    """
-    found: set[tuple[int, tuple[int, ...], int]] = set()
-    producer, consumer = np.array(header.graph.edges, np.int64).reshape(-1, 2).T
-    via = np.array([header.graph.gradient_consumer(*edge) for edge in header.graph.edges], np.int64)
-    gradients: dict[int, list[int]] = {}  # by stage: bytes of those that it gives
-    for stage, size in zip(consumer.tolist(), outputs[header.graph.size_columns(producer, via)].tolist(), strict=True):
-        gradients.setdefault(stage, []).append(size)
-    for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
-        shards = header.tensor_parallel.siblings(stage)
-        for d, sizes in ((F, [int(outputs[stage])]), (B, gradients.get(stage, []))):
-            for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
-                found |= {(ranks[shards.index(stage)], ranks, size) for size in sizes}
-    return found
-
-
-def plan(program: Program, bytes: Bytes, found: Lives) -> Places:
-    """The places, from the lives of all buffers; `found` in any measure."""
-    table, bounds = program.rows, program.bounds
+def memory_plan(program: Program, sizes: BufferSizes, lifetimes: Lives | None = None) -> MemoryPlan:
+    """The plan for a checked, projected program, or for the rows of some of its ranks: each rank's is its own."""
+    lifetimes = lifetimes or follow(Subject(program, ""), sizes)
+    table = program.rows
     receives = np.flatnonzero((table.op == Op.RECV) | (table.op == Op.FETCH_W))
     size = np.zeros(len(program), np.int64)
-    size[receives] = message_sizes(program, bytes, receives)
+    size[receives] = message_bytes(program, sizes, receives)
     fetches = receives[table.op[receives] == Op.FETCH_W]
-    size[fetches] = bytes.weight[table.stage[fetches]]  # the place of a part is in that of them all
+    size[fetches] = sizes.weight[table.stage[fetches]]  # the slot of a part is in that of them all
     pools = np.full(len(program), -1, np.int32)  # by RECV row: the number of its size
     pooled = receives[table.op[receives] == Op.RECV]
-    found_sizes, pools[pooled] = np.unique(size[pooled], return_inverse=True)
-    row, sizes, counts = _plan.sized(2 * len(program))(
-        table.op, table.stage, bounds, size, pools, found.ended, len(found_sizes), program.header.stages, len(receives)
-    )
-    parts = np.split(sizes[: counts.sum()], np.cumsum(counts)[:-1])
-    more = _versions if program.header.weight_versions.count else _gradients
-    others = [more(program, rank, len(parts[rank]), bytes.weight, row) for rank in range(len(parts))]
-    return Places(row, tuple(np.concatenate(both) for both in zip(parts, others, strict=True)))
-
-
-def message_sizes(program: Program, bytes: Bytes, rows: Numbers) -> Numbers:
-    """Bytes of what SEND, RECV and FETCH_W rows name; where a dw is received, of its partial."""
-    header, table = program.header, program.rows.take(rows)
-    column = header.weight_shards.first_unit[table.stage] + np.maximum(table.via, 0)
-    light = table.kind <= Kind.G
-    column[light] = header.graph.size_columns(table.stage[light], table.via[light])
-    x, g, w, dw, partial = bytes.by_kind(header)[:5]
-    of_kind = np.stack([0 * x, x, g, w, dw, partial])
-    return of_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
+    pool_sizes, pools[pooled] = np.unique(size[pooled], return_inverse=True)
+    slot, slot_sizes, counts = _plan.sized(2 * len(program))(
+        table.op, table.stage, program.bounds, size, pools, lifetimes.ended, len(pool_sizes), program.header.stages,
+        len(receives),
+    )  # fmt: skip
+    parts = np.split(slot_sizes[: counts.sum()], np.cumsum(counts)[:-1])
+    more = _versions if program.header.weight_versions else _gradients
+    others = [more(program, rank, len(parts[rank]), sizes.weight, slot) for rank in range(len(parts))]
+    return MemoryPlan(slot, tuple(np.concatenate(both) for both in zip(parts, others, strict=True)))
 
 
 def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:

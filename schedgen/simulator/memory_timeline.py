@@ -26,33 +26,33 @@ from schedgen.analysis.subject import Numbers, Subject
 from schedgen.analysis.ties import spelled_out
 from schedgen.ir.instructions import EXCHANGED, B, F, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.memory_plan import Bytes
+from schedgen.simulator.buffer_sizes import BufferSizes
 
 
-class Held(NamedTuple):
+class MemoryTimeline(NamedTuple):
     """Bytes by row of the projected program and kind of `check.Memory`, shape (rows, 7), int64.
 
     What a stage's owner holds throughout, places that stand empty and workspaces are not in it.
     """
 
     taken: Numbers  # by the row, when it starts
-    given: Numbers  # back by the row, when it ends
+    freed: Numbers  # by the row, when it ends
 
     @property
     def during(self) -> Numbers:
-        """What a rank holds while it executes the row: all that is taken is given back by the rank's end."""
-        level: Numbers = np.cumsum(self.taken, axis=0) - np.cumsum(self.given, axis=0) + self.given
+        """What a rank holds while it executes the row: all that is taken is freed by the rank's end."""
+        level: Numbers = np.cumsum(self.taken, axis=0) - np.cumsum(self.freed, axis=0) + self.freed
         return level
 
 
-def held(program: Program, bytes: Bytes) -> Held:
+def memory_timeline(program: Program, sizes: BufferSizes) -> MemoryTimeline:
     """Follow a checked, projected program."""
     subject, origin = Subject(program, ""), np.arange(len(program))
     if program.header.tied:
         subject, origin = spelled_out(subject)
     header, table = program.header, subject.program.rows
-    sizes, (w, _) = bytes.by_kind(header), bytes.by_unit(header)
-    outputs, ends = bytes.outputs(header), np.array(header.graph.edges, np.int64).reshape(-1, 2)
+    by_kind, (w, _) = sizes.by_kind(header), sizes.by_unit(header)
+    outputs, ends = sizes.outputs(header), np.array(header.graph.edges, np.int64).reshape(-1, 2)
     inputs, given_out = np.zeros((2, header.stages), np.int64)
     np.add.at(inputs, ends[:, 1], outputs[header.stages :])
     np.add.at(given_out, ends[:, 0], outputs[header.stages :])
@@ -60,7 +60,7 @@ def held(program: Program, bytes: Bytes) -> Held:
     redone = header.compute[F] != header.compute[B]  # such a forward saves nothing, its RECOMPUTE does
     again = subject.having(Op.RECOMPUTE)
     redone[table.stage[again], table.mb[again]] = True
-    taken, given = np.zeros((2, len(program), len(sizes)), np.int64)
+    taken, given = np.zeros((2, len(program), len(by_kind)), np.int64)
     for op, steps in EVENTS.items():
         for what, thing, which in steps:
             rows = subject.having(op)
@@ -77,7 +77,7 @@ def held(program: Program, bytes: Bytes) -> Held:
                 travels = things <= G
                 column[travels] = header.graph.size_columns(stage[travels], table.via[rows][travels])
             of_stage = {(G, INPUTS): inputs, (X, OUTPUTS): given_out}.get((thing, which))
-            amount = sizes[things, column] if of_stage is None else of_stage[stage]
+            amount = by_kind[things, column] if of_stage is None else of_stage[stage]
             np.add.at(taken if what == DEFINE else given, (origin[rows], things), amount)
     # The first part of a sum, and the first behind a FREE of it, defines it. A backward adds to all units of its stage.
     adding = [op for op, steps in EVENTS.items() if any(what == ADD_TO for what, _, _ in steps)]
@@ -95,5 +95,5 @@ def held(program: Program, bytes: Bytes) -> Held:
     begins = np.append(True, (rank[1:] != rank[:-1]) | (unit[1:] != unit[:-1]) | free[:-1]) & ~free
     np.add.at(taken[:, DW], origin[rows[begins]], w[unit[begins]])
     stashed = np.flatnonzero(kept(subject))
-    np.add.at(taken[:, WEIGHT], origin[stashed], bytes.weight[table.stage[stashed]])
-    return Held(taken, given)
+    np.add.at(taken[:, WEIGHT], origin[stashed], sizes.weight[table.stage[stashed]])
+    return MemoryTimeline(taken, given)

@@ -1,301 +1,305 @@
-"""When every instruction of a program happens: the list itself is executed against a cost model.
+"""When every instruction of a program happens: the list is executed against a cost model, event by event.
 
-An instruction starts when the one before it on its rank has ended and what it
-uses has arrived. Compute and STEP take their durations, everything else no
-time of its own. A message starts when its SEND and its RECV are both reached and the sender's
-link out and the receiver's link in are free, and takes alpha + beta * bytes; FREE and STEP wait until what they
-touch has left. ALLREDUCE starts when all members have come to it, takes what
-a ring takes, and NORM waits for it and for all ranks; so does the STEP of a
-version for its sum. That of a tie starts when the sums begun before it are
-done, too; how much its stages share is not known here, so it counts as all
-weights of the smallest of them, the most it can be; shards of a stage share
-next to nothing, and count as that. An exchange between shards is waited for where it stands.
+1. An instruction starts when the one before it on its rank has ended and what it uses has arrived. Compute and STEP
+   take their durations, everything else takes no time of its own.
+2. A message starts when its SEND and its RECV are both reached and the sender's link out and the receiver's link in
+   are free. It takes alpha + beta * bytes. FREE and STEP wait until all messages of their buffer have left.
+3. An ALLREDUCE starts when all members have come to it, and takes what a ring takes. The sum of a tie starts when the
+   sums that began before it are done, too. NORM waits for all ranks and all sums, the STEP of a version for its sum.
+   Behind an exchange between shards its ranks wait until it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.analysis.lifetimes import Memory
+from schedgen.analysis.lifetimes import Memory, lives
 from schedgen.analysis.subject import Numbers, Subject
 from schedgen.checker.deadlock import Waits, waits
 from schedgen.checker.messages import rule_3
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Ints, Kind, Op, Small
+from schedgen.ir.instructions import Ints, Kind, Op, Small
 from schedgen.ir.program import Program
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import Bytes, Footprint, follow, measured, message_sizes, needed, plan
+from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
+from schedgen.simulator.footprint import Footprint, footprint
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_plan import peak_memory
+from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, Timeline, Times
 from schedgen.util.errors import UsageError
-from schedgen.util.heap import set_leaf
+from schedgen.util.heap import least_leaf, set_leaf
 from schedgen.util.jit import kernel
 from schedgen.util.progress import steps
 
-Times = NDArray[np.float64]
 
-# Why a rank stands still: it waits for a message of a kind, for one of its own to leave, for other ranks.
-CAUSES = ("activation", "gradient", "weight", "weight_gradient", "send", "reduction")
-SEND_CAUSE, REDUCTION = CAUSES.index("send"), CAUSES.index("reduction")  # the first four are Kind - 1
-
-
-class Simulation(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Simulation:
     """Times in the unit of the costs; arrays by row of the projected program, and by rank."""
 
+    program: Program
+    sizes: BufferSizes
     start: Times  # when each row starts ...
     end: Times  # ... and ends
     arrival: Times  # of SEND rows: when the message is there; 0 for other rows
     idle: Times  # (workers, len(CAUSES)): time each rank stood still, by cause
-    cause: Small  # of rows that waited: what came last, an index of CAUSES
-    sizes: Numbers  # bytes of each SEND row's message; 0 for other rows
-    memory: Memory  # peak bytes of each rank, by kind
-    footprint: Footprint  # bytes each rank needs
-    summed: Numbers  # bytes of what each ALLREDUCE row sums; 0 for other rows
+    cause: Small  # of rows that waited: what came last, an index of CAUSES; else -1
+    message_bytes: Numbers  # of SEND rows; 0 for other rows
+    summed_bytes: Numbers  # of ALLREDUCE rows; 0 for other rows
+
+    @cached_property
+    def wait(self) -> Times:
+        """By row: how long its rank stood still before it."""
+        row_offsets = self.program.bounds
+        before = np.append(0.0, self.end[:-1])
+        before[row_offsets[:-1][np.diff(row_offsets) > 0]] = 0.0  # ranks start at zero
+        wait: Times = self.start - before
+        return wait
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The most bytes of each kind of buffer at once, by rank."""
+        return peak_memory(self.program, self.sizes)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """The bytes that each rank needs."""
+        return footprint(self.program, self.sizes)
+
+    def timeline(self, unit: float = 1.0) -> Timeline:
+        """The same as a timeline; `unit`: microseconds of a unit of its time."""
+        arrival = np.where(self.arrival > self.start, unit * self.arrival, -1.0)
+        return Timeline(unit * self.start, unit * (self.end - self.start), unit * self.wait, self.cause, arrival)
 
 
 def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
-    """Execute a checked, projected program. `cost`: the duration of each direction, for all stages or by stage."""
-    machine = machine or Machine()
+    """Execute a checked, projected program. `cost`: the duration of each direction, for all stages or by stage.
+
+    Raises UsageError where the machine's sizes are too large to be added up.
+    """
+    machine, header, table = machine or Machine(), program.header, program.rows
+    sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
+    _check_sizes(program, sizes)
+    sends = np.flatnonzero(table.op == Op.SEND)
+    sent, summed = np.zeros(len(program), np.int64), summed_bytes(program, sizes)
+    sent[sends] = message_bytes(program, sizes, sends)
+    subject = Subject(program, "")
+    with steps("simulate", 3) as step:
+        lifetimes = step(lives, subject)
+        needs = waits(subject, lifetimes, step(rule_3, subject))
+        waiting = _Waits(needs.first, needs.sends, needs.receiver, lifetimes.chain, needs.collective, needs.members,
+                         _awaited_sums(program, needs.collective))  # fmt: skip
+        times = _Times(
+            _durations(program, cost, machine),
+            np.where(sent > 0, machine.alpha + machine.beta * sent, 0.0),
+            _rings(program, needs, summed, machine),
+            machine.has_free_messages,
+        )
+        listed = _Listed(table.op, table.rank, table.kind, table.peer, program.bounds)
+        executed = step(_execute.sized(len(program)), listed, waiting, times, len(CAUSES))
+    return Simulation(program, sizes, *executed, sent, summed)
+
+
+def _check_sizes(program: Program, sizes: BufferSizes) -> None:
+    """UsageError where bytes of all buffers at once could exceed 64 bits: no sum of them is 16 times as much."""
+    amounts = (sizes.by_kind(program.header), *sizes.workspace.values(), sizes.owned)
+    largest = max(int(np.max(amount)) for amount in amounts)
+    if largest * (len(program) + program.header.workers) >= 2**59:
+        raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
+
+
+def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -> Times:
+    """By row: how long it takes by itself."""
     table, header = program.rows, program.header
     duration = np.zeros(len(program))
-    stepped = np.flatnonzero(table.op == Op.STEP)
-    parts = np.diff(header.weight_shards.first_unit)  # a part of the weights takes its part of the time
-    duration[stepped] = (by_stage(machine.step, header.stages) / parts)[table.stage[stepped]]
+    steps = np.flatnonzero(table.op == Op.STEP)  # of a part of the weights: its part of the time
+    duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
     lengths = durations(cost, split="W" in header.cost)
+    unsplit_backward = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
     for op, direction in DIRECTION.items():
-        whole = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
         rows = np.flatnonzero(table.op == op)
-        duration[rows] = by_stage(lengths.get(direction, whole), header.stages)[table.stage[rows]]
-    bytes = measured(machine, header.stages, len(header.graph.edges))
-    amounts = (bytes.by_kind(header), *bytes.workspace.values(), bytes.owned)
-    largest = max(int(np.max(amount)) for amount in amounts)
-    if largest * (len(program) + header.workers) >= 2**59:  # no sum of them is 16 times as much
-        raise UsageError(f"sizes of {largest} bytes are too large for {len(program)} instructions")
-    sizes, sends = np.zeros(len(program), np.int64), np.flatnonzero(table.op == Op.SEND)
-    summed = summands(program, bytes)
-    sizes[sends] = message_sizes(program, bytes, sends)
-    subject = Subject(program, "")
-    free = machine.alpha == machine.beta == 0
-    message = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
-    with steps("simulate", 4) as step:
-        found = step(follow, subject, bytes)
-        footprint = needed(header, bytes, found, step(plan, program, bytes, found))
-        needs = waits(subject, found, step(rule_3, subject))
-        start, end, arrival, idle, cause = step(
-            _execute.sized(len(program)),
-            table.op, table.rank, table.kind, program.bounds, needs.first, needs.sends, needs.receiver, found.chain,
-            needs.collective, needs.members, _rings(program, needs, summed, machine), _sums(program, needs), table.peer,
-            duration, message, free, len(CAUSES),
-        )  # fmt: skip
-    return Simulation(start, end, arrival, idle, cause, sizes, found.memory, footprint, summed)
+        duration[rows] = by_stage(lengths.get(direction, unsplit_backward), header.stages)[table.stage[rows]]
+    return duration
 
 
 def _rings(program: Program, needs: Waits, summed: Numbers, machine: Machine) -> Times:
-    """How long each collective takes; `summed`: bytes by row. NORM has none."""
-    entered, bytes = np.flatnonzero(program.rows.op == Op.ALLREDUCE), np.zeros(len(needs.members))
-    bytes[needs.collective[entered]] = summed[entered]
-    times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * bytes / np.maximum(needs.members, 1))
+    """How long each collective takes; `summed`: bytes by row. NORM takes no time."""
+    entered, sizes = np.flatnonzero(program.rows.op == Op.ALLREDUCE), np.zeros(len(needs.members))
+    sizes[needs.collective[entered]] = summed[entered]
+    times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * sizes / np.maximum(needs.members, 1))
     return times
 
 
-def summands(program: Program, bytes: Bytes) -> Numbers:
-    """By row, of an ALLREDUCE: the bytes that it sums; else 0."""
+def _awaited_sums(program: Program, collective: Ints) -> Ints:
+    """By row: the collective that must be done before the row is; -1: none.
+
+    An exchange is its own; of weights with versions and several owners, STEP has the ALLREDUCE before it.
+    """
     table, header = program.rows, program.header
-    shared = [
-        0
-        if stages == tuple(header.tensor_parallel.siblings(stages[0])) and header.tensor_parallel.degree > 1
-        else bytes.weight[list(stages)].min()
-        for stages in header.tied
-    ]
-    sizes = np.zeros(len(program), np.int64)
-    for kind, of_kind in ((Kind.DW, bytes.weight), (Kind.T, np.array(shared, np.int64))):
-        rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
-        sizes[rows] = of_kind[table.stage[rows]]
-    rows = program.exchanges()
-    sizes[rows] = bytes.outputs(header)[header.graph.size_columns(table.stage[rows], table.via[rows])]
-    return sizes
-
-
-def _sums(program: Program, needs: Waits) -> Numbers:
-    """By row, of a STEP where weights have versions: the ALLREDUCE before it; else -1."""
-    table, found = program.rows, np.full(len(program), -1, np.int64)
-    if program.header.weight_versions.count:
+    awaited, exchanges = np.full(len(program), -1, np.int32), program.exchanges()
+    awaited[exchanges] = collective[exchanges]
+    if header.weight_versions:
         rows = np.flatnonzero((table.op == Op.STEP) | (table.op == Op.ALLREDUCE))
-        pair = table.rank[rows].astype(np.int64) * program.header.stages + table.stage[rows]
+        pair = table.rank[rows].astype(np.int64) * header.stages + table.stage[rows]
         rows = rows[np.argsort(pair, kind="stable")]
-        before = np.append(-1, needs.collective[rows[:-1]])
-        steps = table.op[rows] == Op.STEP
-        several = np.array([len(owners) > 1 for owners in program.header.owners])[table.stage[rows]]
-        found[rows[steps & several]] = before[steps & several]
-    return found
+        before = np.append(-1, collective[rows[:-1]])
+        steps = (table.op[rows] == Op.STEP) & np.array(header.several_owners)[table.stage[rows]]
+        awaited[rows[steps]] = before[steps]
+    return awaited
 
 
-def report(program: Program, run: Simulation) -> dict[str, Any]:
-    """What a simulation comes to: times, idle by cause, bytes by kind and link, peak memory."""
-    table, workers = program.rows, program.header.workers
-    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    latency, makespan = float(run.end[compute].max()), float(run.end.max())
-    busy = np.bincount(table.rank[compute], (run.end - run.start)[compute], minlength=workers)
-    sends = np.flatnonzero(table.op == Op.SEND)
-    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
-    traffic = np.bincount(number, run.sizes[sends], minlength=len(link)).astype(np.int64)
-    return {
-        "latency": latency,
-        "makespan": makespan,
-        "bubble": max(0.0, float(1 - busy.sum() / (latency * workers))),
-        "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
-        "bytes": {words: int(run.sizes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
-        **_exchanges(program, run),
-        "links": [
-            {"from": int(one // workers), "to": int(one % workers), "bytes": int(size)}
-            for one, size in zip(link, traffic, strict=True)
-        ],
-        "peak_bytes": int(run.footprint.peak.max()),
-        "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
-        "workers": [
-            {
-                "worker": r,
-                "busy": float(busy[r]),
-                "peak_bytes": int(run.footprint.peak[r]),
-                "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
-            }
-            for r in range(workers)
-        ],
-    }
+class _Listed(NamedTuple):
+    """What the execution reads of a program."""
+
+    op: Small
+    rank: Ints
+    kind: Small
+    peer: Ints
+    row_offsets: Numbers  # by rank, and the end
 
 
-def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
-    """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
-    if program.header.tensor_parallel.degree == 1:
-        return {}
-    rows, T = program.exchanges(), program.header.tensor_parallel.degree
-    return {"exchanges": {"sums": len(rows) // T, "bytes": int(2 * (T - 1) * run.summed[rows].sum() // T)}}
+class _Waits(NamedTuple):
+    """What rows wait for, apart from the row before."""
+
+    first: Numbers  # row r uses what the SENDs in sends[first[r]:first[r + 1]] brought
+    sends: Numbers
+    receiver: Ints  # by row: the RECV or FETCH_W of a SEND; -1 for other rows
+    send_before: Ints  # by row, of SEND, FREE and STEP: the SEND of the same buffer before it; -1: none
+    collective: Ints  # by row: the collective that it enters; -1: none
+    members: Numbers  # how many rows enter each collective
+    awaited_sum: Ints  # by row: the collective that must be done before the row is; -1: none
+
+
+class _Times(NamedTuple):
+    """How long things take."""
+
+    duration: Times  # by row
+    message: Times  # by SEND row
+    ring: Times  # by collective
+    free: bool  # messages take no time and wait for nobody
 
 
 @kernel
 def _execute(
-    op: Small, rank: Ints, kind: Small, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, chain: Ints,
-    collective: Ints, members: Numbers, ring: Times, summed: Numbers, peer: Ints, duration: Times,
-    message: Times, free: bool, causes: int,
+    listed: _Listed, waits: _Waits, times: _Times, causes: int
 ) -> tuple[Times, Times, Times, Times, Small]:  # fmt: skip
-    """Ranks act in the order of their clocks, so that links carry messages in the order of time."""
-    rows, workers = len(op), len(bounds) - 1
+    """(start, end, arrival, idle, cause) as in `Simulation`.
+
+    Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
+    what has no time yet sleeps on it: on a SEND's row, or on a collective, numbered behind all rows.
+    """
+    op, rank, kind, peer, row_offsets = listed
+    first, sends, receiver, send_before, collective, members, awaited_sum = waits
+    duration, message, ring, free = times
+    rows, workers = len(op), len(row_offsets) - 1
     start, end, arrival = np.zeros(rows), np.zeros(rows), np.full(rows, -1.0)
-    idle, why = np.zeros((workers, causes)), np.full(rows, -1, np.int8)
+    idle, cause = np.zeros((workers, causes)), np.full(rows, -1, np.int8)
     sender = np.full(rows, -1, np.int32)
     for row in range(rows):
         if receiver[row] >= 0:
             sender[receiver[row]] = row
-    at, clock = bounds[:-1].copy(), np.zeros(workers)
-    reached = np.zeros(rows, np.bool_)  # of SEND and receiving rows
+    at, clock = row_offsets[:-1].copy(), np.zeros(workers)
+    reached = np.zeros(rows, np.bool_)  # of SEND, receiving and collective rows
     out_free, in_free = np.zeros(workers), np.zeros(workers)
-    outside, done, complete = members.copy(), np.zeros(len(members)), np.zeros(len(members))
-    inside = np.full(rows, False)
+    outside, complete = members.copy(), np.zeros(len(members))  # ranks still to come; when the last has, then when done
     # Of the row a rank is at: what it uses or frees that has not left yet, and the last arrival of what has.
-    left, chained = first.copy(), chain.copy()
-    there, there_cause = np.full(workers, -1.0), np.full(workers, -1, np.int64)
+    left, sent = first.copy(), send_before.copy()
+    last, last_cause = np.full(workers, -1.0), np.full(workers, -1, np.int64)
     reduced = 0.0  # when the last reduction is done
-    asleep = np.full(rows + len(members), -1, np.int32)
-    next_asleep = np.full(workers, -1, np.int32)
+    asleep, next_asleep = np.full(rows + len(members), -1, np.int32), np.full(workers, -1, np.int32)
     leaves = 1
     while leaves < workers:
         leaves *= 2
-    tree = np.full(2 * leaves, np.inf)
+    tree = np.full(2 * leaves, np.inf)  # by rank: when it acts next
     for r in range(workers):
-        set_leaf(tree, leaves + r, 0.0 if at[r] < bounds[r + 1] else np.inf)
+        set_leaf(tree, leaves + r, 0.0 if at[r] < row_offsets[r + 1] else np.inf)
     while tree[1] < np.inf:
-        place = 1
-        while place < leaves:
-            place = 2 * place if tree[2 * place] <= tree[2 * place + 1] else 2 * place + 1
-        r, now = place - leaves, tree[1]
+        r, now = least_leaf(tree, leaves), tree[1]
         again = np.inf
-        while at[r] < bounds[r + 1]:
+        while at[r] < row_offsets[r + 1]:
             row = at[r]
-            o = op[row]
-            # What it waits for: a row whose message has not started, or a time.
-            unknown, until, cause = -1, clock[r], REDUCTION
+            o, entered, awaited = op[row], collective[row], awaited_sum[row]
+            # What it waits for: a SEND or collective that has no time yet, or a time.
+            unknown, until, why = -1, clock[r], REDUCTION
             while left[row] < first[row + 1] and arrival[sends[left[row]]] >= 0:
                 send = sends[left[row]]
-                if arrival[send] > there[r]:
-                    there[r], there_cause[r] = arrival[send], kind[send] - 1
+                if arrival[send] > last[r]:
+                    last[r], last_cause[r] = arrival[send], kind[send] - 1
                 left[row] += 1
             if left[row] < first[row + 1]:
                 unknown = sends[left[row]]
             elif (o == Op.FREE or o == Op.STEP) and not free:
-                while chained[row] >= 0 and arrival[chained[row]] >= 0:
-                    send = chained[row]
-                    if arrival[send] > there[r]:
-                        there[r], there_cause[r] = arrival[send], SEND_CAUSE
-                    chained[row] = chain[send]
-                unknown = chained[row]
-            if there[r] > until:
-                until, cause = there[r], there_cause[r]
-            one = collective[row]
-            blocks = o == Op.ALLREDUCE and kind[row] <= Kind.G
-            if one >= 0 and not inside[row]:
-                inside[row] = True
-                outside[one] -= 1
-                done[one] = max(done[one], clock[r])
-                if outside[one] == 0:
-                    begin = max(done[one], reduced) if kind[row] == Kind.T else done[one]
-                    complete[one] = begin + (ring[one] if o == Op.ALLREDUCE else 0.0)
-                    if not blocks:
-                        reduced = max(reduced, complete[one])
-                    woken = asleep[rows + one]
-                    while woken >= 0:
-                        set_leaf(tree, leaves + woken, done[one])
-                        woken = next_asleep[woken]
+                while sent[row] >= 0 and arrival[sent[row]] >= 0:
+                    send = sent[row]
+                    if arrival[send] > last[r]:
+                        last[r], last_cause[r] = arrival[send], SEND_CAUSE
+                    sent[row] = send_before[send]
+                unknown = sent[row]
+            if last[r] > until:
+                until, why = last[r], last_cause[r]
+            if entered >= 0 and not reached[row]:
+                reached[row] = True
+                outside[entered] -= 1
+                complete[entered] = max(complete[entered], clock[r])
+                if outside[entered] == 0:
+                    all_there = complete[entered]
+                    if o == Op.ALLREDUCE:
+                        begin = max(all_there, reduced) if kind[row] == Kind.T else all_there
+                        complete[entered] = begin + ring[entered]
+                    if awaited != entered:
+                        reduced = max(reduced, complete[entered])
+                    _wake(asleep, next_asleep, rows + entered, tree, leaves, all_there)
             if o == Op.NORM:  # waits for every rank, and all of them have started their reductions
-                if outside[one] > 0:
-                    unknown = rows + one
+                if outside[entered] > 0:
+                    unknown = rows + entered
                 elif reduced > until:
-                    until, cause = reduced, REDUCTION
-            if blocks:
-                if outside[one] > 0:
-                    unknown = rows + one
-                elif complete[one] > until:
-                    until, cause = complete[one], REDUCTION
-            if summed[row] >= 0:
-                if outside[summed[row]] > 0:
-                    unknown = rows + summed[row]
-                elif complete[summed[row]] > until:
-                    until, cause = complete[summed[row]], REDUCTION
+                    until, why = reduced, REDUCTION
+            if awaited >= 0:
+                if outside[awaited] > 0:
+                    unknown = rows + awaited
+                elif complete[awaited] > until:
+                    until, why = complete[awaited], REDUCTION
             if unknown >= 0:
                 next_asleep[r] = asleep[unknown]
                 asleep[unknown] = r
                 break
             if until > now:
-                idle[r, cause] += until - clock[r]
-                why[row] = cause
-                clock[r] = until
-                again = until
+                idle[r, why] += until - clock[r]
+                cause[row] = why
+                clock[r] = again = until
                 break
             if now > clock[r]:  # woken: it stood still since its clock
-                idle[r, cause] += now - clock[r]
-                why[row] = cause
+                idle[r, why] += now - clock[r]
+                cause[row] = why
                 clock[r] = now
             start[row] = clock[r]
             clock[r] += duration[row]
             end[row] = clock[r]
             at[r] = row + 1
-            there[r] = -1.0
+            last[r] = -1.0
             if o == Op.FETCH_W or o == Op.RECV or o == Op.SEND:
                 reached[row] = True
                 send = row if receiver[row] >= 0 else sender[row]
                 if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
                     source, to = rank[send], peer[send]
                     begin = start[send] if free else max(now, out_free[source], in_free[to])
-                    arrival[send] = begin + message[send]
-                    out_free[source] = in_free[to] = arrival[send]
-                    woken = asleep[send]
-                    asleep[send] = -1
-                    while woken >= 0:
-                        set_leaf(tree, leaves + woken, arrival[send])
-                        woken = next_asleep[woken]
+                    arrival[send] = out_free[source] = in_free[to] = begin + message[send]
+                    _wake(asleep, next_asleep, send, tree, leaves, arrival[send])
             if clock[r] > now:
                 again = clock[r]
                 break
         set_leaf(tree, leaves + r, again)
-    return start, end, np.maximum(arrival, 0.0), idle, why
+    return start, end, np.maximum(arrival, 0.0), idle, cause
+
+
+@kernel
+def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, leaves: int, time: float) -> None:
+    """The ranks asleep on a row or collective act again at `time`."""
+    r = asleep[awaited]
+    asleep[awaited] = -1
+    while r >= 0:
+        set_leaf(tree, leaves + r, time)
+        r = next_asleep[r]

@@ -1,4 +1,4 @@
-"""Where every rank's time goes, and why it stands still: times of a simulation or of a measured run, by cause.
+"""Time breakdown: where every rank's time goes, and why it stands still, in a simulation or a measured run.
 
 The time of a rank, from the first instruction of all ranks to the last, is made up of `SHARES`; `MEANING` says what
 they are. A wait has up to two parts: until the SEND that it waits for last starts (for NORM: until the last rank
@@ -17,8 +17,7 @@ from schedgen.checker.deadlock import Waits, waits
 from schedgen.checker.messages import rule_3
 from schedgen.ir.instructions import COMPUTE, Op, Small
 from schedgen.ir.program import Program
-from schedgen.simulator.simulate import REDUCTION, SEND_CAUSE, Times
-from schedgen.simulator.timeline import Timeline
+from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline, Times
 
 SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
 MEANING = (
@@ -35,7 +34,7 @@ MEANING = (
 BUSY, WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM, STEP, OVERHEAD = range(len(SHARES))
 
 
-class Idle(NamedTuple):
+class TimeBreakdown(NamedTuple):
     """In the unit of the timeline; arrays by row of the projected program, where nothing else is said."""
 
     time: Times  # (workers, len(SHARES)): each row adds up to makespan
@@ -48,12 +47,37 @@ class Idle(NamedTuple):
     needs: Waits  # which SENDs each row needs, which RECV belongs to a SEND
 
 
-def idle(program: Program, walk: Timeline) -> Idle:
+def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
     """Account for all time of one walk through a checked, projected program."""
-    subject, table, bounds = Subject(program, ""), program.rows, program.bounds
+    subject, table = Subject(program, ""), program.rows
     needs = waits(subject, lives(subject), rule_3(subject))
-    begin, end = walk.start - walk.wait, walk.start + walk.length
-    awaited = _last_to_come(needs, walk)
+    begin, awaited = walk.start - walk.wait, _last_to_come(needs, walk)
+    until = _first_part(needs, walk, awaited)
+    jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
+    early = _early(program, jobs)
+    late = np.select([walk.cause == SEND_CAUSE, walk.cause == REDUCTION], [SEND, SUM], TRANSFER)
+
+    time = np.zeros((program.header.workers, len(SHARES)))
+    share = np.full(len(program), OVERHEAD)
+    share[jobs], share[table.op == Op.STEP] = BUSY, STEP
+    np.add.at(time, (table.rank, share), walk.length)
+    np.add.at(time, (table.rank, early), until - begin)
+    np.add.at(time, (table.rank, late), walk.start - until)
+    row_offsets = program.bounds
+    ranks = np.flatnonzero(np.diff(row_offsets))
+    begins, ends = begin[row_offsets[ranks]], (walk.start + walk.length)[row_offsets[ranks + 1] - 1]
+    origin, finish = float(begins.min()), float(ends.max())
+    time[ranks, WARM_UP] += begins - origin
+    time[ranks, COOL_DOWN] += finish - ends
+    rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
+    time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
+    shares = early.astype(np.int8), late.astype(np.int8)
+    return TimeBreakdown(time, origin, finish - origin, until, *shares, awaited, needs)
+
+
+def _first_part(needs: Waits, walk: Timeline, awaited: Numbers) -> Times:
+    """By row: when what it waits for is sent, or the last rank comes to its sum, within its wait."""
+    begin = walk.start - walk.wait
     until = begin.copy()
     message = (walk.cause >= 0) & (walk.cause < SEND_CAUSE) & (awaited >= 0)
     until[message] = walk.start[awaited[message]]
@@ -62,32 +86,17 @@ def idle(program: Program, walk: Timeline) -> Idle:
     np.maximum.at(entered, needs.collective[entering], begin[entering])
     at_sum = entering[walk.cause[entering] == REDUCTION]
     until[at_sum] = entered[needs.collective[at_sum]]
-    until = np.clip(until, begin, walk.start)
+    return np.clip(until, begin, walk.start)
 
-    row = np.arange(len(program))
-    jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
-    first, last = bounds[1:].copy(), bounds[:-1] - 1  # job of each rank
-    np.minimum.at(first, table.rank[jobs], jobs)
-    np.maximum.at(last, table.rank[jobs], jobs)
-    early = np.where(row <= first[table.rank], WARM_UP, DEPENDENCY)
-    early = np.where(row > last[table.rank], COOL_DOWN, early)
-    late = np.select([walk.cause == SEND_CAUSE, walk.cause == REDUCTION], [SEND, SUM], TRANSFER)
 
-    time = np.zeros((program.header.workers, len(SHARES)))
-    kind = np.full(len(program), OVERHEAD)
-    kind[jobs], kind[table.op == Op.STEP] = BUSY, STEP
-    np.add.at(time, (table.rank, kind), walk.length)
-    np.add.at(time, (table.rank, early), until - begin)
-    np.add.at(time, (table.rank, late), walk.start - until)
-    ranks = np.flatnonzero(np.diff(bounds))
-    begins, ends = begin[bounds[ranks]], end[bounds[ranks + 1] - 1]
-    origin, finish = float(begins.min()), float(ends.max())
-    time[ranks, WARM_UP] += begins - origin
-    time[ranks, COOL_DOWN] += finish - ends
-    rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
-    time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
-    shares = early.astype(np.int8), late.astype(np.int8)
-    return Idle(time, origin, finish - origin, until, *shares, awaited, needs)
+def _early(program: Program, jobs: Numbers) -> Numbers:
+    """By row: what time before it counts as that nothing it waits for has been sent in; `jobs`: rows that compute."""
+    rank, row = program.rows.rank, np.arange(len(program))
+    first, last = program.bounds[1:].copy(), program.bounds[:-1] - 1  # job of each rank
+    np.minimum.at(first, rank[jobs], jobs)
+    np.maximum.at(last, rank[jobs], jobs)
+    early = np.where(row <= first[rank], WARM_UP, DEPENDENCY)
+    return np.where(row > last[rank], COOL_DOWN, early)
 
 
 def _last_to_come(needs: Waits, walk: Timeline) -> Numbers:

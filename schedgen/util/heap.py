@@ -64,3 +64,12 @@ def set_leaf(tree: Times, node: int, key: float) -> None:
     while node > 1:
         node //= 2
         tree[node] = min(tree[2 * node], tree[2 * node + 1])
+
+
+@kernel
+def least_leaf(tree: Times, leaves: int) -> int:
+    """The number of the first leaf with the least key of a tree of minima whose leaves are its nodes from `leaves`."""
+    node = 1
+    while node < leaves:
+        node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1
+    return node - leaves

@@ -15,7 +15,7 @@ from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level, partition
 from schedgen.planner.search import search
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.machine import Machine
 
 
 def chain(layers: int) -> Layers:

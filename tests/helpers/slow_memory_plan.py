@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE, part_offsets
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import Bytes, footprint, measured, places
-from schedgen.simulator.memory_timeline import held
+from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
+from schedgen.simulator.footprint import footprint
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_plan import memory_plan
+from schedgen.simulator.memory_timeline import memory_timeline
 from schedgen.simulator.simulate import simulate
 
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
@@ -27,7 +29,7 @@ def random_bytes(rng, stages, edges=0):
         return rng.integers(1, 4, count)
 
     workspace = {direction: some() for direction in "FBIW" if rng.integers(4)}
-    return Bytes(some(), 2 * some(), some(), some(), some(), workspace, some(), some(edges) if edges else None)
+    return BufferSizes(some(), 2 * some(), some(), some(), some(), workspace, some(), some(edges) if edges else None)
 
 
 class Life(NamedTuple):
@@ -154,11 +156,11 @@ def peak(program, rank, found, planned, bytes):
 
 def hold(program, bytes):
     """Assert all that places promise, and the peak."""
-    planned, needed = places(program, bytes), footprint(program, bytes)
-    assert planned.row.dtype == np.int32
+    planned, needed = memory_plan(program, bytes), footprint(program, bytes)
+    assert planned.slot.dtype == np.int32
     assert len(planned.sizes) == program.header.workers
     for rank in range(program.header.workers):
-        row, sizes = planned.row[program.bounds[rank] : program.bounds[rank + 1]], planned.sizes[rank]
+        row, sizes = planned.slot[program.bounds[rank] : program.bounds[rank + 1]], planned.sizes[rank]
         found = lives(program, rank)
         received = [life for life in found if life.placed]
         assert np.flatnonzero(row >= 0).tolist() == sorted({life.begin for life in received})
@@ -190,7 +192,7 @@ def hold(program, bytes):
             assert sizes[one] == bytes.weight[stages].max()
         assert len(sizes) == count + len(shared)
         assert needed.peak[rank] == peak(program, rank, found, planned, bytes)
-        assert needed.places[rank] == sizes.sum()
+        assert needed.slots[rank] == sizes.sum()
         one_rank(program, rank, bytes, planned, needed)
 
 
@@ -198,24 +200,25 @@ def one_rank(program, rank, bytes, planned, needed):
     """The rank's own rows give the rank's own places and peak."""
     mine = slice(program.bounds[rank], program.bounds[rank + 1])
     part = Program(program.header, program.rows.take(mine))
-    again = places(part, bytes)
-    assert (again.row == planned.row[mine]).all()
+    again = memory_plan(part, bytes)
+    assert (again.slot == planned.slot[mine]).all()
     assert (again.sizes[rank] == planned.sizes[rank]).all() and sum(map(len, again.sizes)) == len(planned.sizes[rank])
     assert footprint(part, bytes).peak[rank] == needed.peak[rank]
 
 
-def peaks_of_held(program, data):
+def peaks_of_timeline(program, data):
     """The most of each kind is the peak of that kind, and all that is taken is given back."""
     stages = program.header.stages
     sizes = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
     edges = len(program.header.graph.edges)
-    apart = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
-    machine = Machine(**{key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}, apart=apart)
-    found = held(program, measured(machine, stages, edges))
+    by_edge = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
+    amounts = {key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}
+    machine = Machine(**amounts, edge_activation=by_edge)
+    found = memory_timeline(program, buffer_sizes(machine, stages, edges))
     peak = np.zeros((program.header.workers, found.taken.shape[1]), np.int64)
     np.maximum.at(peak, program.rows.rank, found.during)
     assert peak.T.tolist() == [kind.tolist() for kind in simulate(program, program.header.cost, machine).memory]
-    assert found.taken.min() >= 0 and found.given.min() >= 0
+    assert found.taken.min() >= 0 and found.freed.min() >= 0
     for kind in range(found.taken.shape[1]):
-        net = np.bincount(program.rows.rank, (found.taken - found.given)[:, kind], minlength=program.header.workers)
+        net = np.bincount(program.rows.rank, (found.taken - found.freed)[:, kind], minlength=program.header.workers)
         assert not net.any()

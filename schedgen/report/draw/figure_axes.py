@@ -99,7 +99,7 @@ def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
     held = scene.held_bytes if scene.sized else scene.held_activations()
     bounds, start, end = scene.program.bounds, scene.timeline.start, scene.timeline.start + scene.timeline.length
     during = held.during.sum(axis=1)
-    after = during - held.given.sum(axis=1)
+    after = during - held.freed.sum(axis=1)
     most = max(int(during.max()), 1)
     for rank in range(scene.program.header.workers):
         rows = slice(bounds[rank], bounds[rank + 1])

@@ -20,11 +20,8 @@ from schedgen.report.draw.figure import figure, legend
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring, key_figures, size_text
 from schedgen.schemes import SCHEMES
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import measured
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
-from schedgen.simulator.timeline import simulated
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import open_output
 
@@ -59,9 +56,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _read_scene(path: Path) -> Scene:
     program = checked(str(path))
-    timeline = simulated(program, simulate(program, program.header.cost))
-    sizes = measured(Machine(), program.header.stages)
-    return build_scene(path.stem, path.name, program, timeline, sizes, seconds=False)
+    run = simulate(program, program.header.cost)
+    return build_scene(path.stem, path.name, program, run.timeline(), run.sizes, seconds=False)
 
 
 def _row(scene: Scene) -> str:

@@ -23,9 +23,9 @@ from schedgen.ir.file import line_of
 from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import LOOK_OF_OP, Scene, colour_count, joint_title
-from schedgen.simulator.memory_timeline import Held
-from schedgen.simulator.simulate import CAUSES
+from schedgen.simulator.memory_timeline import MemoryTimeline
 from schedgen.simulator.time_breakdown import MEANING, SHARES
+from schedgen.simulator.timeline import CAUSES
 
 SCRIPTS = ("data", "view", "bars", "arrows", "hover", "control", "panel")  # files of web/, in this order
 Columns = dict[str, NDArray[Any]]
@@ -94,7 +94,7 @@ def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]
     }
 
 
-def _columns(scene: Scene, held: Held) -> Columns:
+def _columns(scene: Scene, held: MemoryTimeline) -> Columns:
     """The columns in little-endian types; those of a SEND have a number for each SEND, the others for each row.
 
     gap       from the end of the row before to the row's start
@@ -116,7 +116,7 @@ def _columns(scene: Scene, held: Held) -> Columns:
         "length": timeline.length,
         "first": np.maximum(idle.until - begin, 0.0),
         "taken": held.taken.sum(axis=1),
-        "given": held.given.sum(axis=1),
+        "given": held.freed.sum(axis=1),
         "arrival": timeline.arrival[send],
     }
     integers: Columns = {
@@ -137,7 +137,7 @@ def _columns(scene: Scene, held: Held) -> Columns:
         "cause": timeline.cause,
         "early": idle.early,
         "late": idle.late,
-        "saved": np.sign(scene.held_buffers.taken[:, SAVED]) - np.sign(scene.held_buffers.given[:, SAVED]),
+        "saved": np.sign(scene.held_buffers.taken[:, SAVED]) - np.sign(scene.held_buffers.freed[:, SAVED]),
     }
     types = ((floats, "<f8"), (integers, "<i4"), (small, "<i1"))
     return {name: column.astype(form) for columns, form in types for name, column in columns.items()}

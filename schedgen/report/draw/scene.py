@@ -15,11 +15,10 @@ from schedgen.analysis.subject import Numbers
 from schedgen.ir.instructions import COMPUTE, Ints, Op, Small
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
-from schedgen.simulator.memory_plan import Bytes
-from schedgen.simulator.memory_timeline import Held, held
-from schedgen.simulator.simulate import Times
-from schedgen.simulator.time_breakdown import COOL_DOWN, Idle, idle
-from schedgen.simulator.timeline import Timeline
+from schedgen.simulator.buffer_sizes import BufferSizes
+from schedgen.simulator.memory_timeline import MemoryTimeline, memory_timeline
+from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
+from schedgen.simulator.timeline import Timeline, Times
 
 _LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.RECOMPUTE: "R", Op.STEP: "S"}
 _INDEX = {look.letter: k for k, look in enumerate(LOOKS)}
@@ -54,9 +53,9 @@ class Scene(NamedTuple):
     file: str  # where its lines are
     program: Program
     timeline: Timeline
-    idle: Idle
-    held_bytes: Held
-    held_buffers: Held  # numbers of buffers instead of bytes
+    idle: TimeBreakdown
+    held_bytes: MemoryTimeline
+    held_buffers: MemoryTimeline  # numbers of buffers instead of bytes
     seconds: bool  # whether times are seconds
     bars: Bars
 
@@ -93,10 +92,10 @@ class Scene(NamedTuple):
         some = last > first
         return Gaps(worker[some], first[some], last[some], share[some])
 
-    def held_activations(self) -> Held:
+    def held_activations(self) -> MemoryTimeline:
         """Numbers of saved forwards."""
         saved = slice(SAVED, SAVED + 1)
-        return Held(self.held_buffers.taken[:, saved], self.held_buffers.given[:, saved])
+        return MemoryTimeline(self.held_buffers.taken[:, saved], self.held_buffers.freed[:, saved])
 
     def shares(self) -> Times:
         """The parts of each worker's time, shape (workers, SHARES); rows add up to 1."""
@@ -110,7 +109,7 @@ class Scene(NamedTuple):
         return peak
 
 
-def build_scene(name: str, file: str, program: Program, timeline: Timeline, bytes: Bytes, seconds: bool) -> Scene:
+def build_scene(name: str, file: str, program: Program, timeline: Timeline, sizes: BufferSizes, seconds: bool) -> Scene:
     """The scene of a checked program; with `seconds` the timeline is in microseconds, else in units of the costs."""
     unit = 1e-6 if seconds else 1.0
     begin = float((timeline.start - timeline.wait).min())
@@ -122,9 +121,9 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, byte
     look = LOOK_OF_OP[table.op[row]]
     bars = Bars(row, table.rank[row], start[row], length[row], look, table.stage[row], table.mb[row])
     ones = np.ones(program.header.stages, np.int64)
-    buffers = bytes._replace(activation=ones, weight=ones, partial=ones, saved=ones, half=ones, apart=None)
-    memory = held(program, bytes), held(program, buffers)
-    return Scene(name, file, program, timeline, idle(program, timeline), *memory, seconds, bars)
+    buffers = sizes._replace(activation=ones, weight=ones, partial=ones, saved=ones, half=ones, edge_activation=None)
+    memory = memory_timeline(program, sizes), memory_timeline(program, buffers)
+    return Scene(name, file, program, timeline, time_breakdown(program, timeline), *memory, seconds, bars)
 
 
 def size_text(scene: Scene) -> str:

@@ -26,8 +26,9 @@ from schedgen.ir.program import Program, concatenate, rows
 from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import measured, places
+from schedgen.simulator.buffer_sizes import buffer_sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_plan import memory_plan
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, clip
 
@@ -158,11 +159,11 @@ def test_a_long_circle_is_one_short_sentence():
 
 def test_many_copies_held_at_once_take_a_place_each(monkeypatch):
     program = compiled("fsdp", 12, 4, 2, weight_slots=12)
-    bytes = measured(Machine(), 12)
+    sizes = buffer_sizes(Machine(), 12)
     fetched = program.rows.op == Op.FETCH_W
     monkeypatch.setattr(schedgen.simulator.memory_plan, "MOST_TOGETHER", 3)
     mine = fetched & (program.rows.rank == 0)
-    pairs = set(zip(program.rows.stage[mine].tolist(), places(program, bytes).row[mine].tolist(), strict=True))
+    pairs = set(zip(program.rows.stage[mine].tolist(), memory_plan(program, sizes).slot[mine].tolist(), strict=True))
     assert len(pairs) == len({stage for stage, _ in pairs}) == len({place for _, place in pairs}) > 3
 
 

@@ -20,9 +20,11 @@ from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra_traces
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import LINE, footprint, measured
-from schedgen.simulator.simulate import report, simulate
+from schedgen.simulator.buffer_sizes import buffer_sizes
+from schedgen.simulator.footprint import LINE, footprint
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
+from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import RefusedFile, UsageError
 
@@ -359,7 +361,7 @@ def test_an_exchange_takes_what_a_ring_takes_and_the_rank_waits_for_it():
     program = compiled("ddp", stages=2, microbatches=1, tensor=T, workers=T)
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha, beta, activation=size))
     ring = 2 * (T - 1) * (alpha + beta * size / T)
-    numbers = report(program, run)
+    numbers = simulation_numbers(program, run)
     assert numbers["latency"] == pytest.approx(6 + ring)  # x of stage 0; the last stage is whole
     assert numbers["idle"]["reduction"] == pytest.approx(T * (ring + 2 * (T - 1) * alpha))  # and its tie's sum
     assert numbers["exchanges"] == {"sums": 1, "bytes": 2 * (T - 1) * size}
@@ -370,7 +372,7 @@ def test_the_room_for_exchanges_is_counted():
     size = 1000
     part = -(-size // (2 * LINE)) * LINE
     none = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2, replicated_stages=(0, 1))
-    sizes = measured(Machine(activation=size), program.header.stages)
+    sizes = buffer_sizes(Machine(activation=size), program.header.stages)
     assert (footprint(program, sizes).owned - footprint(none, sizes).owned == size + part).all()
 
 
@@ -404,10 +406,10 @@ def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
     sizes = Sizes(3, 2, 6)
     scheme = load("gpipe", sizes, 2)._replace(edges=((0, 1), (0, 2), (1, 2)), per_consumer=(0,))
     program = compile(scheme, sizes, Options(tensor=2, replicated_stages=[0]))
-    run = simulate(program, program.header.cost, Machine(activation=1000, apart=10))
+    run = simulate(program, program.header.cost, Machine(activation=1000, edge_activation=10))
     table = program.rows
     sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.via >= 0)
-    assert sums.any() and (run.summed[sums] == 10).all()
+    assert sums.any() and (run.summed_bytes[sums] == 10).all()
 
 
 @pytest.mark.parametrize(

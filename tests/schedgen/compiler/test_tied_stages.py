@@ -19,7 +19,7 @@ from schedgen.ir.file import parse, read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.schemes import SCHEMES, load
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, UsageError
 

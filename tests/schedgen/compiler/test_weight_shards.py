@@ -21,9 +21,10 @@ from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import part_offsets
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import Bytes, footprint, measured
-from schedgen.simulator.memory_timeline import held
+from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
+from schedgen.simulator.footprint import footprint
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_timeline import memory_timeline
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import RefusedFile
@@ -131,11 +132,12 @@ def test_what_is_held_peaks_where_the_simulation_says(cases, data):
     stages = program.header.stages
     rng = np.random.default_rng(data.draw(st.integers(0, 100)))
     machine = Machine(activation=rng.integers(1, 5, stages), weight=rng.integers(0, 1000, stages), saved=3, half=2)
-    run, series = simulate(program, program.header.cost, machine), held(program, measured(machine, stages))
+    run = simulate(program, program.header.cost, machine)
+    series = memory_timeline(program, buffer_sizes(machine, stages))
     for rank, (begin, end) in enumerate(zip(program.bounds[:-1], program.bounds[1:], strict=True)):
         if begin < end:
             assert series.during[begin:end].max(axis=0).tolist() == [int(peak[rank]) for peak in run.memory]
-    assert not (series.during[-1:] - series.given[-1:]).any()
+    assert not (series.during[-1:] - series.freed[-1:]).any()
 
 
 @given(data=st.data())
@@ -162,10 +164,10 @@ def test_two_uneven_stages_leave_every_worker_a_quarter():
     program = compiled("fsdp", sizes)
     weight = np.array([1_000_000, 123_456])
     zero = np.zeros(2, np.int64)
-    found = footprint(program, Bytes(zero, weight, weight, zero, zero, {}, 3 * weight))
+    found = footprint(program, BufferSizes(zero, weight, weight, zero, zero, {}, 3 * weight))
     assert found.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
     # Beside them the two stages as they are computed with, a gradient or two, and what is received of them.
-    assert (found.places <= 4 * weight.sum() + 2 * weight.max()).all()
+    assert (found.slots <= 4 * weight.sum() + 2 * weight.max()).all()
     owners = program.header.part_owners
     assert owners == ((0, 1, 2, 3), (1, 2, 3, 0)) and program.header.owners == ((0, 1, 2, 3),) * 2
     numbers = stats(program)

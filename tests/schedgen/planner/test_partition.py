@@ -17,7 +17,7 @@ import schedgen.util.jit
 from schedgen.planner.layer_downsets import MOST_DOWNSETS, all_downsets
 from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.partition import Level, data_parallel_seconds, partition, unreplicated
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.machine import Machine
 from schedgen.util.errors import UsageError
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"  # PipeDream's profile of it, minibatches of 128

@@ -21,7 +21,7 @@ from schedgen.planner.search import _simulated, search
 from schedgen.planner.stage_costs import balanced, stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.cost import Machine
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.stats import stats
 from schedgen.util.jit import compiled_always
 

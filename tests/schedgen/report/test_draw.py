@@ -18,17 +18,15 @@ from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colo
 from schedgen.report.draw.scene import build_scene, default_colouring
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import measured
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.timeline import simulated
 
 
 def drawn(name, sizes, machine=None):
     program = compile(load(name, sizes), sizes)
     machine = machine or Machine()
     run = simulate(program, program.header.cost, machine)
-    return build_scene(name, f"{name}.json", program, simulated(program, run), measured(machine, sizes.stages), False)
+    return build_scene(name, f"{name}.json", program, run.timeline(), run.sizes, False)
 
 
 def cells(one):

@@ -1,4 +1,4 @@
-"""Places and peaks, held against intervals of rows that a slow plain Python reads off each rank's list."""
+"""Slots and peaks, held against intervals of rows that a slow plain Python reads off each rank's list."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.memory_plan import Bytes, footprint, measured, places
+from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
+from schedgen.simulator.footprint import footprint
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.memory_plan import memory_plan
 
 TRACES = Path(__file__).parents[3] / "traces"
 
@@ -33,13 +35,13 @@ def compiled(name, *sizes, **options):
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (3, 1), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("updates", ["stash", "vertical"])
 def test_versions_that_are_alive_together_lie_apart(replicas, updates):
-    sizes = Sizes(len(replicas), 13, replicas=replicas)
-    program = compile(load("pipedream", sizes), sizes, Options(updates=updates))
-    bytes = random_bytes(np.random.default_rng(0), len(replicas))
-    planned, needed = places(program, bytes), footprint(program, bytes)
+    case = Sizes(len(replicas), 13, replicas=replicas)
+    program = compile(load("pipedream", case), case, Options(updates=updates))
+    sizes = random_bytes(np.random.default_rng(0), len(replicas))
+    planned, needed = memory_plan(program, sizes), footprint(program, sizes)
     for rank in range(program.header.workers):
         part = program.instructions(rank)
-        row = planned.row[program.bounds[rank] : program.bounds[rank + 1]].tolist()
+        row = planned.slot[program.bounds[rank] : program.bounds[rank + 1]].tolist()
         frees = {(i.stage, i.peer) for i in part if i.op == Op.FREE and i.kind == Kind.W}
         alive, most, used = {0: -1}, 0, set()
         (stage,) = {i.stage for i in part if i.op == Op.STEP}
@@ -54,9 +56,9 @@ def test_versions_that_are_alive_together_lie_apart(replicas, updates):
                 del alive[i.peer]
             most = max(most, len(alive))
         extra = sorted(used - {-1})
-        assert len(extra) == most - 1 and (planned.sizes[rank][extra] == bytes.weight[stage]).all()
-        assert needed.places[rank] == planned.sizes[rank].sum()
-        one_rank(program, rank, bytes, planned, needed)
+        assert len(extra) == most - 1 and (planned.sizes[rank][extra] == sizes.weight[stage]).all()
+        assert needed.slots[rank] == planned.sizes[rank].sum()
+        one_rank(program, rank, sizes, planned, needed)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +68,11 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
     program, fault = read(io.BytesIO(path.read_bytes()), path.name)
     assert fault is None
     rng = np.random.default_rng(1)
-    for bytes in (
-        measured(Machine(), program.header.stages),
+    for sizes in (
+        buffer_sizes(Machine(), program.header.stages),
         random_bytes(rng, program.header.stages, len(program.header.graph.edges)),
     ):
-        hold(program, bytes)
+        hold(program, sizes)
 
 
 @given(st.data())
@@ -89,7 +91,7 @@ def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_p
 
 # 1F1B on two workers, two microbatches. x.0 and g.0 have 10 bytes, the loss 1; weights 100 and 200 (owned: three
 # times that, with optimizer state); forwards keep 1000 and 3000; workspaces: F 5 and 7, B 20 and 30.
-TINY = Bytes(
+TINY = BufferSizes(
     activation=np.array([10, 1]),
     weight=np.array([100, 200]),
     partial=np.array([100, 200]),
@@ -102,7 +104,7 @@ TINY = Bytes(
 
 def test_two_stages_and_two_microbatches_by_hand():
     program = compiled("1f1b", 2, 2, 2)
-    planned, needed = places(program, TINY), footprint(program, TINY)
+    planned, needed = memory_plan(program, TINY), footprint(program, TINY)
     # Rank 0, by instruction (bytes of what it computed while the instruction runs):
     #   FWD 0 0     saved 1000 + x.0.0 10 + 5 = 1015
     #   SEND x.0.0, RECV g.0.0 into place 0
@@ -119,24 +121,24 @@ def test_two_stages_and_two_microbatches_by_hand():
     #   FWD 1 1     saved 3000 + g.0.0 10 + x.1.1 1 + 7 = 3018
     #   BWD 1 1     saved 3000 + g.0.1 10 + 30 = 3040: g.0.0 has left
     receives = np.flatnonzero(program.rows.op == Op.RECV)
-    assert planned.row[receives].tolist() == [0, 1, 0, 1]
+    assert planned.slot[receives].tolist() == [0, 1, 0, 1]
     assert [one.tolist() for one in planned.sizes] == [[10, 10], [10, 10]]
     assert needed.owned.tolist() == [400, 802]  # with dw, and two losses
-    assert needed.places.tolist() == [20, 20]
+    assert needed.slots.tolist() == [20, 20]
     assert needed.computed.tolist() == [2030, 3040]
     assert needed.peak.tolist() == [2450, 3862]
 
 
 def test_an_owner_has_room_for_the_other_owners_parts_of_a_sum():
     # One stage of 1000 bytes on three owners: each has weights, dw, and receives two parts of 384 >= 1000 / 3 bytes.
-    bytes = measured(Machine(weight=1000, activation=0, saved=0), 1)
-    assert footprint(compiled("ddp", 1, 3, 3), bytes).peak.tolist() == [1000 + 1000 + 2 * 384] * 3
+    sizes = buffer_sizes(Machine(weight=1000, activation=0, saved=0), 1)
+    assert footprint(compiled("ddp", 1, 3, 3), sizes).peak.tolist() == [1000 + 1000 + 2 * 384] * 3
 
 
 def test_a_place_given_back_last_is_taken_first():
     # Rank 1 of three receives x.0.b, and from behind g.1.b, all of one size.
     program = compiled("gpipe", 3, 4, 3)
-    planned = places(program, measured(Machine(), 3))
+    planned = memory_plan(program, buffer_sizes(Machine(), 3))
     back, expected, place_of, count = [], [], {}, 0
     for i in program.instructions(1):
         name = (i.kind, i.stage, i.mb)
@@ -146,7 +148,7 @@ def test_a_place_given_back_last_is_taken_first():
             expected.append(place_of[name])
         elif i.op == Op.FREE and name in place_of:
             back.append(place_of[name])
-    mine = planned.row[program.bounds[1] : program.bounds[2]]
+    mine = planned.slot[program.bounds[1] : program.bounds[2]]
     assert mine[mine >= 0].tolist() == expected and count < len(expected)
 
 
@@ -156,7 +158,7 @@ def copies(program, rank):
 
 def weight_places(program):
     """By rank: (places of weight copies, the most copies at once)."""
-    row = places(program, measured(Machine(), program.header.stages)).row
+    row = memory_plan(program, buffer_sizes(Machine(), program.header.stages)).slot
     fetches = np.flatnonzero(program.rows.op == Op.FETCH_W)
     return [
         (len(set(row[fetches[program.rows.rank[fetches] == rank]].tolist())), at_once(copies(program, rank)))
@@ -204,11 +206,11 @@ def test_python_and_numba_plan_alike_and_every_time(name, sizes, options, monkey
     results = []
     for small in (10**12, 0, 0):
         monkeypatch.setattr(schedgen.util.jit, "SMALL", small)
-        bytes = random_bytes(np.random.default_rng(3), program.header.stages)
-        results.append((places(program, bytes), footprint(program, bytes)))
+        sizes = random_bytes(np.random.default_rng(3), program.header.stages)
+        results.append((memory_plan(program, sizes), footprint(program, sizes)))
     (first, needed), *others = results
     for again, needed_again in others:
-        assert (again.row == first.row).all()
+        assert (again.slot == first.slot).all()
         assert all((one == other).all() for one, other in zip(again.sizes, first.sizes, strict=True))
         assert all((one == other).all() for one, other in zip(needed_again, needed, strict=True))
 
@@ -275,7 +277,7 @@ def test_what_a_profile_leaves_out(run, refused, tmp_path):
 
 
 def test_a_whole_backward_takes_the_larger_workspace_of_its_halves():
-    bytes = measured(Machine(workspace={"F": 1, "I": 2, "W": [3, 1]}), 2)
-    assert {key: value.tolist() for key, value in bytes.workspace.items()} == {
+    sizes = buffer_sizes(Machine(workspace={"F": 1, "I": 2, "W": [3, 1]}), 2)
+    assert {key: value.tolist() for key, value in sizes.workspace.items()} == {
         "F": [1, 1], "I": [2, 2], "W": [3, 1], "B": [3, 2],
     }  # fmt: skip

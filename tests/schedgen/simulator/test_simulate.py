@@ -12,9 +12,9 @@ from schedgen.compiler.options import Options
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.simulate import CAUSES, simulate
-from schedgen.simulator.timeline import waited
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
+from schedgen.simulator.timeline import CAUSES
 
 COST = {"F": 1, "B": 2}
 
@@ -52,7 +52,7 @@ def test_time_adds_up_on_every_rank(cases, data):
     np.maximum.at(ends, program.rows.rank, run.end)
     assert run.idle.min() >= 0
     assert np.allclose(busy + run.idle.sum(axis=1), ends)
-    wait = waited(program, run)
+    wait = run.wait
     at = program.rows.rank[wait > 0] * len(CAUSES) + run.cause[wait > 0]  # every wait has its cause
     assert np.allclose(np.bincount(at, wait[wait > 0], minlength=run.idle.size), run.idle.ravel())
     sends = program.rows.op == Op.SEND

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from schedgen.compiler.compile import compile
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.cost import Machine
-from schedgen.simulator.simulate import CAUSES, simulate
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
 from schedgen.simulator.time_breakdown import (
     BUSY,
     COOL_DOWN,
@@ -23,14 +23,14 @@ from schedgen.simulator.time_breakdown import (
     SUM,
     TRANSFER,
     WARM_UP,
-    idle,
+    time_breakdown,
 )
-from schedgen.simulator.timeline import simulated
+from schedgen.simulator.timeline import CAUSES
 
 
 def accounted(name, sizes, machine=None, cost=None):
     program = compile(load(name, sizes), sizes)
-    return idle(program, simulated(program, simulate(program, cost or program.header.cost, machine)))
+    return time_breakdown(program, simulate(program, cost or program.header.cost, machine).timeline())
 
 
 def by_name(time):
@@ -74,7 +74,7 @@ def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
     program = data.draw(cases).compile()
     costs = {key: data.draw(st.sampled_from([0, 0.5, 3])) for key in ("alpha", "beta", "step")}
     run = simulate(program, program.header.cost, Machine(**costs, weight=3))
-    found = idle(program, simulated(program, run))
+    found = time_breakdown(program, run.timeline())
     time = found.time
     assert time.min() >= 0 and (time[:, OVERHEAD] == 0).all()
     assert found.begin == 0 and found.makespan == run.end.max()
@@ -94,7 +94,7 @@ def test_units_do_not_matter():
     sizes = Sizes(4, 4, 4, 2)
     program = compile(load("fslpp", sizes), sizes)
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha=0.1))
-    one, other = (idle(program, simulated(program, run, unit)) for unit in (1.0, 1e6))
+    one, other = (time_breakdown(program, run.timeline(unit)) for unit in (1.0, 1e6))
     assert np.allclose(1e6 * one.time, other.time) and one.time[:, TRANSFER].any()
 
 

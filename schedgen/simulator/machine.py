@@ -1,4 +1,7 @@
-"""What things cost: how long a job takes, how long a message, how many bytes a buffer has."""
+"""The machine that a schedule is simulated on: its links, the bytes of buffers, the time of a STEP.
+
+`read_profile` reads the durations of jobs and a `Machine` from one JSON object, which `mpirun profile` writes.
+"""
 
 from __future__ import annotations
 
@@ -15,54 +18,61 @@ from schedgen.util.errors import UsageError, clip
 
 
 class Machine(NamedTuple):
-    """Links and sizes. Time is in the unit of the jobs' durations, of which a message takes alpha + beta * bytes.
+    """Links and sizes. Time is in the unit of the jobs' durations; a message takes alpha + beta * bytes.
 
-    Every rank has one link out and one link in, and a link carries one message
-    at a time. With alpha and beta both zero messages take no time and wait for
-    nobody.
+    Every rank has one link out and one link in, and a link carries one message at a time. With alpha and beta both
+    zero messages take no time and wait for nobody. An amount is a number for all stages, or one for each stage.
     """
 
     alpha: float = 0.0  # time a message
     beta: float = 0.0  # time a byte
-    activation: Amount = 1  # bytes of x.s.b, of g.s.b too: of all stages, or by stage
-    weight: Amount = 1  # bytes of w.s, of dw.s too
+    activation: Amount = 1  # bytes of x.s.b, and of g.s.b
+    weight: Amount = 1  # bytes of w.s, and of dw.s
     saved: Amount = 1  # bytes a forward keeps for its backward
     half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
     step: Amount = 0  # time a STEP takes
-    apart: Amount | None = None  # bytes of x.s.b.c where outputs are apart, by edge; None: all of x.s.b
+    edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
+
+    @property
+    def has_free_messages(self) -> bool:
+        """Whether messages take no time."""
+        return self.alpha == self.beta == 0
 
 
-def of_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
+PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by field
+
+
+def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
     """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
 
     A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
     """
     T, stages = header.tensor_parallel.degree, header.stages // header.tensor_parallel.degree
 
-    def spread(value: Any, divided: bool) -> Any:
+    def expand(value: Any, divided: bool) -> Any:
         if isinstance(value, dict):
-            return {key: spread(one, divided) for key, one in value.items()}
+            return {key: expand(amount, divided) for key, amount in value.items()}
         if not isinstance(value, list) or len(value) != stages:
             return value
         parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
-        return [one / part for one, part in zip(value, parts, strict=True) for _ in range(T)]
+        return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
 
-    found = {key: spread(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
+    expanded = {key: expand(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
     if "apart" in values:
-        found["apart"] = by_edge = values["apart"]
-        of_model = sorted({(producer // T, consumer // T) for producer, consumer in header.graph.edges})
-        if isinstance(by_edge, list) and len(by_edge) == len(of_model):
-            sizes = dict(zip(of_model, by_edge, strict=True))
-            found["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
-    return found
+        expanded["apart"] = by_edge = values["apart"]
+        model_edges = sorted({(producer // T, consumer // T) for producer, consumer in header.graph.edges})
+        if isinstance(by_edge, list) and len(by_edge) == len(model_edges):
+            sizes = dict(zip(model_edges, by_edge, strict=True))
+            expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
+    return expanded
 
 
 def read_profile(
     text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
 ) -> tuple[dict[str, Amount], Machine]:
-    """The costs in a JSON object: F, B (or F, I, W) and the fields of `Machine`, all of which may be left out.
+    """The durations and the machine in a JSON object: F, B (or F, I, W) and `PROFILE_KEYS`, which may be left out.
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
     F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
@@ -75,15 +85,11 @@ def read_profile(
     names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
     if names is None:
         raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
-    if (
-        header is not None
-        and header.tensor_parallel.degree > 1
-        and all(_is_numbers(value) for value in values.values())
-    ):
-        values = of_shards(values, header)
+    if header is not None and header.tensor_parallel and all(map(_has_amounts, values.values())):
+        values = _expand_shards(values, header)
     of_stages = f"{counted} {stages} stages"
     for key, value in values.items():
-        if key not in (*names, *Machine._fields):
+        if key not in (*names, *PROFILE_KEYS):
             raise UsageError(f"{name}: there is no cost '{clip(key)}'")
         if key == "workspace" and isinstance(value, dict):
             for direction, amount in value.items():
@@ -94,26 +100,29 @@ def read_profile(
         if key == "apart":
             _check(value, f"{name}: apart", edges, f"{counted} {edges} edges")
             continue
-        numbers = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
-        if key in names and not all(1e-12 < one < 1e12 for one in numbers):
+        amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
+        if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
-    machine = Machine(**{key: value for key, value in values.items() if key in Machine._fields})
+    machine = Machine(**{PROFILE_KEYS[key]: value for key, value in values.items() if key in PROFILE_KEYS})
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in names}
     return times, machine
 
 
-def _is_numbers(value: Any) -> bool:
-    """Whether a value of a profile is an amount, a list of such, or an object of these."""
-    amounts = value.values() if isinstance(value, dict) else [value]
-    every = [one for amount in amounts for one in (amount if isinstance(amount, list) else [amount])]
-    return all(type(one) in (int, float) and 0 <= one < 1e18 for one in every)
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e18
+
+
+def _has_amounts(value: Any) -> bool:
+    """Whether a value of a profile is an amount, a list of amounts, or an object of these."""
+    values = value.values() if isinstance(value, dict) else [value]
+    return all(_is_amount(amount) for each in values for amount in (each if isinstance(each, list) else [each]))
 
 
 def _check(value: Any, what: str, count: int, counted: str, single: bool = False) -> list[float]:
-    """The numbers in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
-    numbers: list[float] = value if isinstance(value, list) else [value]
-    if not all(type(one) in (int, float) and 0 <= one < 1e18 for one in numbers) or (single and numbers is value):
+    """The amounts in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
+    amounts: list[float] = value if isinstance(value, list) else [value]
+    if not all(map(_is_amount, amounts)) or (single and amounts is value):
         raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
-    if numbers is value and len(numbers) != count:
-        raise UsageError(f"{what} has {len(numbers)} numbers, but {counted}")
-    return numbers
+    if amounts is value and len(amounts) != count:
+        raise UsageError(f"{what} has {len(amounts)} numbers, but {counted}")
+    return amounts

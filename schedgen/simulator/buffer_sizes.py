@@ -1,0 +1,117 @@
+"""Bytes of every buffer, message and sum of a schedule, from the amounts of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.analysis.subject import Numbers
+from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import EXCHANGED, Kind, Op
+from schedgen.ir.program import Program
+from schedgen.simulator.machine import Machine
+
+
+class BufferSizes(NamedTuple):
+    """Bytes of what a schedule handles, each an array by stage, shape (S,) of int64."""
+
+    activation: Numbers  # x.s.b and g.s.b
+    weight: Numbers  # a copy of w.s with all its parts, and dw.s
+    partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, as is a part of it
+    saved: Numbers  # what a forward keeps for its backward
+    half: Numbers  # what BWD_I keeps in addition until BWD_W
+    workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
+    owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
+    edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b
+
+    def outputs(self, header: Header) -> Numbers:
+        """Bytes of x and g by stage and, behind these, by edge, shape (S + E,): see `StageGraph.size_columns`."""
+        producers = np.array(header.graph.edges, np.int64).reshape(-1, 2)[:, 0]
+        by_edge = self.activation[producers]
+        if self.edge_activation is not None:
+            by_edge = np.where(header.graph.is_per_consumer[producers], self.edge_activation, by_edge)
+        return np.concatenate([self.activation, by_edge])
+
+    def by_kind(self, header: Header) -> Numbers:
+        """Bytes by kind of `Memory` (rows); columns as in `outputs`, for weights and their gradients by unit."""
+        x, (w, partial) = self.outputs(header), self.by_unit(header)
+        amounts = (x, x, w, w, partial, self.saved, self.half)
+        sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
+        for row, amount in zip(sizes, amounts, strict=True):
+            row[: len(amount)] = amount
+        return sizes
+
+    def by_unit(self, header: Header) -> tuple[Numbers, Numbers]:
+        """`weight` and `partial` of every unit: a stage, or a part of its weights."""
+        shards = header.weight_shards
+        weight = shards.sizes(self.weight)
+        if not shards:
+            return weight, self.partial
+        return weight, weight * np.repeat(self.partial // np.maximum(self.weight, 1), shards.counts)
+
+
+def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
+    """The machine's amounts for so many stages and edges.
+
+    A workspace by direction that has I or W but no B has the larger of them for B; one that has
+    B but no I or no W has B's for that. Owned weights come without optimizer state unless the machine says more.
+    """
+
+    def count(amount: Amount) -> Numbers:
+        return by_stage(amount, stages).astype(np.int64)
+
+    by_direction = machine.workspace
+    if not isinstance(by_direction, Mapping):
+        by_direction = dict.fromkeys("FBIW", by_direction)
+    workspace = {direction: count(amount) for direction, amount in by_direction.items()}
+    halves = [workspace[direction] for direction in "IW" if direction in workspace]
+    if halves:
+        workspace.setdefault("B", np.max(halves, axis=0))
+    if "B" in workspace:
+        workspace = {"I": workspace["B"], "W": workspace["B"]} | workspace
+    weight, by_edge = count(machine.weight), machine.edge_activation
+    return BufferSizes(
+        activation=count(machine.activation),
+        weight=weight,
+        partial=weight,
+        saved=count(machine.saved),
+        half=count(machine.half),
+        workspace=workspace,
+        owned=weight if machine.owned is None else count(machine.owned),
+        edge_activation=None if by_edge is None else by_stage(by_edge, edges).astype(np.int64),
+    )
+
+
+def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
+    """Bytes of what the given SEND, RECV and FETCH_W rows name; of a received dw those of its partial."""
+    header, table = program.header, program.rows.take(rows)
+    column = header.weight_shards.first_unit[table.stage] + np.maximum(table.via, 0)
+    exchanged = np.isin(table.kind, EXCHANGED)
+    column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.via[exchanged])
+    x, g, w, dw, partial = sizes.by_kind(header)[:5]
+    by_kind = np.stack([0 * x, x, g, w, dw, partial])
+    return by_kind[np.where((table.kind == Kind.DW) & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
+
+
+def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
+    """By row: the bytes that an ALLREDUCE sums; 0 for other rows.
+
+    How much tied stages share is not known here: a tie counts as all weights of the smallest of its stages, the most
+    it can be. Shards of one stage share next to nothing, and count as that.
+    """
+    table, header = program.rows, program.header
+    shards = header.tensor_parallel
+    tied = [
+        0 if shards and stages == tuple(shards.siblings(stages[0])) else sizes.weight[list(stages)].min()
+        for stages in header.tied
+    ]
+    summed = np.zeros(len(program), np.int64)
+    for kind, by_number in ((Kind.DW, sizes.weight), (Kind.T, np.array(tied, np.int64))):
+        rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+        summed[rows] = by_number[table.stage[rows]]
+    rows = program.exchanges()
+    summed[rows] = sizes.outputs(header)[header.graph.size_columns(table.stage[rows], table.via[rows])]
+    return summed

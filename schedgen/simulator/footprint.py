@@ -1,0 +1,98 @@
+"""Footprint: the bytes that every rank needs, the sum of three.
+
+owned     what it holds throughout: weights, optimizer state and gradients of the units it owns, room for the sums that
+          it takes part in, losses
+slots     its memory plan
+computed  the most bytes at once of activations, gradients and saved forwards that it computes, and workspaces
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.analysis.lifetimes import Lives
+from schedgen.analysis.subject import Numbers, Subject
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F
+from schedgen.ir.program import Program
+from schedgen.ir.weight_shards import LINE
+from schedgen.simulator.buffer_sizes import BufferSizes
+from schedgen.simulator.memory_plan import follow, memory_plan
+
+BOOKKEEPING = 16  # what an owner holds beside whole copies of the weights is bookkeeping below this part of them
+
+
+class Footprint(NamedTuple):
+    """The bytes a rank needs, arrays by rank; the peak is their sum."""
+
+    owned: Numbers
+    slots: Numbers
+    computed: Numbers
+
+    @property
+    def peak(self) -> Numbers:
+        """Bytes by rank."""
+        return self.owned + self.slots + self.computed
+
+
+def footprint(program: Program, sizes: BufferSizes, lifetimes: Lives | None = None) -> Footprint:
+    """What every rank of a checked, projected program needs; it may hold some ranks' rows only, as in `memory_plan`."""
+    lifetimes = lifetimes or follow(Subject(program, ""), sizes)
+    slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes, lifetimes).sizes]
+    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), lifetimes.computed)
+
+
+def _owned(header: Header, sizes: BufferSizes) -> Numbers:
+    """What every rank holds throughout."""
+    owned, shards = np.zeros(header.workers, np.int64), header.weight_shards
+    weight, _ = sizes.by_unit(header)
+    for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):
+        ranks = shards.holders(stage, part)
+        weights = int(sizes.owned[stage])
+        if part >= 0:
+            weights = _share(weights, int(sizes.weight[stage]), size)
+        owned[list(ranks)] += weights + size + _received_slices(size, len(ranks))
+    for stage in range(header.stages):
+        if not header.graph.consumers[stage]:  # losses are kept until NORM
+            owned += sizes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
+    for rank, ranks, size in _exchanges(header, sizes.outputs(header)):
+        owned[rank] += size + _received_slices(size, len(ranks))
+    return owned
+
+
+def _received_slices(size: int, members: int) -> int:
+    """Bytes for a sum of `size` among so many: each adds up one slice, and receives it from all others."""
+    return (members - 1) * -(-size // (members * LINE)) * LINE
+
+
+def _share(owned: int, weight: int, size: int) -> int:
+    """What the owner of a part of `size` bytes holds throughout, where a stage's owner holds `owned` for `weight`.
+
+    `owned` counts whole weight copies; a remainder below 1/16 of the weights is optimizer bookkeeping, a few bytes a
+    parameter, and all parameters may be in this part.
+    """
+    copies = max(weight, 1)
+    remainder = min(owned % copies, weight - owned % copies)
+    return -(-owned * size // copies) + (remainder if BOOKKEEPING * remainder < weight else 0)
+
+
+def _exchanges(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:
+    """(rank, ranks of the shards it adds up with in the shards' order, bytes of its part) of every exchange.
+
+    Equal entries share one scratch buffer. `outputs`: bytes of x and g, by stage and then by edge.
+    """
+    exchanges: set[tuple[int, tuple[int, ...], int]] = set()
+    producer, consumer = np.array(header.graph.edges, np.int64).reshape(-1, 2).T
+    names = np.array([header.graph.gradient_consumer(*edge) for edge in header.graph.edges], np.int64)
+    gradients: dict[int, list[int]] = {}  # by stage: bytes of those that its backward gives
+    by_edge = outputs[header.graph.size_columns(producer, names)]
+    for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
+        gradients.setdefault(stage, []).append(size)
+    for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
+        shards = header.tensor_parallel.siblings(stage)
+        for d, parts in ((F, [int(outputs[stage])]), (B, gradients.get(stage, []))):
+            for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
+                exchanges |= {(ranks[shards.index(stage)], ranks, size) for size in parts}
+    return exchanges

@@ -1,0 +1,54 @@
+"""What a simulation comes to in single numbers: latency, bubble, idle time by cause, traffic, peak memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Op
+from schedgen.ir.program import Program
+from schedgen.simulator.simulate import Simulation
+from schedgen.simulator.timeline import CAUSES
+
+
+def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
+    """By name: times in the unit of the costs, bytes in all, by kind, by link and by worker; README has the rest."""
+    table, workers = program.rows, program.header.workers
+    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
+    latency, makespan = float(run.end[compute].max()), float(run.end.max())
+    busy = np.bincount(table.rank[compute], (run.end - run.start)[compute], minlength=workers)
+    sends = np.flatnonzero(table.op == Op.SEND)
+    link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
+    traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
+    return {
+        "latency": latency,
+        "makespan": makespan,
+        "bubble": max(0.0, float(1 - busy.sum() / (latency * workers))),
+        "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
+        "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
+        **_exchanges(program, run),
+        "links": [
+            {"from": int(pair // workers), "to": int(pair % workers), "bytes": int(size)}
+            for pair, size in zip(link, traffic, strict=True)
+        ],
+        "peak_bytes": int(run.footprint.peak.max()),
+        "peak_memory": {kind: peak.tolist() for kind, peak in run.memory._asdict().items()},
+        "workers": [
+            {
+                "worker": r,
+                "busy": float(busy[r]),
+                "peak_bytes": int(run.footprint.peak[r]),
+                "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
+            }
+            for r in range(workers)
+        ],
+    }
+
+
+def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
+    """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
+    if not program.header.tensor_parallel:
+        return {}
+    rows, T = program.exchanges(), program.header.tensor_parallel.degree
+    return {"exchanges": {"sums": len(rows) // T, "bytes": int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)}}
