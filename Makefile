@@ -80,7 +80,7 @@ lint: venv
 
 # Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
 # first and the last stage are tied, in one the first of two stages has three replicas, in one each of two stages is
-# divided over all workers, in one two stages have two shards each.
+# divided over all workers, in one two stages of four parts each have two shards. NAME.graph has what NAME's model says.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
 TWO_STAGES := interleaved-1f1b looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
@@ -95,8 +95,8 @@ $(GOLDEN:%=traces/%.json): traces/%.json: venv
 	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$(patsubst %-sharded,%,$(patsubst %-tensor,%,$*)))) \
 	    --stages $(if $(filter $*,$(TWO_STAGES)),8,$(if $(filter $*,$(REPLICAS) $(SHARDED) $(TENSOR)),2,4)) \
 	    --microbatches 8 --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
-	    $(if $(filter $*,$(TIED)),--tied 0$(COMMA)3) $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) \
-	    $(if $(filter $*,$(SHARDED)),--shards 4) $(if $(filter $*,$(TENSOR)),--parts 4 --tensor 2 --whole 0) --output $@
+	    $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) $(if $(filter $*,$(SHARDED)),--shards 4) \
+	    $(if $(filter $*,$(TENSOR)),--tensor 2) $(addprefix --graph ,$(wildcard traces/$*.graph)) --output $@
 
 # SVG depends on the version of matplotlib: these are made by the one in .ci/constraints.txt.
 pictures: venv

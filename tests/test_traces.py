@@ -21,16 +21,16 @@ def test_a_golden_schedule_compiles_to_the_same_bytes(golden: Path, tmp_path: Pa
     header = json.loads(golden.read_text())
     scheme = header["scheme"]
     tensor = header.get("tensor", {"degree": 1, "whole": []})
-    shards = scheme.get("parts", 1) * tensor["degree"]
-    scheme["stages"] //= shards
+    graph = {"stages": scheme["stages"] // tensor["degree"], "whole": tensor["whole"]}
+    if not tensor["whole"]:  # else ties are among shards, and no model's
+        graph["tied"] = header["tied"]
+    (tmp_path / "graph").write_text(json.dumps(graph))
+    scheme["stages"] = graph["stages"] // scheme.pop("parts", 1)
     options = [
         f"--{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in scheme.items()
         if key != "name"
     ]
-    if shards > 1:
-        options += [f"--tensor={tensor['degree']}", f"--whole={','.join(map(str, tensor['whole']))}"]
-    else:
-        options += [f"--tied={','.join(map(str, stages))}" for stages in header["tied"]]
+    options += [f"--tensor={tensor['degree']}", f"--graph={tmp_path / 'graph'}"]
     assert main(["compile", scheme["name"], *options, "--output", str(tmp_path / "again.json")]) == 0
     assert (tmp_path / "again.json").read_bytes() == golden.read_bytes()

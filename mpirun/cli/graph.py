@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from mpirun.cli.options import GraphOptions
 from mpirun.comm.fail_together import on_rank_0, print_notes
-from mpirun.model.dataflow import graph_file_text, stage_graph
+from mpirun.model.dataflow import model_graph
 from mpirun.model.load_model import load_model
 from schedgen.ir.stage_graph import chain
 from schedgen.util.files import open_output
@@ -34,6 +34,6 @@ class Graph:
         model = load_model(self.options.model, len(stages), seed=0)
         producers = [[p for p, c in chain(len(stages)) if c == stage] for stage in stages]
         reads = model.resolved_reads(producers, 1)
-        graph = stage_graph(reads, ([stage for stage, _ in tie] for tie in model.tied))
+        graph = model_graph(reads, ([stage for stage, _ in tie] for tie in model.tied), model.split)
         with open_output(self.options.output) as out:
-            out.write(graph_file_text(graph).encode())
+            out.write(graph.text().encode())

@@ -30,11 +30,11 @@ from mpirun.engine.setup import set_up
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.graph_file import Dag
+from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, F, Instruction, Kind, Op, W
 from schedgen.ir.program import Program
-from schedgen.ir.stage_graph import StageGraph, chain
+from schedgen.ir.stage_graph import StageGraph
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import open_output
@@ -187,23 +187,23 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
 def _schedules(options: ProfileOptions) -> tuple[list[Program], bool]:
     """One worker's programs, with unsplit and with split backwards; whether --schedule has split ones."""
     splits = False
-    dag = Dag(options.stages or 1, chain(options.stages or 1))
+    graph = ModelGraph(options.stages or 1)
     if options.schedule is not None:
         try:
             header = checked(options.schedule).header
         except OSError as error:
             raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-        dag, splits = _of_model(header), "W" in header.cost
-        if options.stages not in (None, dag.stages):
-            raise UsageError(f"--stages {options.stages}: {options.schedule} has {dag.stages}")
-    return [_one_worker(dag, split) for split in (False, True)], splits
+        graph, splits = _of_model(header), "W" in header.cost
+        if options.stages not in (None, graph.stages):
+            raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
+    return [_one_worker(graph, split) for split in (False, True)], splits
 
 
-def _of_model(header: Header) -> Dag:
+def _of_model(header: Header) -> ModelGraph:
     """The graph of the model's stages, of which the schedule may have shards."""
     T = header.tensor_parallel.degree
     ties = {tuple(sorted({stage // T for stage in tie})) for tie in header.tied}
-    return Dag(
+    return ModelGraph(
         header.stages // T,
         tuple(sorted({(p // T, c // T) for p, c in header.graph.edges})),
         tuple(sorted({stage // T for stage in header.graph.per_consumer})),
@@ -211,7 +211,7 @@ def _of_model(header: Header) -> Dag:
     )
 
 
-def _one_worker(dag: Dag, split: bool) -> Program:
+def _one_worker(graph: ModelGraph, split: bool) -> Program:
     """A step on one worker.
 
     Microbatches go by twos, so that a stage does two jobs of a kind in a row: what is in the caches then lies between
@@ -219,12 +219,12 @@ def _one_worker(dag: Dag, split: bool) -> Program:
     """
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
-        job = np.where(d == F, s, 3 * dag.stages - 2 * s + (d == W))
-        return (b // 2 * 4 * dag.stages + job) * 2 + b % 2
+        job = np.where(d == F, s, 3 * graph.stages - 2 * s + (d == W))
+        return (b // 2 * 4 * graph.stages + job) * 2 + b % 2
 
     scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split)
-    scheme = scheme._replace(edges=dag.edges, per_consumer=dag.apart)
-    return compile(scheme, Sizes(dag.stages, MICROBATCHES, 1), Options(tied=dag.tied))
+    scheme = scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
+    return compile(scheme, Sizes(graph.stages, MICROBATCHES, 1), Options(tied=graph.tied))
 
 
 def _write(path: str, profile: dict[str, object]) -> None:

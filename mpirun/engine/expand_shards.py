@@ -16,7 +16,7 @@ from torch import nn
 
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Layers, Model
-from mpirun.model.dataflow import Source, Value
+from mpirun.model.dataflow import Source, Value, how_to_compile
 from mpirun.model.parallel_layers import Shard, sharded_dims
 from mpirun.model.shapes import fake_mode
 from schedgen.ir.header import Header
@@ -32,9 +32,7 @@ def check_split_stages(model: Model, header: Header) -> None:
         if not model.split:
             raise UsageError("the schedule has shards, but no stage of the model can be split")
         ours, theirs = (",".join(map(str, stages)) for stages in (replicated, header.tensor_parallel.replicated))
-        wanted = ",".join(map(str, replicated[:-1]))
-        how = f"with --whole {wanted}" if wanted else "without --whole"
-        raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: compile it {how}")
+        raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: {how_to_compile(header)}")
 
 
 def expand_shards(model: Model, count: int) -> Model:

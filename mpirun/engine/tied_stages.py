@@ -14,6 +14,7 @@ from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.engine.act import Act
 from mpirun.engine.grad_buffers import GradBuffer, GradBuffers
 from mpirun.model.contract import Model
+from mpirun.model.dataflow import how_to_compile
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import UsageError
@@ -27,7 +28,7 @@ def check_ties(model: Model, header: Header) -> None:
             if model.ties_shards(tie):
                 raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
             wanted = ",".join(str(stage // header.tensor_parallel.degree) for stage in stages)
-            raise UsageError(f"the model ties parameters of stages {wanted}: compile the schedule with --tied {wanted}")
+            raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
 
 
 def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, str]]:

@@ -8,16 +8,15 @@ the same message. A gradient travels back in the same form, without the outputs 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from schedgen.ir.graph_file import Dag
+from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind
 from schedgen.util.errors import UsageError
@@ -154,21 +153,27 @@ def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
     return {edge: tuple(sorted(indices)) for edge, indices in sorted(outputs.items())}
 
 
-def stage_graph(reads: Reads, tied: Iterable[Iterable[int]] = ()) -> Dag:
-    """What a schedule must know of a model; `tied`: the stages of each tie."""
+def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), split: Collection[int] = ()) -> ModelGraph:
+    """What a schedule must know of a model: `tied` has the stages of each tie, `split` the tensor-parallel stages."""
     edges = outputs_read(reads)
     by_producer: dict[int, set[tuple[int, ...]]] = {}
     for (producer, _), indices in edges.items():
         by_producer.setdefault(producer, set()).add(indices)
     per_consumer = tuple(stage for stage, read in sorted(by_producer.items()) if len(read) > 1)
     ties = {tuple(sorted(set(stages))) for stages in tied}
-    return Dag(len(reads), tuple(edges), per_consumer, tuple(sorted(tie for tie in ties if len(tie) > 1)))
+    return ModelGraph(
+        stages=len(reads),
+        edges=tuple(edges),
+        per_consumer=per_consumer,
+        tied=tuple(sorted(tie for tie in ties if len(tie) > 1)),
+        replicated=tuple(stage for stage in range(len(reads)) if split and stage not in split),
+    )
 
 
-def graph_file_text(graph: Dag) -> str:
-    """The file that `schedgen compile --graph` reads."""
-    values = {key: value for key, value in graph._asdict().items() if value != ()}
-    return "{\n" + ",\n".join(f' "{key}": {json.dumps(value)}' for key, value in values.items()) + "\n}\n"
+def how_to_compile(header: Header) -> str:
+    """What to do about a schedule that was compiled for another model."""
+    stages = header.stages // header.tensor_parallel.degree
+    return f"compile it with --graph FILE, which python -m mpirun graph --model ... --stages {stages} -o FILE writes"
 
 
 def check_reads(reads: Reads, header: Header) -> None:
@@ -183,24 +188,19 @@ def check_reads(reads: Reads, header: Header) -> None:
                 raise UsageError(
                     f"stage {stage} of the model reads an output of stage {source.stage}, which is not before it"
                 )
-    difference = _difference(stage_graph(reads), header)
+    difference = _difference(model_graph(reads), header)
     if difference is not None:
-        raise UsageError(
-            f"{difference}: compile it with --graph FILE, which python -m mpirun graph --model ... "
-            f"--stages {header.stages // header.tensor_parallel.degree} -o FILE writes"
-        )
+        raise UsageError(f"{difference}: {how_to_compile(header)}")
 
 
-def _difference(model: Dag, header: Header) -> str | None:
+def _difference(model: ModelGraph, header: Header) -> str | None:
     """The first difference between the model's graph and the schedule's."""
-    edges = set(header.graph.edges)
-    for p, c in model.edges:
-        if (p, c) not in edges:
-            return f"stage {c} of the model reads stage {p}, but in the schedule it does not"
-    for p, c in header.graph.edges:
-        if (p, c) not in model.edges:
-            return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
-    for stage in sorted(set(model.apart) ^ set(header.graph.per_consumer)):
-        where = "model" if stage in model.apart else "schedule"
+    of_model, of_schedule = set(model.edges or ()), set(header.graph.edges)
+    for p, c in sorted(of_model - of_schedule):
+        return f"stage {c} of the model reads stage {p}, but in the schedule it does not"
+    for p, c in sorted(of_schedule - of_model):
+        return f"in the schedule stage {c} reads stage {p}, but in the model it does not"
+    for stage in sorted(set(model.per_consumer) ^ set(header.graph.per_consumer)):
+        where = "model" if stage in model.per_consumer else "schedule"
         return f"only in the {where} what stage {stage} gives is different for those that read it"
     return None

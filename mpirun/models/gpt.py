@@ -147,14 +147,14 @@ def tiny(stages: int) -> Model:
 
 
 def tied(stages: int) -> Model:
-    """As tiny, but the first and the last stage share the bytes' vectors: compile with --tied 0,S-1."""
+    """As tiny, but the first and the last stage share the bytes' vectors, so it needs a graph file."""
     return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4, tied=True)
 
 
 def tensor(stages: int) -> Model:
     """0.2 million parameters, 256 bytes a microbatch; 8 stages, of which 1 to 6 can be split, into 2 or 4 shards.
 
-    Compile with --tensor 2 --whole 0 and 8 stages in all: --stages 8, or --stages 2 --parts 4.
+    Compile with --tensor 2 and the graph file of 8 stages, with --stages 2, say, on 4 ranks.
     """
     return gpt(stages, blocks=3, width=64, heads=4, length=64, sequences=4, halves=True)
 

@@ -15,7 +15,7 @@ from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, Pla
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import write
-from schedgen.ir.graph_file import read_dag
+from schedgen.ir.graph_file import ModelGraph, read_graph
 from schedgen.ir.program import Program
 from schedgen.planner import tables
 from schedgen.planner.layer_downsets import all_downsets
@@ -35,27 +35,13 @@ from schedgen.util.files import display_name, open_output, read_text
 
 def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; notes on stderr say what was slow."""
-    dag, stages = None, options.stages
-    if options.graph is not None:
-        dag = read_dag(read_text(options.graph), display_name(options.graph))
-        if stages not in (None, dag.stages):
-            raise UsageError(f"--stages {stages}: {display_name(options.graph)} has {dag.stages}")
-        stages = dag.stages
-    scheme, sizes = _scheme(options, stages)
-    tied = options.tied
-    if dag is not None:
-        if options.parts > 1:
-            raise UsageError(
-                f"{display_name(options.graph or '')} says what stages read, and --parts makes chains of them"
-            )
-        scheme = scheme._replace(edges=dag.edges, per_consumer=dag.apart)
-        tied = [*tied, *map(list, dag.tied)]
-    if options.layers is not None:
-        if len(options.layers) != sizes.stages * options.parts:
-            count = sizes.stages * options.parts
-            raise UsageError(f"--layers has {len(options.layers)} numbers, but there are {count} stages")
-        scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(options.layers)})
-    everything = range(sizes.stages * options.parts)
+    graph = None if options.graph is None else read_graph(read_text(options.graph), display_name(options.graph))
+    scheme, sizes = _scheme(options, None if graph is None else graph.stages)
+    parts = 1
+    if graph is not None:
+        parts = _parts(graph, sizes.stages, display_name(options.graph or "-"))
+        scheme = _with_graph(scheme, graph, parts)
+    all_stages = range(sizes.stages * parts)
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         program = compile(
@@ -68,13 +54,13 @@ def run_compile(options: CompileOptions) -> int:
                 weight_slots=options.weight_slots,
                 fan_out=options.fan_out,
                 prefetch=options.prefetch,
-                recompute=everything if isinstance(options.recompute, str) else options.recompute,
+                recompute=all_stages if isinstance(options.recompute, str) else options.recompute,
                 memory=options.memory_limit,
-                tied=tied,
+                tied=graph.tied if graph else (),
                 updates=options.updates,
                 tensor=options.tensor,
-                replicated_stages=options.whole,
-                parts=options.parts,
+                replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
+                parts=parts,
             ),
         )
     check_compiled(program)
@@ -86,19 +72,37 @@ def run_compile(options: CompileOptions) -> int:
 
 
 def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
-    """The scheme to compile, and for what sizes: a CSV file has its own."""
-    asked = {name: getattr(options, name) for name in Sizes._fields} | {"stages": stages}
-    if not options.scheme.endswith(".csv"):
-        for name in ("stages", "microbatches"):
-            if asked[name] is None:
-                raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
-        sizes = Sizes(**asked)
-        return load(options.scheme, sizes, options.tensor), sizes
-    scheme, sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
-    for name, value in asked.items():
-        if value not in (None, getattr(sizes, name)):
-            raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
-    return scheme, sizes
+    """The scheme to compile, and for what sizes: a CSV file has its own; `stages` are a graph's."""
+    sizes = {name: getattr(options, name) for name in Sizes._fields}
+    if options.scheme.endswith(".csv"):
+        scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
+        for name, value in sizes.items():
+            if value not in (None, getattr(own_sizes, name)):
+                raise UsageError(f"{options.scheme} has its own sizes: leave --{name} {value} out")
+        return scheme, own_sizes
+    sizes["stages"] = options.stages or stages
+    for name in ("stages", "microbatches"):
+        if sizes[name] is None:
+            raise UsageError(f"compile needs --{name} (see schedgen compile --help)")
+    return load(options.scheme, Sizes(**sizes), options.tensor), Sizes(**sizes)
+
+
+def _parts(graph: ModelGraph, stages: int, name: str) -> int:
+    """How many of the model's stages each stage of the scheme stands for; UsageError where that is no number."""
+    if stages != graph.stages and not graph.is_chain:
+        raise UsageError(f"{name} has {graph.stages} stages, which are no chain, so a scheme cannot have {stages}")
+    if graph.stages % stages:
+        raise UsageError(f"{name} has {graph.stages} stages, which is no multiple of the scheme's {stages}")
+    return graph.stages // stages
+
+
+def _with_graph(scheme: Scheme, graph: ModelGraph, parts: int) -> Scheme:
+    """The scheme with a model's edges and layers."""
+    if graph.edges is not None:
+        scheme = scheme._replace(edges=graph.edges if parts == 1 else None, per_consumer=graph.per_consumer)
+    if graph.layers:
+        scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(graph.layers)})
+    return scheme
 
 
 def _write_checked(program: Program, output: str) -> None:

@@ -123,7 +123,7 @@ class CompileOptions:
     """compile: a scheme, its sizes, and how it is ordered and lowered."""
 
     scheme: str = argument("SCHEME|FILE", f"{', '.join(SCHEMES)}, FILE.py with w and n, or torch's FILE.csv")
-    stages: int | None = option("--stages S", "of the model; needed unless the file is a CSV", types.count)
+    stages: int | None = option("--stages S", "of the scheme; needed unless a graph or a CSV says it", types.count)
     microbatches: int | None = option("--microbatches B", "of a step; needed unless the file is a CSV", types.count)
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp, fslpp)", types.count)
@@ -135,18 +135,7 @@ class CompileOptions:
         "--shards K", "parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
         types.counts,
     )  # fmt: skip
-    layers: Sequence[int] | None = option(
-        "--layers L,L,...", "layers of the model in each stage; default: mpirun's cut", types.counts
-    )
-    parts: int = option(
-        "--parts P", "stages of the model in each stage, one behind the other; default: 1", types.count, 1
-    )
-    tensor: int = option(
-        "--tensor T", "shards of every stage, each on a worker, that make a sum of it; default: 1", types.count, 1
-    )
-    whole: Sequence[int] = option(
-        "--whole S,...", "stages that all shards compute alike instead; the last always is", types.stage_list, ()
-    )
+    tensor: int = option("--tensor T", "shards of every stage, each on a worker; default: 1", types.count, 1)
     mode: str | None = option("--mode", "what n means; default: the scheme's own", choices=("greedy", "strict"))
     n: str | None = option("--n", "what goes first; default: the scheme's own order", choices=tuple(ORDERS))
     cost: Mapping[str, float] | None = option(
@@ -161,12 +150,8 @@ class CompileOptions:
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", types.count
     )
-    tied: Sequence[Sequence[int]] = option(
-        "--tied S,S,...", "stages that share parameters; once a tie; default: none", types.stage_list, [],
-        action="append",
-    )  # fmt: skip
     graph: str | None = option(
-        "--graph FILE", "stages, edges, apart and ties of a model that is no chain, from mpirun graph; default: a chain"
+        "--graph FILE", "what mpirun graph writes of a model: stages, edges, ties and more; - is standard input"
     )
     updates: str | None = option(
         "--updates",

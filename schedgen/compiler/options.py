@@ -54,17 +54,17 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     if max(part_counts(sizes, options)) > 1:
         _check_divided_weights(scheme, options, updates)
     if options.replicated_stages and options.tensor == 1:
-        raise UsageError("--whole says what shards compute alike: give --tensor, too")
+        raise UsageError("replicated_stages are those that all shards compute alike: give tensor, too")
     if options.tensor > 1 and updates != FLUSH:
         raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
-    for option, named in (("--whole", options.replicated_stages), ("--recompute", options.recompute)):
+    for option, named in (("replicated_stages", options.replicated_stages), ("--recompute", options.recompute)):
         for stage in named:
             if not 0 <= stage < stages:
                 raise UsageError(f"{option} {stage}: there is no such stage in 0..{stages - 1}")
     for tie in options.tied:
         if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
             numbers = ",".join(map(str, tie))
-            raise UsageError(f"--tied {numbers}: a tie is two or more different stages in 0..{stages - 1}")
+            raise UsageError(f"tied {numbers}: a tie is two or more different stages in 0..{stages - 1}")
 
 
 def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
@@ -75,12 +75,12 @@ def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
 
 def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:
     if options.parts > 1:
-        raise UsageError("--shards divides the weights of a stage, and --parts a stage itself: give one of them")
+        raise UsageError("--shards divides the weights of a stage, and parts divide a stage itself: give one of them")
     if scheme.by_shard:
         raise UsageError("--shards divides the weights of a stage: w takes the shard t of a stage, and no part k")
     if options.tied or updates != FLUSH or options.tensor > 1:
         what = f"--updates {updates}: an owner steps them"
-        what = "--tied: stages that share parameters have them" if options.tied else what
+        what = "ties: stages that share parameters have them" if options.tied else what
         what = "--tensor: each shard of a stage has its weights" if options.tensor > 1 else what
         raise UsageError(f"--shards does not go with {what} as a whole")
 

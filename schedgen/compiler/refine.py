@@ -63,7 +63,7 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
     for stage in placed.graph.per_consumer:
         if split[stage]:
             raise UsageError(
-                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to --whole"
+                f"stage {stage} gives several stages different outputs, so it cannot be split: add {stage} to whole"
             )
     ties = [tuple(stage * T + t for stage in tie) for tie in placed.tied for t in range(T)]
     ties += [tuple(stage * T + t for t in range(T)) for stage in np.flatnonzero(split).tolist()]
@@ -100,7 +100,7 @@ def _distinct(ties: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     distinct = tuple(sorted(set(ties)))
     for stage, count in Counter(stage for tie in distinct for stage in tie).items():
         if count > MOST_TIES:
-            raise UsageError(f"--tied: stage {stage} is in {count} ties, more than {MOST_TIES}")
+            raise UsageError(f"tied: stage {stage} is in {count} ties, more than {MOST_TIES}")
     return distinct
 
 

@@ -1,71 +1,83 @@
-"""What a schedule must know of a model that is no chain: `compile --graph` reads what `mpirun graph` writes.
+"""The graph file: what a schedule must know of a model. `mpirun graph` writes it, `compile --graph` reads it.
 
-A JSON object with `stages`, a number; `edges`, pairs [producer, consumer];
-and, where there are any, `apart`, the stages of whose output each of several
-consumers reads a part of its own, and `tied`, lists of stages that share
-parameters.
+It is a JSON object. `stages`, the number of the model's stages, must be there; what is left out has this default:
+
+edges   pairs [producer, consumer]; default: the chain
+apart   stages of which each of several consumers reads an output of its own; default: none
+tied    ties, each a list of stages that share parameters; default: none
+whole   stages that every shard of a tensor-parallel schedule computes in full, besides the last; default: none
+layers  how many layers of the model make each stage; default: mpirun's cut
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from contextlib import suppress
-from operator import index
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from schedgen.ir.stage_graph import check_edges
+from schedgen.ir.stage_graph import chain, check_edges, check_per_consumer
 from schedgen.util.errors import UsageError, clip
 
 MOST_STAGES = 2**20
+MOST_LAYERS = 2**31  # of a stage
 
 
-class Dag(NamedTuple):
+@dataclass(frozen=True)
+class ModelGraph:
+    """A model's stages, which of them read which, and what else a schedule must know of them."""
+
     stages: int
-    edges: tuple[tuple[int, int], ...]
-    apart: tuple[int, ...] = ()
+    edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending; None: the chain
+    per_consumer: tuple[int, ...] = ()  # the file's `apart`
     tied: tuple[tuple[int, ...], ...] = ()
+    replicated: tuple[int, ...] = ()  # the file's `whole`
+    layers: tuple[int, ...] = ()  # one number a stage, or none
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each stage reads the one before it and no other."""
+        return self.edges is None or self.edges == chain(self.stages)
+
+    def text(self) -> str:
+        """The file, a key a line."""
+        values = {
+            "stages": self.stages, "edges": self.edges, "apart": self.per_consumer, "tied": self.tied,
+            "whole": self.replicated, "layers": self.layers,
+        }  # fmt: skip
+        lines = (f' "{key}": {json.dumps(value)}' for key, value in values.items() if value not in (None, ()))
+        return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def read_dag(text: str, name: str) -> Dag:
-    """Raises UsageError for anything else."""
+def read_graph(text: str, name: str) -> ModelGraph:
+    """The graph in a file's text; UsageError, which calls the file `name`, where it is none."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not JSON: {error}") from None
-    if isinstance(values, dict) and values.get("stages") == 1:
-        values = {"edges": []} | values
-    if not isinstance(values, dict) or not {"stages", "edges"} <= values.keys() <= set(Dag._fields):
-        raise UsageError(f"{name}: should be an object with stages and edges, and perhaps apart and tied")
+    optional = ("edges", "apart", "tied", "whole", "layers")
+    if not isinstance(values, dict) or not {"stages"} <= values.keys() <= {"stages", *optional}:
+        raise UsageError(f"{name}: should be an object with stages, and perhaps {', '.join(optional)}")
     stages = values["stages"]
     if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
         raise UsageError(f"{name}: stages should be a whole number of at least 1, not {clip(repr(stages))}")
-    lists = [*_lists(values["edges"]), *_lists([values.get("apart", [])]), *_lists(values.get("tied", []))]
-    if not all(isinstance(one, list) and all(type(stage) is int for stage in one) for one in lists):
-        raise UsageError(f"{name}: edges and tied should be lists of lists of stages, and apart a list of stages")
-    if not all(0 <= stage < stages for one in lists for stage in one):
+    edges, apart, tied, whole, layers = (values.get(key, []) for key in optional)
+    lists = [*_lists(edges), *_lists(tied), apart, whole]
+    if not all(isinstance(entry, list) and all(type(stage) is int for stage in entry) for entry in lists):
+        raise UsageError(f"{name}: edges and tied should be lists of lists of stages, apart and whole lists of stages")
+    if not all(0 <= stage < stages for entry in lists for stage in entry):
         raise UsageError(f"{name}: it names a stage that is not in 0..{stages - 1}")
+    if not isinstance(layers, list) or not all(type(count) is int and 1 <= count < MOST_LAYERS for count in layers):
+        raise UsageError(f"{name}: layers should be a list of whole numbers of at least 1")
+    if len(layers) not in (0, stages):
+        raise UsageError(f"{name}: layers has {len(layers)} numbers, but there are {stages} stages")
     try:
-        edges = check_edges(values["edges"], stages)
-        apart = check_apart(values.get("apart", []), edges)
+        edges = check_edges(edges, stages) if "edges" in values else None
+        per_consumer = check_per_consumer(apart, edges or ())
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
-    return Dag(stages, edges, apart, tuple(map(tuple, values.get("tied", []))))
-
-
-def check_apart(stages: Any, edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """The stages, ascending; UsageError where one has no two consumers."""
-    readers = Counter(producer for producer, _ in edges)
-    found = set[int]()
-    for stage in stages:
-        number = None
-        with suppress(TypeError):  # no whole number
-            number = index(stage)
-        if number is None or readers[number] < 2:
-            raise UsageError(f"apart: the output of stage {clip(repr(stage))} is not read by several stages")
-        found.add(number)
-    return tuple(sorted(found))
+    return ModelGraph(stages, edges, per_consumer, tuple(map(tuple, tied)), tuple(whole), tuple(layers))
 
 
 def _lists(value: Any) -> list[Any]:
+    """The entries of a list; anything else as the only entry, which then is no list."""
     return value if isinstance(value, list) else [value]

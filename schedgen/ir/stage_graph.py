@@ -6,6 +6,9 @@ producer a gradient of its own either way.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
@@ -100,3 +103,17 @@ def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int,
             f"the last stage, {stages - 1}, alone must end in the loss, but no stage reads the output of {others}"
         )
     return tuple(pairs)
+
+
+def check_per_consumer(stages: Sequence[object], edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+    """The stages, ascending, each once; UsageError where one has no two consumers."""
+    consumers = Counter(producer for producer, _ in edges)
+    checked = set[int]()
+    for stage in stages:
+        number = None
+        with suppress(TypeError):  # no whole number
+            number = index(stage)  # type: ignore[arg-type]
+        if number is None or consumers[number] < 2:
+            raise UsageError(f"apart: the output of stage {clip(repr(stage))} is not read by several stages")
+        checked.add(number)
+    return tuple(sorted(checked))

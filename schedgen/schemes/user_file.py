@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from schedgen.ir.graph_file import check_apart
-from schedgen.ir.stage_graph import check_edges
+from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument
 from schedgen.util.errors import UsageError, raised
@@ -52,7 +51,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         },
         cap=None if cap is None else bind_sizes(cap, options),
         edges=edges,
-        per_consumer=check_apart(apart, edges) if edges else (),
+        per_consumer=check_per_consumer(apart, edges) if edges else (),
         updates=updates,
         by_shard=by_shard,
     )

@@ -89,9 +89,9 @@ def schedules() -> list[bytes]:
     """The files that are damaged: small ones with every feature, then the golden ones."""
     commands = (
         "fsdp --stages 2 --microbatches 2",
-        "1f1b --stages 2 --parts 2 --microbatches 2 --tensor 2",
-        "1f1b --stages 3 --microbatches 2 --tied 0,2",
-        "ddp --stages 2 --microbatches 4 --workers 2 --tied 0,1",
+        "1f1b --stages 2 --microbatches 2 --tensor 2 --graph DATA/four.graph",
+        "1f1b --microbatches 2 --graph DATA/three-tied.graph",
+        "ddp --microbatches 4 --workers 2 --graph DATA/two-tied.graph",
         "lpp --stages 2 --microbatches 4 --workers 4 --groups 2",
         "zb-h1 --stages 2 --microbatches 3",
         "1f1b --stages 2 --microbatches 2 --recompute all",
@@ -99,6 +99,8 @@ def schedules() -> list[bytes]:
         "pipedream --stages 2 --microbatches 4 --replicas 2,1",
         "pipedream --stages 2 --microbatches 3 --updates vertical",
     )
+    data = str(Path(__file__).parents[1] / "data")
+    commands = tuple(command.replace("DATA", data) for command in commands)
     texts = [answer(["compile", *command.split(), "-o", "-"]).out.encode() for command in commands]
     edges = ((0, 1), (0, 2), (1, 3), (2, 3))
     diamond = Scheme("diamond", 2, lambda s, b, d: (s % 2, s % 2), lambda s, b, d: s + b, "sum", "greedy", edges=edges)

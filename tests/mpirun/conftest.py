@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 import shlex
@@ -175,10 +176,16 @@ def inside(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Seen]]
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`schedgen compile SCHEME OPTIONS`; the file. A scheme of more than one line is a file that defines w and n."""
+    """`schedgen compile SCHEME OPTIONS`; the file.
 
-    def compiled(scheme: str, **options: int) -> Path:
+    A scheme of more than one line is a file that defines w and n; a graph that is a dict is a file that has it.
+    """
+
+    def compiled(scheme: str, **options: Any) -> Path:
         folder = tmp_path_factory.mktemp("compiled")
+        if isinstance(options.get("graph"), dict):
+            (folder / "graph").write_text(json.dumps(options["graph"]))
+            options = {**options, "graph": folder / "graph"}
         if "\n" in scheme:
             (folder / "scheme.py").write_text(inspect.cleandoc(scheme))
             scheme = str(folder / "scheme.py")

@@ -86,6 +86,18 @@ def refused():
 
 
 @pytest.fixture
+def graph_file(tmp_path_factory):
+    """Write a graph file with these keys and values; its path."""
+
+    def graph_file(**values):
+        path = tmp_path_factory.mktemp("graph") / "model.graph"
+        path.write_text(json.dumps(values))
+        return path
+
+    return graph_file
+
+
+@pytest.fixture
 def judge(run, tmp_path):
     """Write edited JSON, seal it and check it, as a user would; the result and the sealed file."""
 

@@ -233,7 +233,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, t
 
 def test_a_tied_parameter_is_one_entry_whatever_the_stages(several, compiled, text, tmp_path):
     """Saved with embedding and scores on different ranks, resumed in one process."""
-    tied = compiled("1f1b", stages=4, microbatches=4, workers=4, tied="0,3")
+    tied = compiled("1f1b", graph={"stages": 4, "tied": [[0, 3]]}, microbatches=4, workers=4)
     alone = compiled("gpipe", stages=1, microbatches=4, workers=1)
     common = ["--model", "models_for_tests:gpt_tied", "--text", text, "--steps", 2, "--canonical", "--save"]
     ((code, _),) = several(4, [[tied, *common, tmp_path / "whole", "--every", 1]])

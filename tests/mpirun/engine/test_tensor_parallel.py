@@ -47,25 +47,29 @@ DAG = """
 
 # scheme, options, model
 CASES = {
-    "4 shards": ("1f1b", {"stages": 1, "parts": 8, "tensor": 4, "whole": "0"}, GPT),
-    "2 shards and 2 pipeline stages": ("1f1b", {"stages": 2, "parts": 4, "tensor": 2, "whole": "0"}, GPT),
-    "a split backward": ("zb-v", {"stages": 4, "parts": 2, "tensor": 2, "whole": "0"}, GPT),
-    "2 shards and 2 replicas": ("ddp", {"stages": 1, "parts": 8, "workers": 4, "tensor": 2, "whole": "0"}, GPT),
+    "4 shards": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 8, "whole": [0]}}, GPT),
+    "2 shards and 2 pipeline stages": ("1f1b", {"stages": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}}, GPT),
+    "a split backward": ("zb-v", {"stages": 4, "tensor": 2, "graph": {"stages": 8, "whole": [0]}}, GPT),
+    "2 shards and 2 replicas": (
+        "ddp",
+        {"stages": 1, "workers": 4, "tensor": 2, "graph": {"stages": 8, "whole": [0]}},
+        GPT,
+    ),
     "weights that travel": (
         "fslpp",
-        {"stages": 8, "workers": 4, "groups": 2, "tensor": 2, "whole": "0", "recompute": "all"},
+        {"workers": 4, "groups": 2, "tensor": 2, "graph": {"stages": 8, "whole": [0]}, "recompute": "all"},
         GPT,
     ),
     "the pair on 4 ranks": (
         "1f1b",
-        {"stages": 1, "parts": 2, "tensor": 4, "microbatches": 10},
+        {"stages": 1, "tensor": 4, "graph": {"stages": 2}, "microbatches": 10},
         "models_for_tests:pair",
     ),
-    "sums of bf16": ("1f1b", {"stages": 1, "parts": 2, "tensor": 4}, "models_for_tests:pair_bf16"),
+    "sums of bf16": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 2}}, "models_for_tests:pair_bf16"),
     "shards where w says": (ELSEWHERE, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
     "a DAG with dropout": (
         DAG,
-        {"stages": 4, "workers": 4, "tensor": 2, "whole": "0"},
+        {"workers": 4, "tensor": 2, "graph": {"stages": 4, "whole": [0]}},
         "models_for_tests:shards_of_a_dag",
     ),
 }
@@ -150,7 +154,7 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
 
 def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules, compiled, text, tmp_path):
     """4 shards, then 2, then none; and back."""
-    none = compiled("1f1b", stages=4, parts=2, microbatches=4)
+    none = compiled("1f1b", stages=4, microbatches=4, graph={"stages": 8})
     two, four = schedules["2 shards and 2 pipeline stages"], schedules["4 shards"]
     common = ["--model", GPT, "--text", text, "--clip", 1]
     runs = [[four, *common, "--steps", 5]]
@@ -164,7 +168,7 @@ def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules,
 
 MISTAKES = {
     "mpirun.models.gpt:tiny": (8, "the schedule has shards, but no stage of the model can be split"),
-    GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --whole 0"),
+    GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --graph FILE"),
     "models_for_tests:drops_in_shards": (2, "stage 0 of the model is split, but draws random numbers"),
     "models_for_tests:splits_the_last": (2, "splits stage 1, which is none before the last: that is whole"),
     "models_for_tests:splits_a_module": (2, "stage 0 of the model is split, but it is a module, not what builds one"),
@@ -174,7 +178,9 @@ MISTAKES = {
 
 
 def test_a_model_that_does_not_go_with_the_schedule_is_refused(mistakes, compiled, text):
-    files = {stages: compiled("1f1b", stages=1, parts=stages, microbatches=2, tensor=4) for stages in (2, 8)}
+    files = {
+        stages: compiled("1f1b", stages=1, microbatches=2, tensor=4, graph={"stages": stages}) for stages in (2, 8)
+    }
     runs = [[files[stages], "--model", model, "--text", text, "--steps", 1] for model, (stages, _) in MISTAKES.items()]
     for ended, (_, words) in zip(mistakes(4, runs), MISTAKES.values(), strict=True):
         assert ended.code == 2 and words in ended.err and len(ended.err.splitlines()) == 1, ended

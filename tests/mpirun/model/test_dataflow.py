@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mpirun.data.microbatches import Microbatches, Minibatch
-from mpirun.model.dataflow import Bundle, Input, TensorSpec, Value, stage_graph
+from mpirun.model.dataflow import Bundle, Input, TensorSpec, Value, model_graph
+from schedgen.ir.graph_file import ModelGraph, read_graph
 
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 
@@ -33,10 +34,10 @@ def test_a_message_of_several_tensors_gives_them_back(indices):
 
 def test_outputs_are_apart_where_consumers_read_different_ones():
     a, b = Value(0, 0), Value(0, 1)
-    assert stage_graph([[Input(0)], [a], [a, Value(1, 0)]])[:3] == (3, ((0, 1), (0, 2), (1, 2)), ())
-    assert stage_graph([[Input(0)], [b, a], [a, b, Value(1, 0)]]).apart == ()  # both read both
-    assert stage_graph([[Input(0)], [a], [a, b, Value(1, 0)]]).apart == (0,)
-    assert stage_graph([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
+    assert model_graph([[Input(0)], [a], [a, Value(1, 0)]]) == ModelGraph(3, ((0, 1), (0, 2), (1, 2)), ())
+    assert model_graph([[Input(0)], [b, a], [a, b, Value(1, 0)]]).per_consumer == ()  # both read both
+    assert model_graph([[Input(0)], [a], [a, b, Value(1, 0)]]).per_consumer == (0,)
+    assert model_graph([[Input(0)], [a], [Value(1, 0)]], [[0, 0], [2, 0, 2], [0, 2]]).tied == ((0, 2),)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,20 @@ def test_a_loss_of_the_whole_minibatch_needs_its_forwards_first(mistakes, compil
 def test_graph_writes_what_compile_reads(several, text, tmp_path, model):
     file = tmp_path / "graph.json"
     ((code, _),) = several(1, [["graph", "--model", f"models_for_tests:{model}", "--stages", 4, "-o", file]])
-    found = stage_graph(getattr(models_for_tests, model)(4).reads)
+    graph = model_graph(getattr(models_for_tests, model)(4).reads)
     assert code == 0
-    assert json.loads(file.read_text()) == json.loads(json.dumps({k: v for k, v in found._asdict().items() if v != ()}))
+    assert json.loads(file.read_text()).keys() == {"stages", "edges"} | ({"apart"} if graph.per_consumer else set())
+    assert read_graph(file.read_text(), "file") == graph
+
+
+def test_graph_says_which_stages_are_tensor_parallel_and_tied(several, tmp_path):
+    models = {"mpirun.models.gpt:tensor": "whole", "mpirun.models.gpt:tied": "tied"}
+    files = {model: tmp_path / key for model, key in models.items()}
+    runs = [["graph", "--model", model, "--stages", 8, "-o", file] for model, file in files.items()]
+    assert [code for code, _ in several(1, runs)] == [0, 0]
+    for model, key in models.items():
+        values = json.loads(files[model].read_text())
+        assert values.keys() == {"stages", "edges", key} and values[key] == {"whole": [0, 7], "tied": [[0, 7]]}[key]
 
 
 # Minibatches

@@ -122,14 +122,14 @@ def test_a_tie_entered_many_times_takes_no_memory():
         check(again)
 
 
-def test_a_stage_in_many_ties_is_refused(run, refused, tmp_path):
+def test_a_stage_in_many_ties_is_refused(run, refused, graph_file, tmp_path):
     path = tmp_path / "tied.json"
     file = json.loads(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, "-o", "-").out)
     path.write_text(json.dumps({**file, "tied": [[0, s] for s in range(1, 18)]}))
     assert refused(run("seal", path), 1).endswith("tied must have no stage in more than 16 lists")
-    ties = [word for s in range(1, 18) for word in ("--tied", f"0,{s}")]
-    message = refused(run("compile", "gpipe", "--stages", 20, "--microbatches", 1, *ties, "-o", path), 2)
-    assert message == "schedgen: --tied: stage 0 is in 17 ties, more than 16"
+    graph = graph_file(stages=20, tied=[[0, s] for s in range(1, 18)])
+    message = refused(run("compile", "gpipe", "--graph", graph, "--microbatches", 1, "-o", path), 2)
+    assert message == "schedgen: tied: stage 0 is in 17 ties, more than 16"
 
 
 def test_more_edges_than_instructions_can_serve_are_refused(run, refused, tmp_path):

@@ -136,16 +136,29 @@ def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
     ("options", "words"),
     [
         (("--workers", 3), "--tensor 2: 3 workers are no multiple of it"),
-        (("--whole", 7), "--whole 7: there is no such stage in 0..3"),
-        (("--tensor", 1, "--whole", 0), "--whole says what shards compute alike: give --tensor, too"),
         (("--updates", "stash"), "--updates stash: weights that have versions have no shards: leave --tensor out"),
-        (("--tied", "0,9"), "--tied 0,9: a tie is two or more different stages in 0..3"),
-        (("--layers", "1,2"), "--layers has 2 numbers, but there are 4 stages"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(run, refused, options, words):
-    given = ("--stages", 2, "--parts", 2, "--microbatches", 2, "--tensor", 2, *options)
-    assert refused(run("compile", "1f1b", *given, "-o", "-"), 2) == f"schedgen: {words}"
+def test_options_that_do_not_go_together_are_refused(run, refused, graph_file, options, words):
+    sizes = ("--stages", 2, "--graph", graph_file(stages=4), "--microbatches", 2, "--tensor", 2, *options)
+    assert refused(run("compile", "1f1b", *sizes, "-o", "-"), 2) == f"schedgen: {words}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicated_stages": (7,)}, "replicated_stages 7: there is no such stage in 0..3"),
+        (
+            {"tensor": 1, "replicated_stages": (0,)},
+            "replicated_stages are those that all shards compute alike: give tensor, too",
+        ),
+        ({"tied": [(0, 9)]}, "tied 0,9: a tie is two or more different stages in 0..3"),
+    ],
+)
+def test_stages_that_the_model_does_not_have_are_refused(options, words):
+    with pytest.raises(UsageError) as error:
+        compiled(stages=2, parts=2, microbatches=2, **({"tensor": 2} | options))
+    assert str(error.value) == words
 
 
 def test_two_shards_of_a_stage_are_on_two_workers():
@@ -326,9 +339,10 @@ def test_an_exchange_that_is_missing_late_or_there_twice_is_refused(change, rule
         ({"group": 0}, "this is not the group of the stage's shards"),
     ],
 )
-def test_an_exchange_of_something_else_is_refused(run, refused, judge, tmp_path, edit, words):
+def test_an_exchange_of_something_else_is_refused(run, refused, graph_file, judge, tmp_path, edit, words):
     path = tmp_path / "file.json"
-    assert run("compile", "1f1b", "--stages", 2, "--parts", 2, "--microbatches", 1, "--tensor", 2, "-o", path).code == 0
+    sizes = ("--stages", 2, "--graph", graph_file(stages=4), "--microbatches", 1)
+    assert run("compile", "1f1b", *sizes, "--tensor", 2, "-o", path).code == 0
     file = json.loads(path.read_text())
     one = next(i for i in file["programs"][0] if i.get("buf") == "x.2.0" and i["op"] == "ALLREDUCE")
     one |= edit
@@ -376,10 +390,10 @@ def test_the_room_for_exchanges_is_counted():
     assert (footprint(program, sizes).owned - footprint(none, sizes).owned == size + part).all()
 
 
-def test_other_commands_know_exchanges(run, tmp_path):
+def test_other_commands_know_exchanges(run, graph_file, tmp_path):
     path = tmp_path / "file.json"
-    given = ("--stages", 2, "--parts", 2, "--microbatches", 2, "--tensor", 2)
-    assert run("compile", "zb-h1", *given, "-o", path) == (0, "", "")
+    sizes = ("--stages", 2, "--microbatches", 2, "--tensor", 2)
+    assert run("compile", "zb-h1", *sizes, "--graph", graph_file(stages=4), "-o", path) == (0, "", "")
     text = path.read_bytes()
     assert run("seal", path) == (0, "", "") and path.read_bytes() == text
     numbers = json.loads(run("stats", path, "--json").out)
@@ -391,7 +405,7 @@ def test_other_commands_know_exchanges(run, tmp_path):
     assert run("export", path, "--to", "csv", "-o", "-").code == 2
     assert run("export", path, "--to", "chakra", "-o", tmp_path / "et").code == 0
     other = tmp_path / "other.json"
-    assert run("compile", "zb-h1", *given, "--whole", 0, "-o", other).code == 0
+    assert run("compile", "zb-h1", *sizes, "--graph", graph_file(stages=4, whole=[0]), "-o", other).code == 0
     assert "whole: (3,) -> (0, 3)" in run("diff", path, other).out
 
 
@@ -421,13 +435,19 @@ def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
             "--shards divides the weights",
         ),
         ("def w(s, b, d, t): return t + 0 * s, t + 0 * s", ("--shards", 2), "--shards divides the weights"),
-        ("def w(s, b, d): return 0 * s, 0 * s", ("--parts", 2, "--shards", "1,2,1,2"), "--shards divides the weights"),
-        ("def w(s, b, d): return 0 * s, 0 * s", ("--parts", 10**9), "more than"),
+        (
+            "def w(s, b, d): return 0 * s, 0 * s",
+            ("--graph", 4, "--shards", "1,2,1,2"),
+            "--shards divides the weights",
+        ),
+        ("def w(s, b, d): return 0 * s, 0 * s", ("--graph", 2**20, "--microbatches", 64), "more than"),
     ],
 )
-def test_options_that_do_not_go_together(run, refused, tmp_path, source, options, sentence):
+def test_options_that_do_not_go_together(run, refused, graph_file, tmp_path, source, options, sentence):
     (tmp_path / "mine.py").write_text(f"{source}\ndef n(s, b, d): return b\n")
     sizes = ("--stages", 2, "--microbatches", 2, "-o", "-")
+    if options[0] == "--graph":
+        options = ("--graph", graph_file(stages=options[1]), *options[2:])
     assert sentence in refused(run("compile", tmp_path / "mine.py", *sizes, *options), 2)
 
 

@@ -207,7 +207,6 @@ def test_w_says_where_parts_are(tmp_path):
             ("ddp", "--workers", "4"),
             "--shards: several workers own all weights of stage 0; each part has one owner, as in fsdp",
         ),
-        (("fsdp", "--workers", "4", "--tied", "0,3"), "--shards does not go with --tied: stages that share parameters"),
         (("1f1b", "--updates", "stash"), "--shards does not go with --updates stash: an owner steps them as a whole"),
         (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),
         (("gpipe", "--shards", "0"), "argument --shards: '0' is not a whole number of at least 1"),
@@ -218,6 +217,12 @@ def test_what_cannot_be_divided_is_refused(run, refused, arguments, reason):
     options = arguments if "--shards" in arguments else (*arguments, "--shards", "2")
     said = refused(run("compile", *options, "--stages", 4, "--microbatches", 8, "-o", "-"), 2)
     assert reason in said
+
+
+def test_tied_weights_are_not_divided(run, refused, graph_file):
+    options = ("--graph", graph_file(stages=4, tied=[[0, 3]]), "--microbatches", 8, "--workers", 4, "--shards", 2)
+    reason = "--shards does not go with ties: stages that share parameters"
+    assert reason in refused(run("compile", "fsdp", *options, "-o", "-"), 2)
 
 
 def test_compute_must_not_depend_on_the_part(run, refused, tmp_path):

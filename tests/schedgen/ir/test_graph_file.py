@@ -1,4 +1,4 @@
-"""compile --graph: the edges of a model that is no chain."""
+"""compile --graph: what a schedule must know of a model."""
 
 import json
 
@@ -41,13 +41,19 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
         ({"edges": [[0, 1]]}, "the last stage, 3, alone must end in the loss"),
         ({"edges": [[1, 0]]}, "edge (1, 0) does not go from a smaller to a larger stage"),
         ({"edges": 3}, "edges and tied should be lists"),
+        ({"edges": None}, "edges and tied should be lists"),
         ({"edges": [[0, 9]]}, "it names a stage that is not in 0..3"),
         ({"apart": [1]}, "apart: the output of stage 1 is not read by several stages"),
         ({"apart": 0}, "edges and tied should be lists"),
         ({"tied": [[0, "a"]]}, "edges and tied should be lists"),
         ({"tied": [[2, 2]]}, "a tie is two or more different stages"),
         ({"stages": 0}, "stages should be a whole number of at least 1"),
-        ({"what": 1}, "should be an object with stages and edges"),
+        ({"what": 1}, "should be an object with stages, and perhaps edges"),
+        ({"whole": [4]}, "it names a stage that is not in 0..3"),
+        ({"whole": 0}, "apart and whole lists of stages"),
+        ({"layers": [1, 2]}, "layers has 2 numbers, but there are 4 stages"),
+        ({"layers": [1, 2, 0, 1]}, "layers should be a list of whole numbers of at least 1"),
+        ({"layers": 4}, "layers should be a list of whole numbers of at least 1"),
     ],
 )
 def test_a_wrong_graph_is_one_sentence(run, refused, tmp_path, change, words):
@@ -65,7 +71,34 @@ def test_stages_must_be_the_graphs(run, refused, tmp_path):
     (tmp_path / "graph.json").write_text(json.dumps(GRAPH))
     command = ("compile", "1f1b", "--graph", tmp_path / "graph.json", "--microbatches", 4, "-o", "-")
     assert "graph.json has 4" in refused(run(*command, "--stages", 3), 2)
-    assert "--parts makes chains" in refused(run(*command, "--parts", 2), 2)
+    assert "graph.json has 4 stages, which are no chain" in refused(run(*command, "--stages", 2), 2)
     (tmp_path / "graph.json").write_text("{")
     assert "not JSON" in refused(run(*command), 2)
     assert "none: No such file" in refused(run(*command[:3], tmp_path / "none", *command[4:]), 1)
+
+
+def test_each_stage_of_a_scheme_has_as_many_of_a_chain(run, refused, graph_file):
+    command = ("compile", "1f1b", "--graph", graph_file(stages=8), "--microbatches", 4, "-o", "-")
+    header = parse(run(*command, "--stages", 2).out, "-").header
+    assert (header.workers, header.stages, header.scheme["parts"]) == (2, 8, 4)
+    header = parse(run(*command).out, "-").header
+    assert (header.workers, header.stages, header.scheme.get("parts")) == (8, 8, None)
+    said = refused(run(*command, "--stages", 3), 2)
+    assert said.endswith("model.graph has 8 stages, which is no multiple of the scheme's 3")
+
+
+def test_a_graph_says_what_shards_compute_alike_and_how_many_layers_stages_have(run, graph_file):
+    graph = graph_file(stages=4, edges=[[0, 1], [1, 2], [2, 3]], whole=[0], layers=[3, 1, 1, 2])
+    command = ("compile", "1f1b", "--graph", graph, "--stages", 2, "--microbatches", 4, "-o", "-")
+    header = parse(run(*command, "--tensor", 2).out, "-").header
+    assert header.tensor_parallel.replicated == (0, 3) and header.scheme["layers"] == [3, 1, 1, 2]
+    assert parse(run(*command).out, "-").header.tensor_parallel.degree == 1
+
+
+def test_a_graph_without_edges_leaves_a_scheme_its_own(run, graph_file, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("edges = [(0, 2), (1, 2)]\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b\n")
+    for graph, edges in (({}, ((0, 2), (1, 2))), ({"edges": [[0, 1], [1, 2]]}, ((0, 1), (1, 2)))):
+        path = graph_file(stages=3, **graph)
+        out = run("compile", mine, "--graph", path, "--microbatches", 2, "-o", "-").out
+        assert parse(out, "-").header.graph.edges == edges

@@ -8,8 +8,10 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def tied_file(run):
-    return json.loads(run("compile", "1f1b", "--stages", 4, "--microbatches", 2, "--tied", "0,3", "-o", "-").out)
+def tied_file(run, tmp_path_factory):
+    path = tmp_path_factory.mktemp("graph") / "tied.graph"
+    path.write_text('{"stages": 4, "tied": [[0, 3]]}')
+    return json.loads(run("compile", "1f1b", "--graph", path, "--microbatches", 2, "-o", "-").out)
 
 
 @pytest.mark.parametrize(
@@ -63,31 +65,46 @@ def test_a_buffer_that_no_tie_has_is_refused(instruction, words, tied_file, run,
     assert message.startswith(f"schedgen: {path}:{place + 1}: rank 0: ") and words in message
 
 
-@pytest.mark.parametrize("tied", ["0", "0,0", "0,4", "0,3,3"])
-def test_a_tie_that_is_none_is_wrong_usage(tied, run, refused):
-    message = refused(run("compile", "1f1b", "--stages", 4, "--microbatches", 2, "--tied", tied, "-o", "-"), 2)
-    assert message == f"schedgen: --tied {tied}: a tie is two or more different stages in 0..3"
+@pytest.mark.parametrize("tied", [[0], [0, 0], [], [0, 3, 3]], ids=str)
+def test_a_tie_that_is_none_is_wrong_usage(tied, run, refused, graph_file):
+    graph = graph_file(stages=4, tied=[tied])
+    message = refused(run("compile", "1f1b", "--graph", graph, "--microbatches", 2, "-o", "-"), 2)
+    stages = ",".join(map(str, tied))
+    assert message == f"schedgen: tied {stages}: a tie is two or more different stages in 0..3"
 
 
-@pytest.mark.parametrize("tied", ["", "0,", "a,b", "0;3", "-1,2"])
-def test_a_tie_that_has_no_numbers_is_wrong_usage(tied, run, refused):
-    message = refused(run("compile", "1f1b", "--stages", 4, "--microbatches", 2, f"--tied={tied}", "-o", "-"), 2)
-    assert message.startswith("schedgen compile: argument --tied: ")
+@pytest.mark.parametrize(
+    ("tied", "words"),
+    [
+        ("", "edges and tied should be lists of lists of stages"),
+        ([0, 3], "edges and tied should be lists of lists of stages"),
+        ([["a", "b"]], "edges and tied should be lists of lists of stages"),
+        ([[0, 3.0]], "edges and tied should be lists of lists of stages"),
+        ([[0, True]], "edges and tied should be lists of lists of stages"),
+        ([[0, 4]], "it names a stage that is not in 0..3"),
+        ([[-1, 2]], "it names a stage that is not in 0..3"),
+    ],
+    ids=str,
+)
+def test_a_tie_that_has_no_stages_is_wrong_usage(tied, words, run, refused, graph_file):
+    graph = graph_file(stages=4, tied=tied)
+    message = refused(run("compile", "1f1b", "--graph", graph, "--microbatches", 2, "-o", "-"), 2)
+    assert message.startswith(f"schedgen: {graph}: {words}")
 
 
-def test_diff_shows_ties(run, tmp_path):
-    for name, options in (("plain", ()), ("tied", ("--tied", "0,3", "--tied", "2,1"))):
+def test_diff_shows_ties(run, graph_file, tmp_path):
+    for name, tied in (("plain", []), ("tied", [[0, 3], [2, 1]])):
         path = tmp_path / f"{name}.json"
-        run("compile", "1f1b", "--stages", 4, "--microbatches", 2, *options, "-o", path)
+        run("compile", "1f1b", "--graph", graph_file(stages=4, tied=tied), "--microbatches", 2, "-o", path)
     result = run("diff", tmp_path / "plain.json", tmp_path / "tied.json")
     assert result.code == 1
     assert result.out.startswith("tied: () -> ((0, 3), (1, 2))\n")
     assert result.out.count('\n+{"op": "ALLREDUCE", "buf": "t.') == 4
 
 
-def test_stats_count_a_tie_as_one_collective(run, tmp_path):
+def test_stats_count_a_tie_as_one_collective(run, graph_file, tmp_path):
     path = tmp_path / "tied.json"
-    for tied, collectives in (((), 1), (("--tied", "0,3"), 2)):
-        run("compile", "1f1b", "--stages", 4, "--microbatches", 2, *tied, "-o", path)
+    for tied, collectives in (([], 1), ([[0, 3]], 2)):
+        run("compile", "1f1b", "--graph", graph_file(stages=4, tied=tied), "--microbatches", 2, "-o", path)
         numbers = json.loads(run("stats", path, "--json").out)
         assert numbers["collectives"] == collectives
