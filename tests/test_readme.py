@@ -129,6 +129,22 @@ def test_every_scheme_is_in_the_readme_s_table() -> None:
     assert re.findall(r"^\| `([^`]+)` \|", README, flags=re.M) == list(SCHEMES)
 
 
+@pytest.mark.parametrize("name", ["README.md", "schedgen/README.md", "mpirun/README.md"])
+def test_every_link_to_a_file_resolves(name: str) -> None:
+    def anchors(file: Path) -> set[str]:
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+        return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+    readme = ROOT / name
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", readme.read_text()) if "://" not in link]
+    assert links
+    for link in links:
+        path, _, anchor = link.partition("#")
+        file = readme.parent / path if path else readme
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
 def test_the_readme_s_commands_are_found() -> None:
     """Guards the pattern above: a README whose blocks are written otherwise would test nothing."""
     words = {shlex.split(command)[0] for command in COMMANDS}
