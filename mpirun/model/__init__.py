@@ -1,1 +1,4 @@
-"""What a model is to the runtime: its stages, what they read of one another, shapes, random numbers. No MPI."""
+"""What a model is to the runtime: the contract, a stage's module, values between stages, shapes, random numbers.
+
+No MPI, no device: all of it is the same on every rank.
+"""

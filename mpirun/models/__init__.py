@@ -1,1 +1,1 @@
-"""Models to begin with; each module's functions follow the contract in `mpirun.model.contract`."""
+"""Models to begin with: functions from the number of stages to a `Model`, as `--model MODULE:FUNCTION` names them."""

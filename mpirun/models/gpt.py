@@ -1,7 +1,7 @@
 """A byte-level GPT: embedding, blocks of attention and MLP, head.
 
-`--model mpirun.models.gpt:tiny` or `:small`. The layers are cut into as many
-stages as the schedule has, as evenly as they go.
+`--model mpirun.models.gpt:tiny`, `:small`, `:tied` or `:tensor`. Its layers are divided among the stages of the
+schedule, as even in number as they go.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ VOCABULARY = 256  # bytes
 
 
 class Embedding(nn.Module):
-    """Bytes and their places to vectors: (sequences, length) -> (sequences, length, width)."""
+    """Bytes and their positions to vectors: (sequences, length) -> (sequences, length, width)."""
 
     def __init__(self, length: int, width: int, scale: float = 1.0) -> None:
+        """`scale`: standard deviation of the vectors of bytes."""
         super().__init__()
         self.byte = nn.Embedding(VOCABULARY, width)
         self.place = nn.Embedding(length, width)
         nn.init.normal_(self.byte.weight, std=scale)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: integers below 256, at most `length` a sequence."""
         return self.byte(tokens) + self.place.weight[: tokens.shape[1]]
 
 
@@ -45,6 +47,7 @@ class Block(nn.Module):
     """Causal attention and an MLP, each behind a norm and beside a skip connection."""
 
     def __init__(self, width: int, heads: int) -> None:
+        """`heads` divides `width`; the MLP is 4 times as wide."""
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
@@ -55,6 +58,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (sequences, length, width), as the result."""
         sequences, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(sequences, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -64,22 +68,25 @@ class Block(nn.Module):
 
 
 class AttentionPart(nn.Module):
-    """The first half of a block, or a shard of it, which is stage enough to be split."""
+    """The first half of a block, attention, as a layer that can be a split stage by itself; or a shard of it."""
 
     def __init__(self, width: int, heads: int, shard: Shard = UNSHARDED) -> None:
+        """`heads` are those of the whole layer."""
         super().__init__()
         self.shard = shard
         self.norm = nn.LayerNorm(width)
         self.attention = HeadParallelAttention(width, heads, shard)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (sequences, length, width), as the result."""
         return skip(x, self.attention(self.norm(x)), self.shard)
 
 
 class MLPPart(nn.Module):
-    """The second half."""
+    """The second half of a block, the MLP, in the same way."""
 
     def __init__(self, width: int, shard: Shard = UNSHARDED) -> None:
+        """`width` is that of x; the whole MLP is 4 times as wide."""
         super().__init__()
         self.shard = shard
         self.norm = nn.LayerNorm(width)
@@ -87,6 +94,7 @@ class MLPPart(nn.Module):
         self.down = RowParallelLinear(4 * width, width, shard)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (sequences, length, width), as the result."""
         return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.shard)
 
 
@@ -94,11 +102,13 @@ class Head(nn.Module):
     """Vectors to scores of the next byte: (sequences, length, width) -> (sequences, length, 256)."""
 
     def __init__(self, width: int) -> None:
+        """`width` of the vectors."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.score = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (sequences, length, width)."""
         return self.score(self.norm(x))
 
 
@@ -114,18 +124,18 @@ def gpt(
 ) -> Model:
     """A GPT of `blocks` blocks on microbatches of `sequences` pieces of text of `length` bytes.
 
-    `tied`: the scores use the embedding's vectors. `halves`: attention and MLP of a block are layers of their own, and
-    stages of one of them can be split.
+    `tied`: embedding and head share the vectors of bytes. `halves`: attention and MLP of a block are layers of their
+    own, and a stage that has one such layer only can be split.
     """
     scale = width**-0.5 if tied else 1.0
     layers: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict(embedding=partial(Embedding, length, width, scale))
-    parts: OrderedDict[str, Callable[..., nn.Module]] = OrderedDict()
+    half_blocks: dict[str, Callable[..., nn.Module]] = {}
     for i in range(blocks):
         if halves:
-            parts |= {f"attention{i}": partial(AttentionPart, width, heads), f"mlp{i}": partial(MLPPart, width)}
+            half_blocks |= {f"attention{i}": partial(AttentionPart, width, heads), f"mlp{i}": partial(MLPPart, width)}
         else:
             layers[f"block{i}"] = partial(Block, width, heads)
-    layers |= {**parts, "head": partial(Head, width)}
+    layers |= {**half_blocks, "head": partial(Head, width)}
 
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - length, sequences))
@@ -137,7 +147,7 @@ def gpt(
 
     ties = [[(0, "embedding.byte.weight"), (stages - 1, "head.score.weight")]] if tied else []
     entries = split_layers(layers, stages)
-    split = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and parts.keys() >= entry.keys()]
+    split = [stage for stage, entry in enumerate(entries) if len(entry) == 1 and half_blocks.keys() >= entry.keys()]
     return Model(entries, loss, batch, length + 1, ties, split=split)
 
 
@@ -147,7 +157,7 @@ def tiny(stages: int) -> Model:
 
 
 def tied(stages: int) -> Model:
-    """As tiny, but the first and the last stage share the bytes' vectors, so it needs a graph file."""
+    """As tiny, but the first and the last stage share the vectors of bytes, so it needs a graph file."""
     return gpt(stages, blocks=8, width=64, heads=4, length=64, sequences=4, tied=True)
 
 

@@ -1,7 +1,7 @@
 """An MLP that guesses the next byte from the 16 before it, after Bengio et al. (2003).
 
-`--model mpirun.models.mlp:tiny` or `:small`. The layers are cut into as many
-stages as the schedule has, as evenly as they go.
+`--model mpirun.models.mlp:tiny` or `:small`. Its layers are divided among the stages of the schedule, as even in
+number as they go.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ CONTEXT = 16  # bytes
 
 
 class Embedding(nn.Module):
-    """The bytes before to one vector: (samples, 16) -> (samples, width)."""
+    """16 bytes to one vector: (samples, 16) -> (samples, width)."""
 
     def __init__(self, width: int) -> None:
+        """`width` is a multiple of 16."""
         super().__init__()
         self.byte = nn.Embedding(256, width // CONTEXT)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: integers below 256."""
         return self.byte(tokens).flatten(1)
 
 
@@ -35,11 +37,13 @@ class Layer(nn.Module):
     """A hidden layer beside a skip connection: (samples, width) -> (samples, width)."""
 
     def __init__(self, width: int) -> None:
+        """`width` of the vectors."""
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x: (samples, width)."""
         return x + nnf.gelu(self.linear(self.norm(x)))
 
 

@@ -1,8 +1,7 @@
-"""A byte-level encoder and decoder, an nn.Module without any thought of stages, which `mpirun.frontend` cuts into them.
+"""A byte-level encoder and decoder: an nn.Module written without any thought of stages, split by `mpirun.split`.
 
-`--model mpirun.models.seq2seq:tiny` or `:small`. The encoder reads a piece of
-text, the decoder guesses how it goes on; every stage of the decoder reads what
-the encoder gives.
+`--model mpirun.models.seq2seq:tiny` or `:small`. The encoder reads a piece of text, the decoder guesses how it goes
+on; every stage of the decoder reads the encoder's output.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from mpirun.models.gpt import VOCABULARY
 
 
 class Seq2Seq(nn.Module):
-    """Two (sequences, length) of bytes -> scores of the byte behind each of the second."""
+    """Two pieces of text, (sequences, length) each -> what follows the second's bytes, (sequences, length, 256)."""
 
     mask: Tensor
 
     def __init__(self, layers: int, width: int, heads: int, length: int) -> None:
+        """`layers` of the encoder, and as many of the decoder."""
         super().__init__()
         self.byte, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(2 * length, width)
         encoder = partial(nn.TransformerEncoderLayer, width, heads, 4 * width, batch_first=True, norm_first=True)
@@ -34,6 +34,7 @@ class Seq2Seq(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def forward(self, before: Tensor, behind: Tensor) -> Tensor:
+        """Bytes, the second piece behind the first."""
         length = before.shape[1]
         memory = self.byte(before) + self.place.weight[:length]
         for layer in self.encoder:
@@ -45,7 +46,7 @@ class Seq2Seq(nn.Module):
 
 
 def seq2seq(stages: int, layers: int, width: int, heads: int, length: int, sequences: int) -> Model:
-    """A model of so many layers on each side, on microbatches of `sequences` pieces of text of `2 * length` bytes."""
+    """A model of so many layers on each side; a microbatch is `sequences` pieces of text of `2 * length` bytes."""
 
     def batch(text: Tensor, rng: np.random.Generator) -> tuple[tuple[Tensor, Tensor], Tensor]:
         starts = torch.from_numpy(rng.integers(0, len(text) - 2 * length, sequences))

@@ -135,9 +135,9 @@ def main(names: list[str]) -> int:
     wrong = 0
     for name in names or MODELS:
         begin = time.monotonic()
-        found = outcome(name)
-        print(f"{name:11} {time.monotonic() - begin:5.1f} s  {found}", flush=True)
-        wrong += not found.startswith("refused" if name in REFUSED else "equal")
+        result = outcome(name)
+        print(f"{name:11} {time.monotonic() - begin:5.1f} s  {result}", flush=True)
+        wrong += not result.startswith("refused" if name in REFUSED else "equal")
     return wrong > 0
 
 

@@ -498,10 +498,10 @@ class Stateful(Tabled):
         pass
 
 
-def _with(one: str, two: str, layer: Callable[[], nn.Module]) -> Model:
+def _with(first_name: str, second_name: str, layer: Callable[[], nn.Module]) -> Model:
     """Two stages; the names of the layers in the middle, and what the second is."""
-    first = {"embedding": lambda: mlp.Embedding(WIDTH), one: Tabled}
-    return mlp.tiny(2)._replace(stages=[first, {two: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
+    first = {"embedding": lambda: mlp.Embedding(WIDTH), first_name: Tabled}
+    return mlp.tiny(2)._replace(stages=[first, {second_name: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
 
 
 def buffers_shared(stages: int) -> Model:

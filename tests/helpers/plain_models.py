@@ -68,13 +68,13 @@ class Tied(GPT2Like):
 class Convolutions(nn.Module):
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+        self.first, self.second = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
         self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
         self.skip = nn.Conv2d(channels, out, 1)
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.two(self.relu(self.norm1(self.one(x)))))
+        y = self.norm2(self.second(self.relu(self.norm1(self.first(x)))))
         y += self.skip(x)
         return self.relu(y)
 
@@ -89,11 +89,11 @@ class ResNetLike(nn.Module):
         self.head = nn.Linear(8, 5)
 
     def forward(self, image: Tensor) -> Tensor:
-        one = self.down1(image)
-        two = self.down2(nnf.max_pool2d(one, 2))
-        x = self.middle(nnf.max_pool2d(two, 2))
-        x = self.up2(torch.cat([nnf.interpolate(x, scale_factor=2.0), two], 1))
-        x = self.up1(torch.cat([nnf.interpolate(x, scale_factor=2.0), one], 1))
+        full = self.down1(image)
+        half = self.down2(nnf.max_pool2d(full, 2))
+        x = self.middle(nnf.max_pool2d(half, 2))
+        x = self.up2(torch.cat([nnf.interpolate(x, scale_factor=2.0), half], 1))
+        x = self.up1(torch.cat([nnf.interpolate(x, scale_factor=2.0), full], 1))
         return self.head(x.mean((2, 3)))
 
 
@@ -142,13 +142,13 @@ class Marked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.three = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
+        y = self.first(x)
         pipe_split()
         y.relu_()
-        z = self.two(y)
+        z = self.second(y)
         pipe_split()
-        return self.three(z * y)
+        return self.third(z * y)

@@ -199,16 +199,16 @@ def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor
     made: list[tuple[Tensor, ...]] = []
     read: list[list[Tensor]] = []
     for stage, (module, sources) in enumerate(zip(stages, cut.reads, strict=True)):
-        read.append([(leaves[one[0]] if isinstance(one, Input) else sent[one]).detach() for one in sources])
-        for one in read[-1]:
-            one.requires_grad_(one.is_floating_point())
-        outputs = module(*(one.clone() for one in read[-1]))
+        read.append([(leaves[source[0]] if isinstance(source, Input) else sent[source]).detach() for source in sources])
+        for x in read[-1]:
+            x.requires_grad_(x.is_floating_point())
+        outputs = module(*(x.clone() for x in read[-1]))
         made.append((outputs,) if isinstance(outputs, Tensor) else outputs)
         sent |= {Value(stage, index): output.contiguous() for index, output in enumerate(made[-1])}
-    whole: list[Any] = []
+    rebuilt: list[Any] = []
 
     def loss(output: Any, _: None) -> Tensor:
-        whole.append(output)
+        rebuilt.append(output)
         return score(output)
 
     last = made[-1] if len(made[-1]) > 1 else made[-1][0]
@@ -223,17 +223,17 @@ def train(cut: Cut, data: Any) -> tuple[Any, dict[str, Tensor], dict[str, Tensor
         ]
         if graded:
             torch.autograd.backward(*zip(*graded, strict=True))
-        for source, one in zip(cut.reads[stage], read[stage], strict=True):
-            if isinstance(source, Value) and one.grad is not None:
-                gradients[source] = gradients.get(source, 0) + one.grad
-    found: dict[str, Tensor] = {}
+        for source, x in zip(cut.reads[stage], read[stage], strict=True):
+            if isinstance(source, Value) and x.grad is not None:
+                gradients[source] = gradients.get(source, 0) + x.grad
+    gradient_of: dict[str, Tensor] = {}
     tied = {place: places[0] for places in cut.tied for place in places}
     for stage, module in enumerate(stages):
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
                 key = tied.get((stage, name), (stage, name))[1]
-                found[key] = found.get(key, 0) + parameter.grad
-    return whole[0], found, {name: one for stage in stages for name, one in stage.named_buffers()}
+                gradient_of[key] = gradient_of.get(key, 0) + parameter.grad
+    return rebuilt[0], gradient_of, {name: buffer for stage in stages for name, buffer in stage.named_buffers()}
 
 
 def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
@@ -247,7 +247,7 @@ def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[
     score(expected).backward()
     assert type(output) is type(expected)
     torch.testing.assert_close(pytree.tree_leaves(output), pytree.tree_leaves(expected))
-    wanted = {name: one.grad for name, one in plain.named_parameters() if one.grad is not None}
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")

@@ -14,19 +14,19 @@ from mpirun import pipe_split
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
 
 
 class Branch(Layers):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # here
             x = -x
-        return self.two(self.one(x))
+        return self.second(self.first(x))
 
 
 class Helped(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(flipped(self.one(x)))
+        return self.second(flipped(self.first(x)))
 
 
 def flipped(x: Tensor) -> Tensor:
@@ -38,44 +38,44 @@ def flipped(x: Tensor) -> Tensor:
 class Loop(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(int(x.abs().sum())):  # here
-            x = self.one(x)
-        return self.two(x)
+            x = self.first(x)
+        return self.second(x)
 
 
 class Item(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         scale = x.max().item()  # here
-        return self.two(x * scale)
+        return self.second(x * scale)
 
 
 class Numpy(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         x = torch.from_numpy(x.numpy())  # here
-        return self.two(x)
+        return self.second(x)
 
 
 class Selected(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         rows = x[x[:, 0] > 0]  # here
-        return self.two(rows)
+        return self.second(rows)
 
 
 class Wrong(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cat([x, x], 1)
-        return self.one(x)  # here
+        return self.first(x)  # here
 
 
 class Viewed(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         top = x[:1]
         pipe_split()
         top.zero_()  # here
-        return self.two(x)
+        return self.second(x)
 
 
 class Counted(Layers):
@@ -86,35 +86,35 @@ class Counted(Layers):
         self.register_buffer("seen", torch.zeros(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         self.seen.add_(x.detach().sum(0))  # here
         pipe_split()
-        return self.two(x + self.seen)
+        return self.second(x + self.seen)
 
 
 class Kept(Counted):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.add_(x.detach().sum(0))  # here
-        return self.two(self.one(x)) + self.seen
+        return self.second(self.first(x)) + self.seen
 
 
 class First(Layers):
     def forward(self, x: Tensor) -> Tensor:
         pipe_split()  # here
-        return self.two(self.one(x))
+        return self.second(self.first(x))
 
 
 class Twice(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         pipe_split()
         pipe_split()  # here
-        return self.two(x)
+        return self.second(x)
 
 
 class Last(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.two(self.one(x))
+        x = self.second(self.first(x))
         pipe_split()  # here
         return x
 
@@ -133,69 +133,69 @@ class Straight(torch.autograd.Function):
 
 class Rounded(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = Straight.apply(self.one(x))  # here
-        return self.two(x)
+        x = Straight.apply(self.first(x))  # here
+        return self.second(x)
 
 
 class Checkpointed(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.one, x, use_reentrant=True)  # here
-        return self.two(x)
+        x = checkpoint(self.first, x, use_reentrant=True)  # here
+        return self.second(x)
 
 
 class Generated(Layers):
     def forward(self, x: Tensor) -> Tensor:
         own = torch.Generator()
-        x = self.one(x) + torch.rand(16, generator=own)  # here
-        return self.two(x)
+        x = self.first(x) + torch.rand(16, generator=own)  # here
+        return self.second(x)
 
 
 class Ungraded(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            x = self.one(x)
+            x = self.first(x)
             with torch.no_grad():  # here
                 y = x * 3
             x = x + y
-        return self.two(x.float())
+        return self.second(x.float())
 
 
 class Hooked(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         x.register_hook(torch.zeros_like)  # here
-        return self.two(x)
+        return self.second(x)
 
 
 class Times(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(len(x)):
-            x = self.one(x)  # here
-        return self.two(x)
+            x = self.first(x)  # here
+        return self.second(x)
 
 
 class Halved(Layers):
     def forward(self, x: Tensor) -> Tensor:
         if len(x) % 2:
-            return self.two(self.one(x))
-        return self.two(x)  # here
+            return self.second(self.first(x))
+        return self.second(x)  # here
 
 
 class Constant(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         x = x + torch.tensor([len(x)])  # here
-        return self.two(x)
+        return self.second(x)
 
 
 class Tells(Layers):
     def forward(self, x: Tensor) -> Any:
-        return self.two(self.one(x)), len(x)  # here
+        return self.second(self.first(x)), len(x)  # here
 
 
 class Returns(Layers):
     def forward(self, x: Tensor) -> Any:  # here
-        return iter([self.one(x)])
+        return iter([self.first(x)])
 
 
 class Nothing(Layers):
@@ -206,5 +206,5 @@ class Nothing(Layers):
 class Repeated(Layers):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            x = self.one(x)
-        return self.two(x)
+            x = self.first(x)
+        return self.second(x)

@@ -83,11 +83,11 @@ def test_what_cannot_be_cut(tree: Any, count: int, dims: Any, why: str) -> None:
 
 
 def test_dims_of_a_dict_go_by_its_keys() -> None:
-    whole = {"x": torch.zeros(4, 2), "table": torch.zeros(3)}
-    for piece in chunk(whole, 2, {"table": None, "x": 0}):
+    minibatch = {"x": torch.zeros(4, 2), "table": torch.zeros(3)}
+    for piece in chunk(minibatch, 2, {"table": None, "x": 0}):
         assert piece["x"].shape == (2, 2) and piece["table"].shape == (3,)
     with pytest.raises(UsageError, match="is not nested as the minibatch"):
-        chunk(whole, 2, {"table": None, "y": 0})
+        chunk(minibatch, 2, {"table": None, "y": 0})
 
 
 def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> None:
@@ -101,11 +101,11 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
     batch = Minibatch(lambda text, rng: (rows, {"rows": rows, "weights": weights}), (0, {"weights": None, "rows": 0}))
     model = Model([nn.Identity()], loss, batch, loss_of="minibatch")
     pieces = Microbatches(batch, torch.zeros(1), 0, 2)
-    one = MinibatchLoss(model, 2, "cpu", None)
+    minibatch_loss = MinibatchLoss(model, 2, "cpu", None)
     for number in range(2):
-        one.add_outputs(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
+        minibatch_loss.add_outputs(number, [pieces(0, number).leaves[0] + 1], pieces(0, number).target)
     assert len(seen) == 1 and torch.equal(seen[0]["rows"], rows) and torch.equal(seen[0]["weights"], weights)
-    assert one.losses[0] == 8 and torch.equal(one.take_gradients(0)[0], torch.ones(2, 2))
+    assert minibatch_loss.losses[0] == 8 and torch.equal(minibatch_loss.take_gradients(0)[0], torch.ones(2, 2))
 
 
 @pytest.mark.parametrize(

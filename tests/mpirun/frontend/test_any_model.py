@@ -62,21 +62,24 @@ def test_gradients_that_are_rounding_alone_fail_no_verification(several, compile
     ]
     for code, out in several(4, runs):
         assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
-        few, whole = re.search(r"^verify: (\d+) of (\d+) parameter elements are left out", out, re.M).groups()
-        assert 0 < int(few) < int(whole) / 50
+        left_out, total = re.search(r"^verify: (\d+) of (\d+) parameter elements are left out", out, re.M).groups()
+        assert 0 < int(left_out) < int(total) / 50
 
 
 def test_a_run_goes_on_with_another_cut(several, compiled, graphs, text, tmp_path):
     """Names in checkpoints are the module's own; --verify does again only what was done with the same data."""
-    two = tmp_path / "two"
+    two_stages = tmp_path / "two_stages"
     arguments = ["--model", "split_models:encoder_decoder", "--text", text, "--canonical"]
-    ((code, _),) = several(1, [["graph", *arguments[:2], "--stages", 2, "-o", two]])
+    ((code, _),) = several(1, [["graph", *arguments[:2], "--stages", 2, "-o", two_stages]])
     assert code == 0
     first = compiled("1f1b", graph=graphs["encoder_decoder"], microbatches=4, workers=4)
-    second = compiled("fsdp", graph=two, microbatches=4, workers=4)
-    other = compiled("fsdp", graph=two, microbatches=8, workers=4)
+    second = compiled("fsdp", graph=two_stages, microbatches=4, workers=4)
+    other = compiled("fsdp", graph=two_stages, microbatches=8, workers=4)
     saved, resumed = ["--steps", 1, "--save", tmp_path / "saved"], ["--steps", 2, "--resume", tmp_path / "saved"]
-    runs = [[first, *arguments, *saved], *([one, *arguments, *resumed, "--verify"] for one in (second, other))]
+    runs = [
+        [first, *arguments, *saved],
+        *([schedule, *arguments, *resumed, "--verify"] for schedule in (second, other)),
+    ]
     (code, _), (again, out), (refused, _) = several(4, runs)
     assert (code, again, refused) == (0, 0, 2) and "resumed after step 1" in out
 
@@ -94,8 +97,8 @@ def test_dropout_of_a_traced_module_does_not_depend_on_the_cut(several, compiled
     runs = [[schedule, *model, *common, tmp_path / f"{name}.jsonl"] for name, schedule in schedules.items()]
     assert [code for code, _ in several(4, runs)] == [0, 0]
     rows = [[json.loads(row) for row in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in schedules]
-    four, two = ([(row["loss"], row["grad_norm"]) for row in one] for one in rows)
-    assert four == two and len(set(four)) == 3
+    four_stages, two_stages = ([(row["loss"], row["grad_norm"]) for row in case] for case in rows)
+    assert four_stages == two_stages and len(set(four_stages)) == 3
 
 
 def test_what_only_some_read_goes_straight_to_them(graphs):

@@ -32,35 +32,35 @@ def model(cut: Cut) -> Model:
     return cut.model(scores_of, lambda text, rng: with_mask(text[None].long()), 2 * LENGTH)
 
 
-def state(of: Model, seed: int = 0) -> dict[str, Tensor]:
+def state(built: Model, seed: int = 0) -> dict[str, Tensor]:
     """All parameters and buffers of all stages; those of one name are equal."""
-    found: dict[str, Tensor] = {}
-    for stage in range(len(of.stages)):
-        module = build_stage(of, stage, seed)
-        for name, one in (*module.named_parameters(), *module.named_buffers()):
-            assert one.device.type == "cpu" and isinstance(one, nn.Parameter) == (name != "positions")
-            torch.testing.assert_close(found.setdefault(name, one), one, rtol=0, atol=0)
-    return found
+    tensors: dict[str, Tensor] = {}
+    for stage in range(len(built.stages)):
+        module = build_stage(built, stage, seed)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            assert tensor.device.type == "cpu" and isinstance(tensor, nn.Parameter) == (name != "positions")
+            torch.testing.assert_close(tensors.setdefault(name, tensor), tensor, rtol=0, atol=0)
+    return tensors
 
 
 @pytest.mark.parametrize("shared", ["transmit", "replicate"])
 def test_values_depend_on_seed_and_name_alone(shared: str) -> None:
     cuts = [split(on_meta(Tied), EXAMPLE, stages=n, shared=shared, init=set_values) for n in (1, 2, 4)]
-    one, *others = (state(model(cut)) for cut in cuts)
-    assert one.keys() == {*dict(Tied().named_parameters()), "positions"}
+    first, *others = (state(model(cut)) for cut in cuts)
+    assert first.keys() == {*dict(Tied().named_parameters()), "positions"}
     for other in others:
-        assert other.keys() == one.keys()
-        assert all(torch.equal(other[name], one[name]) for name in one)
-    assert len({value.detach().sum().item() for name, value in one.items() if "mlp.0.weight" in name}) == 4
-    assert not torch.equal(state(model(cuts[1]), seed=1)["words.weight"], one["words.weight"])
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[name], first[name]) for name in first)
+    assert len({value.detach().sum().item() for name, value in first.items() if "mlp.0.weight" in name}) == 4
+    assert not torch.equal(state(model(cuts[1]), seed=1)["words.weight"], first["words.weight"])
 
 
 def test_a_stage_is_what_the_module_with_these_values_is() -> None:
     cut = split(on_meta(lambda: GPT2Like(dropout=0)), EXAMPLE, stages=1, init=set_values)
-    stage, whole = build_stage(model(cut), 0, 0), GPT2Like(dropout=0)
-    whole.load_state_dict(stage.state_dict())
+    stage, module = build_stage(model(cut), 0, 0), GPT2Like(dropout=0)
+    module.load_state_dict(stage.state_dict())
     assert cut.output is not None
-    torch.testing.assert_close(cut.output.rebuild(stage(*EXAMPLE)), whole(*EXAMPLE))
+    torch.testing.assert_close(cut.output.rebuild(stage(*EXAMPLE)), module(*EXAMPLE))
 
 
 def test_a_rank_makes_the_values_of_its_stages_only() -> None:
@@ -71,28 +71,28 @@ def test_a_rank_makes_the_values_of_its_stages_only() -> None:
         set_values(module)
 
     cut = split(on_meta(GPT2Like), EXAMPLE, points=["blocks.1", "blocks.3"], init=init)
-    of = model(cut)
+    split_model = model(cut)
     assert made == []
-    build_stage(of, 1, 0)
-    blocks = [type(one) for one in GPT2Like().blocks[1:3].modules() if list(one.parameters(recurse=False))]
+    build_stage(split_model, 1, 0)
+    blocks = [type(part) for part in GPT2Like().blocks[1:3].modules() if list(part.parameters(recurse=False))]
     assert sorted(map(str, map(type, made))) == sorted([*map(str, blocks), str(GPT2Like)])  # it has the mask's buffer
-    assert all(one.is_meta for stage in cut.stages for one in stage.parameters())
+    assert all(parameter.is_meta for stage in cut.stages for parameter in stage.parameters())
 
 
 def test_children_of_a_sequential() -> None:
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
 
-    found = []
+    states = []
     for stages in (2, 3):
         with pytest.warns(UserWarning, match="statistics are those"):
             cut = split_sequential(on_meta(net), stages)  # type: ignore[arg-type]
-        of = cut.model(nn.functional.mse_loss, lambda text, rng: (X, X))
-        parts = [build_stage(of, stage, 0) for stage in range(stages)]
-        found.append({name: one for part in parts for name, one in part.state_dict().items()})
-    assert found[0].keys() == net().state_dict().keys() == found[1].keys()
-    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
-    assert (found[0]["1.running_var"] == 1).all() and found[0]["1.num_batches_tracked"] == 0
+        split_model = cut.model(nn.functional.mse_loss, lambda text, rng: (X, X))
+        parts = [build_stage(split_model, stage, 0) for stage in range(stages)]
+        states.append({name: value for part in parts for name, value in part.state_dict().items()})
+    assert states[0].keys() == net().state_dict().keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert (states[0]["1.running_var"] == 1).all() and states[0]["1.num_batches_tracked"] == 0
 
 
 def test_microbatches_with_a_sample_less() -> None:
@@ -102,8 +102,8 @@ def test_microbatches_with_a_sample_less() -> None:
 
 class Numbers(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.one(x)
-        return self.two(x * torch.tensor([2.0] * 16))
+        x = self.first(x)
+        return self.second(x * torch.tensor([2.0] * 16))
 
 
 class Own(Layers):
@@ -112,7 +112,7 @@ class Own(Layers):
         self.scale = nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(self.one(x) * self.scale)
+        return self.second(self.first(x) * self.scale)
 
 
 class Halved(Own):
@@ -141,14 +141,14 @@ def nothing(module: nn.Module) -> None:
 )
 def test_values_that_are_missing(make: Callable[[], nn.Module], init: Any, why: str) -> None:
     example: Any = EXAMPLE if make is GPT2Like else X
-    of = model(split(on_meta(make), example, stages=2, init=init))
+    split_model = model(split(on_meta(make), example, stages=2, init=init))
     with pytest.raises(UsageError, match=why):
         for stage in range(2):
-            build_stage(of, stage, 0)
+            build_stage(split_model, stage, 0)
 
 
 def test_what_is_lost_on_the_meta_device_is_refused() -> None:
-    line = re.escape("in forward: `return self.two(x * torch.tensor([2.0] * 16))`: ")
+    line = re.escape("in forward: `return self.second(x * torch.tensor([2.0] * 16))`: ")
     with pytest.raises(UsageError, match=line + "a tensor of numbers is lost on the meta device; make it a buffer"):
         split(on_meta(Numbers), X, stages=2)
 

@@ -35,14 +35,14 @@ def travels(cut: Cut) -> None:
     """Every value goes from its producer to those who use it, and is used."""
     for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
         assert len(set(sources)) == len(sources)
-        assert all(isinstance(one, Input) or one.stage < stage for one in sources)
+        assert all(isinstance(source, Input) or source.stage < stage for source in sources)
         used = {node for node in module.graph.nodes if node.op == "placeholder" and node.users}  # type: ignore[union-attr]
         assert len(used) == len(sources)
-    sent = {one for sources in cut.reads for one in sources if isinstance(one, Value)}
+    sent = {source for sources in cut.reads for source in sources if isinstance(source, Value)}
     for stage, module in enumerate(cut.stages[:-1]):
         output = module.graph.output_node().args[0]  # type: ignore[union-attr, operator]
         count = len(output) if isinstance(output, tuple) else 1
-        assert {one for one in sent if one.stage == stage} == {Value(stage, index) for index in range(count)}
+        assert {value for value in sent if value.stage == stage} == {Value(stage, index) for index in range(count)}
 
 
 PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]] = {
@@ -107,12 +107,12 @@ def test_transformers(name: str, attention: str, stages: int, shared: str) -> No
     module, inputs = transformer(name, attention)
     module.train()
     sized = stages == 3 and name in ("t5", "llama")
-    inputs = {key: torch.cat([one, one.flip(1)])[: 3 if sized else 2] for key, one in inputs.items()}
+    inputs = {key: torch.cat([x, x.flip(1)])[: 3 if sized else 2] for key, x in inputs.items()}
     cut = split(module, (), inputs, stages=stages, shared=shared, dims=0 if sized else None)
     travels(cut)
     agree(module, cut, (), inputs)
     if sized:
-        agree(module, cut, (), {key: one[:2] for key, one in inputs.items()})
+        agree(module, cut, (), {key: x[:2] for key, x in inputs.items()})
     for value in cut.sent_bytes:  # masks and positions are made where they are used
         output = cut.stages[value.stage].graph.output_node().args[0]  # type: ignore[union-attr, operator]
         assert "mask" not in str(output)
@@ -123,19 +123,19 @@ class Sized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         samples = len(x)
-        x = nnf.dropout(self.one(x).view(samples * 2, -1).view(samples, -1), 0.5) / samples + x.new_zeros(samples, 1)
+        x = nnf.dropout(self.first(x).view(samples * 2, -1).view(samples, -1), 0.5) / samples + x.new_zeros(samples, 1)
         with torch.no_grad():
             mean = x.reshape(samples, 2, -1).sum(1) / samples
-        x = self.two(torch.cat([mean, mean], 1) * x) + torch.arange(samples).view(samples, 1) + table
+        x = self.second(torch.cat([mean, mean], 1) * x) + torch.arange(samples).view(samples, 1) + table
         x = x * torch.full((WIDTH,), float(samples))  # a float beside the same ints
         y = torch.zeros(samples, WIDTH)
         y[: samples - 1] = x[1:]
         y = y + x[samples - 4 :].sum(0)  # from 0 on, or the last one
-        return self.three(x.reshape(samples * 4, -1).reshape(samples, -1) + y), x[samples - 1]
+        return self.third(x.reshape(samples * 4, -1).reshape(samples, -1) + y), x[samples - 1]
 
 
 @pytest.mark.parametrize(("samples", "stages"), [(4, 1), (4, 2), (4, 3), (2, 3)])
@@ -154,7 +154,7 @@ class Regions(Sized):
     """One inside another, with numbers and draws of their own; one that nothing is given to."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        x = self.one(x)
+        x = self.first(x)
         with torch.no_grad():
             place = x * 1
         with torch.no_grad():
@@ -164,15 +164,15 @@ class Regions(Sized):
             mask = torch.ones(len(x), 1)
         with torch.no_grad():
             other = torch.ones(len(x), 1, device=x.device)
-        return self.three(self.two(x * w + place) * mask + other) + table
+        return self.third(self.second(x * w + place) * mask + other) + table
 
 
 class Latents(Sized):
     """Begins with what no input is part of, but for the number of samples."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        latent = self.two(self.one(table.expand(len(x), -1))).relu()
-        return self.three(latent) + x
+        latent = self.second(self.first(table.expand(len(x), -1))).relu()
+        return self.third(latent) + x
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -187,15 +187,15 @@ def test_a_stage_may_see_the_number_of_samples_nowhere_else(make: type[Sized], s
 def test_regions_in_regions_draw_by_their_names_too() -> None:
     """And new tensors in a region are made where it is, not where it was traced."""
     cut = split(Regions(), (X, torch.ones(WIDTH)), stages=1)
-    assert sum(isinstance(one, RandomOp) for one in cut.stages[0].modules()) == 1
-    codes = [one.code for one in cut.stages[0].modules() if isinstance(one, torch.fx.GraphModule)]
+    assert sum(isinstance(part, RandomOp) for part in cut.stages[0].modules()) == 1
+    codes = [part.code for part in cut.stages[0].modules() if isinstance(part, torch.fx.GraphModule)]
     assert len(codes) == 5 and not any("device(type" in code for code in codes)
 
 
 def test_samples_may_lie_along_another_dimension() -> None:
     class Across(Sized):
         def forward(self, x: Tensor) -> Tensor:
-            return self.two(self.one(x.contiguous()).view(-1, WIDTH).relu()).view(*x.shape)
+            return self.second(self.first(x.contiguous()).view(-1, WIDTH).relu()).view(*x.shape)
 
     module, x = Across(), torch.rand(2, 4, WIDTH)
     cut = split(module, (x,), stages=2, dims=-2)
@@ -207,8 +207,8 @@ def test_no_stage_begins_with_a_part_of_a_result() -> None:
     class Parts(Sized):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                x = self.two(self.one(x))
-            return self.three(x.float())
+                x = self.second(self.first(x))
+            return self.third(x.float())
 
     module = Parts()
     cut = split(module, X, stages=2)
@@ -220,11 +220,11 @@ def test_no_stage_begins_with_a_part_of_a_result() -> None:
 @pytest.mark.parametrize("name", ["resnet", "two-tower"])
 def test_plain_modules_of_two_sizes(name: str) -> None:
     make, *example = PLAIN[name]
-    args, kwargs = pytree.tree_map(lambda one: torch.cat([one, one.flip(1)])[:3], example)
+    args, kwargs = pytree.tree_map(lambda x: torch.cat([x, x.flip(1)])[:3], example)
     module = make()
     cut = split(module, args, kwargs, stages=3, dims=0)
     for count in (3, 2):
-        agree(module, cut, *pytree.tree_map(lambda one: one[:count], (args, kwargs)))
+        agree(module, cut, *pytree.tree_map(lambda x: x[:count], (args, kwargs)))
 
 
 @pytest.mark.parametrize("name", ["Times", "Halved", "Constant", "Tells"])
@@ -278,15 +278,15 @@ def test_a_point_at_a_change_in_place() -> None:
     class Change(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.relu, self.two = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+            self.first, self.relu, self.second = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.one(x)
+            y = self.first(x)
             z = self.relu(y)
-            return self.two(z) + y
+            return self.second(z) + y
 
     module = Change()
-    for point in ("relu", "two"):
+    for point in ("relu", "second"):
         cut = split(module, X, points=[point])
         travels(cut)
         agree(module, cut, (X,))
@@ -296,13 +296,13 @@ def test_an_input_changed_in_place() -> None:
     class Change(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
             x.mul_(2)
-            y = self.one(x)
+            y = self.first(x)
             x.add_(1)
-            return self.two(y + x)
+            return self.second(y + x)
 
     module = Change()
     cut = split(module, X, stages=2)
@@ -313,11 +313,11 @@ def test_values_and_inputs_of_other_strides() -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.one(x).t()
-            return self.two(y.t().view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH))
+            y = self.first(x).t()
+            return self.second(y.t().view(2, -1, WIDTH) + x.reshape(2, -1, WIDTH))
 
     module = Turned()
     wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
@@ -329,15 +329,15 @@ def test_a_change_in_place_that_nobody_sees() -> None:
     class Change(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.one(x).sin()
-            z = self.two(y)
+            y = self.first(x).sin()
+            z = self.second(y)
             y.detach().zero_()
             return z.sum(1)
 
-    cut = split(Change(), X, points=["two"])
+    cut = split(Change(), X, points=["second"])
     assert cut.stages[0](X).any()
 
 
@@ -381,14 +381,14 @@ def test_random_numbers_are_drawn_once() -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
             noise = torch.randn_like(x)
-            return self.two(self.one(x + noise)) * noise
+            return self.second(self.first(x + noise)) * noise
 
     module = Noise()
-    cut = split(module, X, points=["two"])
+    cut = split(module, X, points=["second"])
     assert len(cut.sent_bytes) == 2
     agree(module, cut, (X,))
 
@@ -496,9 +496,9 @@ def test_statistics_of_batches() -> None:
     module(*args)
     sent: dict[Any, Tensor] = {Input(0): args[0]}
     for stage, (part, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-        outputs = part(*(sent[one] for one in sources))
-        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
-    buffers = {name: one for stage in cut.stages for name, one in stage.named_buffers()}
+        outputs = part(*(sent[source] for source in sources))
+        sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    buffers = {name: buffer for stage in cut.stages for name, buffer in stage.named_buffers()}
     assert buffers.keys() == dict(module.named_buffers()).keys()
     for name, buffer in module.named_buffers():
         torch.testing.assert_close(buffers[name], buffer)
@@ -516,9 +516,9 @@ def test_stages_run_wherever_they_are_moved_to() -> None:
     cut = split(GPT2Like(), (TOKENS, MASK), stages=2)
     sent: dict[Any, Tensor] = {Input(0): TOKENS.to("meta"), Input(1): MASK.to("meta")}
     for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
-        outputs = copy.deepcopy(module).to("meta")(*(sent[one] for one in sources))
-        sent |= {Value(stage, k): one for k, one in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
-    assert all(one.is_meta for one in sent.values())
+        outputs = copy.deepcopy(module).to("meta")(*(sent[source] for source in sources))
+        sent |= {Value(stage, k): x for k, x in enumerate([outputs] if isinstance(outputs, Tensor) else outputs)}
+    assert all(x.is_meta for x in sent.values())
 
 
 def test_shared_by_name() -> None:
@@ -572,10 +572,10 @@ def test_untraceable(name: str, why: str, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_what_stages_would_not_call_is_refused() -> None:
     module = untraceable.Layers()
-    module.two.register_full_backward_hook(lambda *_: None)
-    with pytest.raises(UsageError, match="'two', Linear: its backward hook would not be called in a stage"):
+    module.second.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="'second', Linear: its backward hook would not be called in a stage"):
         split(module, X, stages=2)
-    with pytest.raises(UsageError, match=r"'0\.two', Linear: its backward hook"):
+    with pytest.raises(UsageError, match=r"'0\.second', Linear: its backward hook"):
         split_sequential(nn.Sequential(module, nn.ReLU()), 2)
 
     class Residual(nn.Sequential):
@@ -648,19 +648,19 @@ def test_examples_that_do_not_fit(args: Any, kwargs: Any, why: str) -> None:
 
 def test_a_point_that_runs_twice_is_named_with_its_line() -> None:
     with pytest.raises(
-        UsageError, match=r"'one' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.one\(x\)`\)"
+        UsageError, match=r"'first' runs 2 times \(.*untraceable.py:\d+: in forward: `x = self.first\(x\)`\)"
     ):
-        split(untraceable.Repeated(), X, points=["one"])
+        split(untraceable.Repeated(), X, points=["first"])
 
 
 def test_inputs() -> None:
     class Options(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, pair: tuple[Tensor, Tensor], times: int, *, bias: Any = None, last: Tensor) -> Tensor:
-            return self.two(self.one(pair[0]) * times + pair[1]) + last
+            return self.second(self.first(pair[0]) * times + pair[1]) + last
 
     args, kwargs = ((X, X + 1), 3), {"last": X - 1, "bias": None}
     module = Options()
@@ -715,8 +715,8 @@ def test_sequential_by_a_profile(tmp_path: Path) -> None:
 
 
 def test_sequential_with_a_child_that_appears_twice() -> None:
-    one = nn.Linear(WIDTH, WIDTH)
-    module = nn.Sequential(one, nn.Tanh(), one, nn.Linear(WIDTH, WIDTH))
+    shared = nn.Linear(WIDTH, WIDTH)
+    module = nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(WIDTH, WIDTH))
     for stages in (1, 2, 3):
         cut = split_sequential(module, stages)
         agree(module, cut, (X,))

@@ -25,7 +25,7 @@ def test_a_message_of_several_tensors_gives_them_back(indices):
     bundle, tensors = Bundle(indices, outputs), [some(outputs[index]) for index in indices]
     message = bundle.pack(tensors, torch.device("cpu"))
     assert (tuple(message.shape), message.dtype) == tuple(bundle.spec)
-    assert bundle.spec.bytes >= sum(one.nbytes for one in tensors)
+    assert bundle.spec.bytes >= sum(x.nbytes for x in tensors)
     back = bundle.unpack(message)
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(back, tensors, strict=True))
     if len(indices) > 1:
@@ -108,7 +108,7 @@ DIMS = ({"x": 1, "all": None, "no": None}, 0)
 
 
 def test_a_sample_weighs_the_same_in_every_microbatch():
-    found = Microbatches(Minibatch(lambda text, rng: minibatch(10), DIMS), torch.zeros(1), 0, 4)
-    parts = [found(0, number).loss_divisor for number in range(4)]
+    microbatches = Microbatches(Minibatch(lambda text, rng: minibatch(10), DIMS), torch.zeros(1), 0, 4)
+    parts = [microbatches(0, number).loss_divisor for number in range(4)]
     assert parts == [10 / 3, 10 / 3, 5, 5]
-    assert found.tokens == 10
+    assert microbatches.tokens == 10

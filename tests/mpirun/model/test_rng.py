@@ -152,10 +152,10 @@ def test_two_layers_of_one_kind_draw_different_numbers():
 
 def test_the_layers_that_draw_are_found():
     """All of them, and no others: attention draws only with dropout."""
-    found = infer_shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
-    assert [one.random_layers for one in found] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
-    found = infer_shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
-    assert found[1].random_layers == ("",)  # the whole stage
+    shapes = infer_shapes(models_for_tests.dropping(2), CHAIN[:2], first(models_for_tests.dropping(2)))
+    assert [shape.random_layers for shape in shapes] == [("layer0", "layer2", "layer3"), ("layer5", "layer6")]
+    shapes = infer_shapes(models_for_tests.dropping_function(3), CHAIN, first(models_for_tests.dropping_function(3)))
+    assert shapes[1].random_layers == ("",)  # the whole stage
     assert infer_shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].random_layers == ()
     everywhere = models_for_tests.attends_everywhere(2)  # attention's other defaults
-    assert [one.random_layers for one in infer_shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]
+    assert [shape.random_layers for shape in infer_shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]

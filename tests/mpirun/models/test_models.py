@@ -45,8 +45,8 @@ def parameters(parts: list[nn.Module]) -> dict[str, Tensor]:
 @EVERY_CUT
 def test_a_cut_model_computes_what_the_whole_does(name, stages):
     make, _ = TINY[name]
-    (whole,), parts = modules(make(1)), modules(make(stages), seed=1)
-    uncut = dict(whole.named_parameters())
+    (uncut_module,), parts = modules(make(1)), modules(make(stages), seed=1)
+    uncut = dict(uncut_module.named_parameters())
     cut = parameters(parts)
     assert list(cut) == list(uncut)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def test_a_cut_model_computes_what_the_whole_does(name, stages):
         x = data
         for part in parts:
             x = part(x)
-        assert torch.equal(x, whole(data))
+        assert torch.equal(x, uncut_module(data))
 
 
 @EVERY_CUT
@@ -108,10 +108,10 @@ def test_two_layers_of_one_shape_begin_with_different_weights():
 def test_a_module_given_as_it_is_is_copied(name):
     make, _ = TINY[name]
     model = make(2)
-    given = model._replace(stages=modules(model))
+    of_modules = model._replace(stages=modules(model))
     with torch.no_grad():
-        next(build_stage(given, 0, 0).parameters()).fill_(7)
-    assert not (next(build_stage(given, 0, 0).parameters()) == 7).any()
+        next(build_stage(of_modules, 0, 0).parameters()).fill_(7)
+    assert not (next(build_stage(of_modules, 0, 0).parameters()) == 7).any()
 
 
 def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
@@ -206,9 +206,9 @@ def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
     }
     module.model = lambda stages: mlp.tiny(stages)._replace(**fields)
     monkeypatch.setitem(sys.modules, "mine", module)
-    found = load_model("mine:model", 2, 0)
-    assert (found.length, found.split, found.tied, found.tensor_parallel) == (20, [0], [[(0, "a"), (1, "b")]], 1)
-    assert type(found.length) is type(found.split[0]) is type(found.tied[0][0][0]) is int
+    model = load_model("mine:model", 2, 0)
+    assert (model.length, model.split, model.tied, model.tensor_parallel) == (20, [0], [[(0, "a"), (1, "b")]], 1)
+    assert type(model.length) is type(model.split[0]) is type(model.tied[0][0][0]) is int
 
 
 @pytest.mark.parametrize(
@@ -282,19 +282,19 @@ def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
         return torch.ones(2, 3, dtype=dtype), torch.ones(())
 
     model = Model([stage], lambda output, target: output.mean(), batch)
-    (found,) = infer_shapes(model, model.resolved_reads([()], 1), microbatch(model, TEXT, 0, 0, 0))
+    (shape,) = infer_shapes(model, model.resolved_reads([()], 1), microbatch(model, TEXT, 0, 0, 0))
     real = build_stage(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
-    assert found.outputs == (TensorSpec(tuple(real.shape), real.dtype),) == (TensorSpec(size, dtype),)
+    assert shape.outputs == (TensorSpec(tuple(real.shape), real.dtype),) == (TensorSpec(size, dtype),)
 
 
 def test_with_mixed_precision_shapes_have_the_types_that_travel():
-    found = infer_shapes(
+    shapes = infer_shapes(
         mlp.tiny(4),
         mlp.tiny(4).resolved_reads([(), (0,), (1,), (2,)], 1),
         microbatch(mlp.tiny(4), TEXT, 0, 0, 0),
         torch.bfloat16,
     )
-    assert [one.outputs[0].dtype for one in found] == [torch.float32] * 3 + [
+    assert [shape.outputs[0].dtype for shape in shapes] == [torch.float32] * 3 + [
         torch.bfloat16
     ]  # sums with what was, and scores
-    assert all(shape.weight_bytes % 64 == 0 and shape.weight_bytes > 0 for shape in found)
+    assert all(shape.weight_bytes % 64 == 0 and shape.weight_bytes > 0 for shape in shapes)
