@@ -440,7 +440,7 @@ def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
             ("--graph", 4, "--shards", "1,2,1,2"),
             "--shards divides the weights",
         ),
-        ("def w(s, b, d): return 0 * s, 0 * s", ("--graph", 2**20, "--microbatches", 64), "more than"),
+        ("def w(s, b, d): return 0 * s, 0 * s", ("--graph", 2**20, "--microbatches", 128), "more than"),
     ],
 )
 def test_options_that_do_not_go_together(run, refused, graph_file, tmp_path, source, options, sentence):
