@@ -168,9 +168,9 @@ def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount
     read, made = _buffers(machine.header.graph, i)
     # Copies replace the buffers: where a forward or BWD_I keeps one, it does so after the buffer's FREE too.
     for key in (*read, *made):
-        buffer = machine.buffers.get(*key)
+        buffer = machine.context.buffers.get(*key)
         buffer.value = buffer.value.clone()
-    return Bytes(before, peak, memory.live, sum(machine.buffers.get(*key).value.nbytes for key in made))
+    return Bytes(before, peak, memory.live, sum(machine.context.buffers.get(*key).value.nbytes for key in made))
 
 
 def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[BufferKey]]:

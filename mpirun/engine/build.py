@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import together
+from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW, make_transport
+from mpirun.engine.act import Position
+from mpirun.engine.buffers import Buffers
+from mpirun.engine.context import Context
+from mpirun.engine.grad_buffers import GradBuffers
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.loss import check_forwards_first
 from mpirun.engine.memory_slots import MemorySlots
@@ -43,8 +48,12 @@ def build_interpreter(
     owned = {index: stage for index, stage in stages.items() if stage.owned}
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
     transport = make_transport(comm, header.groups, setup.device, setup.crowded, _show_waits(state))
-    optimizer = Optimizer(setup.recipe, owned)
-    return Interpreter(header, instructions, stages, slots, transport, state, setup, optimizer)
+    grad_buffers = GradBuffers(header, stages, slots, comm.rank)
+    context = Context(
+        header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), Buffers(transport),
+        grad_buffers, Optimizer(setup.recipe, owned), Position(setup.passes),
+    )  # fmt: skip
+    return Interpreter(context, state)
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mpirun.data.microbatches import Microbatch, to_device
-from mpirun.engine.act import Act, Position
-from mpirun.engine.buffers import Buffers
-from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.act import Act
+from mpirun.engine.context import Context
 from mpirun.engine.loss import MinibatchLoss, scaled_loss
-from mpirun.engine.memory_slots import MemorySlots
-from mpirun.engine.setup import Setup
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
 from mpirun.engine.weight_versions import WeightVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind, Op
 
 
@@ -35,31 +31,21 @@ class PendingBackward:
 class ForwardBackward:
     """Prepares the jobs. A method takes the row of an instruction and the instruction, and returns the act."""
 
-    def __init__(
-        self,
-        header: Header,
-        instructions: Sequence[Instruction],
-        stages: dict[int, LocalStage],
-        versions: WeightVersions,
-        buffers: Buffers,
-        grad_buffers: GradBuffers,
-        slots: MemorySlots,
-        setup: Setup,
-        position: Position,
-    ) -> None:
-        """`instructions`: all of this rank; `position`: the step and pass in which an act is called."""
-        self.header, self.stages, self.versions, self.buffers = header, stages, versions, buffers
-        self.grad_buffers, self.slots, self.setup, self.position = grad_buffers, slots, setup, position
-        self.dataflows, self.device = setup.dataflows, setup.device.torch
+    def __init__(self, context: Context, versions: WeightVersions) -> None:
+        """`versions`: of the stages' weights."""
+        self.context, self.versions, self.buffers = context, versions, context.buffers
+        header, setup = context.header, context.setup
+        self.header, self.setup, self.position, self.dataflows = header, setup, context.position, setup.dataflows
+        self.device = setup.device.torch
         self.pending: dict[tuple[int, int], PendingBackward] = {}  # by stage and microbatch
         self.microbatches: dict[int, Microbatch] = {}  # those that are still to be read
         self.last_reader: dict[int, object] = {}  # by microbatch
         self.loss_gradient: Tensor | None = None
-        device_type = setup.device.kind
-        self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, device_type, setup.autocast_dtype)
+        kind, dtype = setup.device.kind, setup.autocast_dtype
+        self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, kind, dtype)
         self.losses: dict[int, Tensor] = {}  # by microbatch, since the last NORM
-        self.saves = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
-        self.saves -= {(i.stage, i.mb) for i in instructions if i.op == Op.RECOMPUTE}
+        self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
+        self.saves -= {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
 
     # Forward
 
@@ -180,7 +166,7 @@ class ForwardBackward:
         """BWD: the gradients of the inputs go into buffers g, those of the weights are added to dw."""
         stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
         output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
-        gradient, key = self.grad_buffers.of_stage(i.stage), self.slots.row_key(i.mb)
+        gradient, key = self.context.grad_buffers.of_stage(i.stage), self.context.slots.row_key(i.mb)
 
         def act() -> None:
             gradients, saved = output_gradients(), pending.saved
@@ -209,7 +195,7 @@ class ForwardBackward:
     def bwd_w(self, row: int, i: Instruction) -> Act:
         """BWD_W: the gradients of the weights, added to dw."""
         stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
-        gradient, key = self.grad_buffers.of_stage(i.stage), self.slots.row_key(i.mb)
+        gradient, key = self.context.grad_buffers.of_stage(i.stage), self.context.slots.row_key(i.mb)
 
         def act() -> None:
             weights()
@@ -268,7 +254,7 @@ class ForwardBackward:
 
     def _stage(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""
-        return self.versions.at(i.stage, i.version) if i.version >= 0 else self.stages[i.stage]
+        return self.versions.at(i.stage, i.version) if i.version >= 0 else self.context.stages[i.stage]
 
     def _wait_for_weights(self, i: Instruction) -> Callable[[], object]:
         """What waits until the stage's weights, all parts of them, have arrived."""

@@ -10,7 +10,7 @@ A buffer has rows of the same length, each with a key:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,23 +25,60 @@ from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 
 
 class GradBuffer:
-    """dw.s: rows of shape (n,), laid out as the stage's flat weights are."""
+    """dw.s or dw.s/k: the rows of a unit, each of shape (n,)."""
 
-    def __init__(self, stage: LocalStage, keys: Sequence[int], memory: Tensor) -> None:
-        """`keys`: of the rows, ascending; `memory`: shape (len(keys) * n,), used as it is."""
-        self.stage, self.keys = stage, list(keys)
-        self.data = memory.view(len(self.keys), stage.size)
-        self.views = {key: stage.views(row) for key, row in zip(self.keys, self.data, strict=True)}
-        self.autograd_adds_to: tuple[int, LocalStage] | None = None
+    def __init__(self, keys: Sequence[int], rows: Sequence[Tensor], sliced_from: StageGradBuffer | None = None) -> None:
+        """`rows`: one for each key, ascending; `sliced_from`: the buffer of all weights that they are slices of."""
+        self.keys, self.rows, self.sliced_from = list(keys), list(rows), sliced_from
 
     @property
     def total(self) -> Tensor:
-        """The first row, shape (n,), which is the sum in the end."""
-        return self.data[0]
+        """The first row, which is the sum in the end."""
+        return self.rows[0]
 
     def zero(self) -> None:
         """Set all rows to zero."""
-        self.data.zero_()
+        for row in self.rows:
+            row.zero_()
+
+    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
+        """Add a partial sum that was received, shape (len(keys), n)."""
+        places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
+        for place, row in zip(places, rows, strict=True):
+            self.rows[place] += row
+
+    def add_slices(self, buffer: StageGradBuffer, span: slice) -> None:
+        """Add the rank's own sums: of every row of all weights the slice that is this part."""
+        for key, row in zip(buffer.keys, buffer.data[:, span], strict=True):
+            if key in self.keys:  # rows with other keys belong to sums that the rank only passes on
+                self.rows[self.keys.index(key)] += row
+
+    def sum_rows(self) -> None:
+        """Add all rows to the first, in the order of their keys."""
+        for row in self.rows[1:]:
+            self.rows[0] += row
+
+    def message(self) -> tuple[Tensor, Act | None]:
+        """The tensor that is sent, shape (rows, n), and what packs the rows into it; None: they lie there anyway."""
+        if len(self.rows) == 1:
+            return self.rows[0], None
+        packed = torch.empty((len(self.rows), len(self.total)), dtype=self.total.dtype, device=self.total.device)
+
+        def pack() -> None:
+            torch.stack(self.rows, out=packed)
+
+        return packed, pack
+
+
+class StageGradBuffer(GradBuffer):
+    """dw.s: rows laid out as the stage's flat weights are, to which backwards add."""
+
+    def __init__(self, stage: LocalStage, keys: Sequence[int], memory: Tensor) -> None:
+        """`keys`: of the rows, ascending; `memory`: shape (len(keys) * n,), used as it is."""
+        self.stage, self.data = stage, memory.view(len(keys), stage.size)
+        super().__init__(keys, list(self.data))
+        self.views = {key: stage.views(row) for key, row in zip(keys, self.data, strict=True)}
+        self.autograd_adds_to: tuple[int, LocalStage] | None = None
 
     def attach(self, key: int, stage: LocalStage) -> None:
         """Make autograd add to the row of `key`; `stage`: the version of the stage whose backward runs."""
@@ -57,67 +94,9 @@ class GradBuffer:
             views, summands = zip(*pairs, strict=True)
             torch._foreach_add_(views, summands)
 
-    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
-        """Add a partial sum that was received, shape (len(keys), n)."""
-        if len(self.keys) == 1:
-            self.data += rows
-        else:
-            self.data[[self.keys.index(key) for key in keys]] += rows
-
-    def sum_rows(self) -> None:
-        """Add all rows to the first, in the order of their keys."""
-        for row in self.data[1:]:
-            self.data[0] += row
-
     def message(self) -> tuple[Tensor, Act | None]:
-        """The tensor that is sent, shape (rows, n), and what fills it just before; None: it is the rows themselves."""
+        """All rows as they lie."""
         return self.data, None
-
-
-class PartGradBuffer:
-    """dw.s/k: rows of shape (m,), which are either its own or slices of the rows of all weights."""
-
-    def __init__(self, keys: Sequence[int], rows: Sequence[Tensor], sliced_from: GradBuffer | None) -> None:
-        """`rows`: one for each key; `sliced_from`: the buffer that they are slices of."""
-        self.keys, self.rows, self.sliced_from = list(keys), list(rows), sliced_from
-
-    @property
-    def total(self) -> Tensor:
-        """The first row, shape (m,), which is the sum in the end."""
-        return self.rows[0]
-
-    def zero(self) -> None:
-        """Set all rows to zero."""
-        for row in self.rows:
-            row.zero_()
-
-    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
-        """Add a partial sum that was received, shape (len(keys), m)."""
-        places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
-        for place, row in zip(places, rows, strict=True):
-            self.rows[place] += row
-
-    def add_slices(self, buffer: GradBuffer, span: slice) -> None:
-        """Add the rank's own sums: of every row of all weights the slice that is this part."""
-        for key, row in zip(buffer.keys, buffer.data[:, span], strict=True):
-            if key in self.keys:  # rows with other keys belong to sums that the rank only passes on
-                self.rows[self.keys.index(key)] += row
-
-    def sum_rows(self) -> None:
-        """Add all rows to the first, in the order of their keys."""
-        for row in self.rows[1:]:
-            self.rows[0] += row
-
-    def message(self) -> tuple[Tensor, Act | None]:
-        """As `GradBuffer.message`, shape (rows, m): several rows do not lie in one piece and are packed."""
-        if len(self.rows) == 1:
-            return self.rows[0], None
-        packed = torch.empty((len(self.rows), len(self.total)), dtype=self.total.dtype, device=self.total.device)
-
-        def pack() -> None:
-            torch.stack(self.rows, out=packed)
-
-        return packed, pack
 
 
 class GradBuffers:
@@ -126,17 +105,17 @@ class GradBuffers:
     def __init__(self, header: Header, stages: Mapping[int, LocalStage], slots: MemorySlots, rank: int) -> None:
         """`stages`: by number, those that this rank owns or computes or whose gradients it passes on."""
         self.header, self.stages, self.slots, self.rank = header, stages, slots, rank
-        self.by_stage: dict[int, GradBuffer] = {}
-        self.by_part: dict[Unit, PartGradBuffer] = {}
+        self.by_stage: dict[int, StageGradBuffer] = {}
+        self.by_part: dict[Unit, GradBuffer] = {}
         self.rows_claimed: set[Unit] = set()
 
-    def of_stage(self, stage: int) -> GradBuffer:
+    def of_stage(self, stage: int) -> StageGradBuffer:
         """dw.s"""
         if stage not in self.by_stage:
-            self.by_stage[stage] = GradBuffer(self.stages[stage], *self.slots.gradient(self.stages[stage]))
+            self.by_stage[stage] = StageGradBuffer(self.stages[stage], *self.slots.gradient(self.stages[stage]))
         return self.by_stage[stage]
 
-    def of_unit(self, unit: Unit) -> GradBuffer | PartGradBuffer:
+    def of_unit(self, unit: Unit) -> GradBuffer:
         """dw.s, or dw.s/k where the weights of the stage are divided."""
         stage, part = self.stages[unit[0]], unit[1]
         if part < 0:
@@ -145,18 +124,18 @@ class GradBuffers:
             keys = self.slots.keys(self.rank, *unit) or [-1]
             if stage.owns_separate_parts and part in stage.owned:
                 rows = stage.owned[part].new_zeros((len(keys), len(stage.owned[part])))
-                self.by_part[unit] = PartGradBuffer(keys, list(rows), None)
+                self.by_part[unit] = GradBuffer(keys, list(rows))
             else:
                 buffer = self.of_stage(unit[0])
                 slices = [buffer.data[buffer.keys.index(key), stage.part_slices[part]] for key in keys]
-                self.by_part[unit] = PartGradBuffer(keys, slices, buffer)
+                self.by_part[unit] = GradBuffer(keys, slices, buffer)
         return self.by_part[unit]
 
-    def owned(self) -> dict[Unit, GradBuffer | PartGradBuffer]:
+    def owned(self) -> dict[Unit, GradBuffer]:
         """The buffers of all units that this rank owns."""
         return {(s, part): self.of_unit((s, part)) for s, stage in self.stages.items() for part in stage.owned}
 
-    def claim_row_sums(self, units: Mapping[Unit, GradBuffer | PartGradBuffer]) -> list[GradBuffer | PartGradBuffer]:
+    def claim_row_sums(self, units: Iterable[Unit]) -> list[GradBuffer]:
         """The buffers whose rows the caller has to sum: of units with one owner, not claimed by an earlier caller.
 
         An ALLREDUCE sums the rows of a unit with several owners.
@@ -164,7 +143,7 @@ class GradBuffers:
         holders = self.header.weight_shards.holders
         claimed = [unit for unit in units if len(holders(*unit)) == 1 and unit not in self.rows_claimed]
         self.rows_claimed.update(claimed)
-        return [units[unit] for unit in claimed]
+        return [self.of_unit(unit) for unit in claimed]
 
     def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
         """(row, act): before the instruction of that row, which is the first to add to a buffer, set it to zero.
@@ -175,12 +154,11 @@ class GradBuffers:
         zeroed: set[int] = set()
         for row, unit in _first_additions(instructions, self.header):
             buffer = self.of_unit(unit)
-            if isinstance(buffer, PartGradBuffer) and buffer.sliced_from is not None:
-                if unit[0] not in zeroed:
-                    zeroed.add(unit[0])
-                    acts.append((row, buffer.sliced_from.zero))
-            else:
+            if buffer.sliced_from is None:
                 acts.append((row, buffer.zero))
+            elif unit[0] not in zeroed:
+                zeroed.add(unit[0])
+                acts.append((row, buffer.sliced_from.zero))
         return acts
 
     def completing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
@@ -190,9 +168,8 @@ class GradBuffers:
         for index, row in last_backward.items():
             stage = self.stages[index]
             for part in stage.owned if stage.owns_separate_parts else ():
-                buffer = self.of_unit((index, part))
-                assert isinstance(buffer, PartGradBuffer)
-                acts.append((row, partial(buffer.add_slices, self.of_stage(index), stage.part_slices[part])))
+                add_slices = self.of_unit((index, part)).add_slices
+                acts.append((row, partial(add_slices, self.of_stage(index), stage.part_slices[part])))
         return acts
 
 

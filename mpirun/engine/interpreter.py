@@ -9,66 +9,36 @@ waits until that has arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.progress_thread import LONG, MessageProgress, layers
-from mpirun.comm.transport import Transport
-from mpirun.engine.act import Act, Position, in_order
-from mpirun.engine.buffers import Buffers
+from mpirun.engine.act import Act, in_order
+from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
-from mpirun.engine.grad_buffers import GradBuffers
-from mpirun.engine.grad_norm import GradNorms
-from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.messages import Messages
-from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.optimizer_step import OptimizerStep, StepResult
 from mpirun.engine.owner_allreduce import OwnerAllreduce
-from mpirun.engine.setup import Setup
 from mpirun.engine.shard_allreduce import ShardAllreduce
-from mpirun.engine.stage import LocalStage
 from mpirun.engine.tied_stages import tied_allreduce
 from mpirun.engine.weight_versions import WeightVersions
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
 
 
 class Interpreter:
     """A rank's list, prepared, and the loop that executes it."""
 
-    def __init__(
-        self,
-        header: Header,
-        instructions: Sequence[Instruction],
-        stages: dict[int, LocalStage],
-        slots: MemorySlots,
-        transport: Transport,
-        state: memoryview,
-        setup: Setup,
-        optimizer: Optimizer,
-    ) -> None:
-        """`stages`: by number, those that the rank needs; `state`: the words that the watchdog looks at. Collective."""
-        self.header, self.stages, self.slots, self.transport = header, stages, slots, transport
-        self.setup, self.optimizer, self.state = setup, optimizer, state
-        self.position = Position(setup.passes)
-        self.buffers, self.allreduces = Buffers(transport), AllreduceQueue(transport)
-        self.progress = MessageProgress(transport.comm, transport.poll)
-        self.grad_buffers = GradBuffers(header, stages, slots, transport.comm.rank)
-        self.versions = WeightVersions(instructions, stages, slots, setup)
-        self.forward_backward = ForwardBackward(
-            header, instructions, stages, self.versions, self.buffers, self.grad_buffers, slots, setup, self.position
-        )
-        messages = Messages(instructions, stages, transport, self.buffers, self.grad_buffers, slots, setup.dataflows)
-        self.owner_allreduce = OwnerAllreduce(
-            header, self.buffers, messages.partial_sums, self.grad_buffers, slots, self.allreduces
-        )
-        self.shard_allreduce = ShardAllreduce(header, transport)
-        self.optimizer_step = OptimizerStep(
-            header, stages, GradNorms(header, setup.shapes, transport.comm.rank, setup.canonical),
-            self.forward_backward, self.buffers, self.grad_buffers, self.versions, optimizer, self.allreduces,
-            self.position,
-        )  # fmt: skip
+    def __init__(self, context: Context, state: memoryview) -> None:
+        """Prepare all instructions; `state`: the words that the watchdog looks at. Collective."""
+        self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
+        self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
+        self.progress = MessageProgress(context.transport.comm, context.transport.poll)
+        self.versions = WeightVersions(context)
+        self.forward_backward = ForwardBackward(context, self.versions)
+        messages = Messages(context)
+        self.owner_allreduce = OwnerAllreduce(context, messages.partial_sums)
+        self.shard_allreduce = ShardAllreduce(context)
+        self.optimizer_step = OptimizerStep(context, self.versions, self.forward_backward.losses)
         self.table: dict[int, Callable[[int, Instruction], Act]] = {
             Op.FETCH_W: messages.fetch_w,
             Op.RECV: messages.recv,
@@ -84,12 +54,12 @@ class Interpreter:
             Op.STEP: self.optimizer_step.step,
             Op.FREE: messages.free,
         }
-        self.code = [self.table[i.op](row, i) for row, i in enumerate(instructions)]
-        for row, zero in self.grad_buffers.zeroing_acts(instructions):
+        self.code = [self.table[i.op](row, i) for row, i in enumerate(context.instructions)]
+        for row, zero in context.grad_buffers.zeroing_acts(context.instructions):
             self.code[row] = in_order(zero, self.code[row])
-        for row, complete in self.grad_buffers.completing_acts(instructions):
+        for row, complete in context.grad_buffers.completing_acts(context.instructions):
             self.code[row] = in_order(self.code[row], complete)
-        self.jobs = [(i.stage, i.op) if i.op in COMPUTE else None for i in instructions]
+        self.jobs = [(i.stage, i.op) if i.op in COMPUTE else None for i in context.instructions]
         self.execute_list: Callable[[], None] = self.execute  # --trace puts its own here
 
     def allreduce(self, row: int, i: Instruction) -> Act:
@@ -97,10 +67,8 @@ class Interpreter:
         if i.kind == Kind.DW:
             return self.owner_allreduce.allreduce(row, i)
         if i.kind == Kind.T:
-            rank = self.transport.comm.rank
-            return tied_allreduce(i, self.header, self.setup.model, self.grad_buffers, self.allreduces, rank)
-        spec = self.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
-        return self.shard_allreduce.allreduce(i, self.buffers.get(*i[1:5]), spec, self.slots.device)
+            return tied_allreduce(self.context, i)
+        return self.shard_allreduce.allreduce(row, i)
 
     def run(self, step: int) -> StepResult:
         """Execute the list once for every accumulation pass of a step."""

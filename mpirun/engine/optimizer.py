@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mpirun.engine.grad_buffers import GradBuffer, PartGradBuffer
+from mpirun.engine.grad_buffers import GradBuffer
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit
 
@@ -65,7 +65,7 @@ class Recipe(NamedTuple):
 class Optimizer:
     """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
 
-    def __init__(self, recipe: Recipe, stages: dict[int, LocalStage]) -> None:
+    def __init__(self, recipe: Recipe, stages: Mapping[int, LocalStage]) -> None:
         """`stages`: those of which the rank owns all weights or some parts."""
         self.recipe, self.stages = recipe, stages
         # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
@@ -105,14 +105,7 @@ class Optimizer:
             by_index = {index: values for index, values in enumerate(state) if values}
             optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
 
-    def step(
-        self,
-        unit: Unit,
-        gradient: GradBuffer | PartGradBuffer,
-        step: int,
-        norm: float,
-        version: LocalStage | None = None,
-    ) -> None:
+    def step(self, unit: Unit, gradient: GradBuffer, step: int, norm: float, version: LocalStage | None = None) -> None:
         """Step the weights of a unit, after clipping its gradient by the norm of the whole gradient.
 
         `version`: the stage with the version of its weights that changes; None: the weights at the start of a pass.

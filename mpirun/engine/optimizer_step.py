@@ -15,18 +15,12 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import Transport
-from mpirun.engine.act import Act, Position
-from mpirun.engine.buffers import Buffers
-from mpirun.engine.forward_backward import ForwardBackward
-from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.act import Act
+from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
-from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit
 from mpirun.engine.weight_versions import WeightVersions
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
 
 
@@ -42,23 +36,11 @@ class StepResult(NamedTuple):
 class OptimizerStep:
     """Prepares NORM and STEP, as `Messages` does, and keeps what NORM has told."""
 
-    def __init__(
-        self,
-        header: Header,
-        stages: Mapping[int, LocalStage],
-        norms: GradNorms,
-        forward_backward: ForwardBackward,
-        buffers: Buffers,
-        grad_buffers: GradBuffers,
-        versions: WeightVersions,
-        optimizer: Optimizer,
-        queue: AllreduceQueue,
-        position: Position,
-    ) -> None:
-        """`forward_backward`: has the losses of this rank; `queue`: the sums of gradients under way."""
-        self.header, self.stages, self.grad_norms, self.forward_backward = header, stages, norms, forward_backward
-        self.buffers, self.grad_buffers, self.versions = buffers, grad_buffers, versions
-        self.optimizer, self.queue, self.position = optimizer, queue, position
+    def __init__(self, context: Context, versions: WeightVersions, losses: dict[int, Tensor]) -> None:
+        """`losses`: by microbatch, where the forwards of this rank put them; NORM takes them out."""
+        self.context, self.versions, self.losses = context, versions, losses
+        setup = context.setup
+        self.grad_norms = GradNorms(context.header, setup.shapes, context.transport.comm.rank, setup.canonical)
         self.leave_requested = False  # by this rank: all ranks learn it at the next NORM
         self.finite = True  # whether all losses and norms of the step so far are
         self.result = StepResult([], 0.0, [], False)
@@ -66,18 +48,18 @@ class OptimizerStep:
 
     def norm(self, row: int, i: Instruction) -> Act:
         """NORM: complete the gradients that this rank owns, and tell all ranks the numbers of the step."""
-        owned = self.grad_buffers.owned()
-        row_sums = self.grad_buffers.claim_row_sums(owned)
+        context, position = self.context, self.context.position
+        owned = context.grad_buffers.owned()
+        row_sums = context.grad_buffers.claim_row_sums(owned)
         totals = {unit: buffer.total for unit, buffer in owned.items()}
-        position = self.position
 
         def act() -> None:
-            self.queue.finish()
+            context.allreduces.finish()
             self.versions.copy_last_to_0()
             for buffer in row_sums:
                 buffer.sum_rows()
             if position.passes > 1:
-                self.optimizer.accumulate(totals, first=position.in_first_pass, last=position.in_last_pass)
+                context.optimizer.accumulate(totals, first=position.in_first_pass, last=position.in_last_pass)
             self._tell(i.group, totals)
             if position.in_last_pass and self.finite:
                 self.on_gradients(totals)
@@ -86,31 +68,30 @@ class OptimizerStep:
 
     def _tell(self, group: int, totals: Mapping[Unit, Tensor]) -> None:
         """Exchange the numbers of all ranks: those of the norms, a loss for every microbatch, who wants to leave."""
-        losses, first_loss = self.forward_backward.losses, self.grad_norms.length
-        leave = first_loss + self.header.microbatches
+        context, first_loss = self.context, self.grad_norms.length
+        leave = first_loss + context.header.microbatches
         contributed: dict[int, float] = {}
         for unit, total in totals.items():
-            contributed |= self.grad_norms.contributed(unit, self.stages[unit[0]], total)
-        contributed |= {first_loss + mb: float(loss) for mb, loss in losses.items()}
-        losses.clear()
+            contributed |= self.grad_norms.contributed(unit, context.stages[unit[0]], total)
+        contributed |= {first_loss + mb: float(loss) for mb, loss in self.losses.items()}
+        self.losses.clear()
         contributed[leave] = float(self.leave_requested)
-        transport = self.queue.transport
-        numbers = _sum_over_ranks(transport, transport.group(group), leave + 1, contributed)
+        numbers = _sum_over_ranks(context.transport, context.transport.group(group), leave + 1, contributed)
         norms = self.grad_norms.norms(numbers[:first_loss])
         self.result = StepResult(numbers[first_loss:leave], total_norm(norms), norms, numbers[leave] > 0)
-        self.finite = (self.finite or self.position.in_first_pass) and all(map(math.isfinite, numbers))
+        self.finite = (self.finite or context.position.in_first_pass) and all(map(math.isfinite, numbers))
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
         if i.version >= 0:
-            return self.versions.step(i, self.header, self.grad_buffers, self.optimizer, self.queue, self.position)
-        unit = i.stage, i.part
-        weights, gradient = self.buffers.get(Kind.W, i.stage, via=i.part), self.grad_buffers.of_unit(unit)
+            return self.versions.step(i)
+        unit, context, position = (i.stage, i.part), self.context, self.context.position
+        weights, gradient = context.buffers.get(Kind.W, i.stage, via=i.part), context.grad_buffers.of_unit(unit)
 
         def act() -> None:
-            self.buffers.wait_sent(weights)
-            if self.position.in_last_pass and self.finite:
-                self.optimizer.step(unit, gradient, self.position.step, self.result.grad_norm)
+            context.buffers.wait_sent(weights)
+            if position.in_last_pass and self.finite:
+                context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
 

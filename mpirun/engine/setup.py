@@ -18,9 +18,8 @@ from mpirun.engine.expand_shards import check_split_stages, expand_shards
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.optimizer import Recipe
 from mpirun.engine.options import SetupOptions
-from mpirun.engine.tied_stages import check_ties
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, check_reads
+from mpirun.model.dataflow import Dataflow, Reads, check_reads, how_to_compile
 from mpirun.model.load_model import load_model
 from mpirun.model.shapes import StageShape, infer_shapes
 from schedgen.ir.header import Header
@@ -88,8 +87,15 @@ def _load_model(options: SetupOptions, header: Header) -> Model:
 
 
 def _expand_shards(unsharded_model: Model, header: Header) -> Model:
+    """The model with shards; UsageError if it ties stages that the schedule does not."""
     model = expand_shards(unsharded_model, header.tensor_parallel.degree)
-    check_ties(model, header)
+    for tie in model.tied:
+        stages = tuple(sorted({stage for stage, _ in tie}))
+        if len(stages) > 1 and stages not in header.tied:
+            if model.ties_shards(tie):
+                raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
+            wanted = ",".join(str(stage // header.tensor_parallel.degree) for stage in stages)
+            raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
     return model
 
 

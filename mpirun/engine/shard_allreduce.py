@@ -12,39 +12,36 @@ import math
 import torch
 
 from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
-from mpirun.comm.transport import Transport
 from mpirun.engine.act import Act
-from mpirun.engine.buffers import Buffer
-from mpirun.model.dataflow import TensorSpec
-from schedgen.ir.header import Header
+from mpirun.engine.context import Context
 from schedgen.ir.instructions import B, F, Instruction, Kind
 
 
 class ShardAllreduce:
     """Prepares the sums over shards that a rank takes part in."""
 
-    def __init__(self, header: Header, transport: Transport) -> None:
-        """`transport`: carries the sums, and waits for them."""
-        self.header, self.transport = header, transport
+    def __init__(self, context: Context) -> None:
+        """Sums are prepared as they are asked for."""
+        self.context = context
         # By the ranks of the shards in their order, number of elements, type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
 
-    def allreduce(self, i: Instruction, buffer: Buffer, spec: TensorSpec, device: torch.device) -> Act:
-        """ALLREDUCE: replace the summand of this rank's shard in `buffer`, a tensor like `spec`, by the sum."""
-        siblings = self.header.tensor_parallel.siblings
+    def allreduce(self, row: int, i: Instruction) -> Act:
+        """ALLREDUCE: replace the summand of this rank's shard in the buffer by the sum."""
+        header, transport = self.context.header, self.context.transport
         if i.kind == Kind.G:
-            consumer = self.header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
-            direction, shards = B, siblings(consumer)
+            consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
+            direction, shards = B, header.tensor_parallel.siblings(consumer)
         else:
-            direction, shards = F, siblings(i.stage)
-        ranks = tuple(self.header.compute[direction, list(shards), i.mb].tolist())
+            direction, shards = F, header.tensor_parallel.siblings(i.stage)
+        ranks = tuple(header.compute[direction, list(shards), i.mb].tolist())
+        spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, math.prod(spec.size), spec.dtype
         if key not in self.shared:
-            rows = torch.empty((1, key[1]), dtype=spec.dtype, device=device)
-            keys = [[ranks.index(rank)] for rank in self.header.groups[i.group]]
-            group = self.transport.group(i.group)
-            self.shared[key] = OrderedAllreduce(self.transport, group, rows, keys, tags=SHARD_TAGS)
-        allreduce, wait = self.shared[key], self.transport.wait
+            rows = torch.empty((1, key[1]), dtype=spec.dtype, device=self.context.slots.device)
+            keys = [[ranks.index(rank)] for rank in header.groups[i.group]]
+            self.shared[key] = OrderedAllreduce(transport, transport.group(i.group), rows, keys, tags=SHARD_TAGS)
+        buffer, allreduce, wait = self.context.buffers.get(*i[1:5]), self.shared[key], transport.wait
 
         def done() -> bool:
             allreduce.advance()

@@ -6,29 +6,13 @@ replaces these gradients in each of the stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
+from mpirun.comm.ordered_allreduce import OrderedAllreduce
 from mpirun.engine.act import Act
-from mpirun.engine.grad_buffers import GradBuffer, GradBuffers
+from mpirun.engine.context import Context
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import how_to_compile
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction
-from schedgen.util.errors import UsageError
-
-
-def check_ties(model: Model, header: Header) -> None:
-    """UsageError if the model ties stages that the schedule does not."""
-    for tie in model.tied:
-        stages = tuple(sorted({stage for stage, _ in tie}))
-        if len(stages) > 1 and stages not in header.tied:
-            if model.ties_shards(tie):
-                raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
-            wanted = ",".join(str(stage // header.tensor_parallel.degree) for stage in stages)
-            raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
 
 
 def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, str]]:
@@ -37,64 +21,44 @@ def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, s
     return [tie for tie in ties if tuple(sorted(tie)) == stages]
 
 
-def tied_allreduce(
-    i: Instruction, header: Header, model: Model, grad_buffers: GradBuffers, queue: AllreduceQueue, rank: int
-) -> Act:
-    """ALLREDUCE: sum t.k over the stages of tie k and wait for it."""
-    stages = header.tied[i.tie]
+def tied_allreduce(context: Context, i: Instruction) -> Act:
+    """ALLREDUCE: pack the gradients of shared parameters, sum them over the stages, copy the sum to owned copies."""
+    header, transport, allreduces = context.header, context.transport, context.allreduces
+    stages, group = header.tied[i.tie], transport.group(i.group)
+    rank, grad_buffers = transport.comm.rank, context.grad_buffers
     owned = {stage: grad_buffers.of_stage(stage) for stage in stages if rank in header.owners[stage]}
-    row_sums = grad_buffers.claim_row_sums({(stage, -1): buffer for stage, buffer in owned.items()})
-    shared = shared_parameters(model, stages)
-    tie = TiedAllreduce(queue, header, i, shared, owned) if shared else None
+    row_sums = grad_buffers.claim_row_sums([(stage, -1) for stage in owned])
+    shared = shared_parameters(context.setup.model, stages)
+    views = {  # by owned stage, into its dw
+        stage: [
+            view
+            for names in shared
+            for name, view in zip(buffer.stage.names, buffer.stage.views(buffer.total), strict=True)
+            if name == names[stage]
+        ]
+        for stage, buffer in owned.items()
+    }
+    first = next(iter(owned))
+    lengths = [view.numel() for view in views[first]]
+    # Each stage counts once: its first owner contributes it.
+    members = header.ties.sharers(i.tie)
+    keys = [[stage for stage in stages if header.owners[stage][0] == member] for member in members]
+    contributed = keys[group.rank]
+    rows = owned[first].data.new_zeros((len(contributed), sum(lengths)))
+    allreduce = OrderedAllreduce(transport, group, rows, keys, rows.new_zeros(sum(lengths)))
 
     def act() -> None:
         for buffer in row_sums:
             buffer.sum_rows()
-        if tie is not None:
-            tie.run()
+        if not shared:
+            return
+        allreduces.finish()
+        for row, stage in zip(rows, contributed, strict=True):
+            torch.cat([view.reshape(-1) for view in views[stage]], out=row)
+        allreduces.start(allreduce)
+        allreduces.finish()
+        for copies in views.values():
+            for view, part in zip(copies, allreduce.total.split(lengths), strict=True):
+                view.copy_(part.view(view.shape))
 
     return act
-
-
-class TiedAllreduce:
-    """The sum t.k on one rank."""
-
-    def __init__(
-        self,
-        queue: AllreduceQueue,
-        header: Header,
-        i: Instruction,
-        shared: list[dict[int, str]],
-        owned: Mapping[int, GradBuffer],
-    ) -> None:
-        """`i`: the ALLREDUCE; `shared`: by `shared_parameters`; `owned`: dw of the tied stages that the rank owns."""
-        self.queue, stages, group = queue, header.tied[i.tie], queue.transport.group(i.group)
-        # Of each owned stage, the gradients of the shared parameters: views into its dw.
-        self.views = {
-            stage: [
-                view
-                for names in shared
-                for name, view in zip(buffer.stage.names, buffer.stage.views(buffer.total), strict=True)
-                if name == names[stage]
-            ]
-            for stage, buffer in owned.items()
-        }
-        like = next(iter(owned.values())).data
-        length = sum(view.numel() for view in next(iter(self.views.values())))
-        # Each stage counts once: its first owner contributes it.
-        first_owner = {stage: header.owners[stage][0] for stage in stages}
-        keys = [[stage for stage in stages if first_owner[stage] == member] for member in header.ties.sharers(i.tie)]
-        self.contributed = keys[group.rank]
-        self.rows, self.total = like.new_zeros((len(self.contributed), length)), like.new_zeros(length)
-        self.allreduce = OrderedAllreduce(queue.transport, group, self.rows, keys, self.total)
-
-    def run(self) -> None:
-        """Pack the contributed gradients, wait for the sum, and copy it to all owned copies."""
-        self.queue.finish()
-        for row, stage in zip(self.rows, self.contributed, strict=True):
-            torch.cat([view.reshape(-1) for view in self.views[stage]], out=row)
-        self.queue.start(self.allreduce)
-        self.queue.finish()
-        for views in self.views.values():
-            for view, part in zip(views, self.total.split([view.numel() for view in views]), strict=True):
-                view.copy_(part.view(view.shape))

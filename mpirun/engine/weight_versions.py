@@ -10,38 +10,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mpirun.comm.ordered_allreduce import AllreduceQueue
-from mpirun.engine.act import Act, Position
-from mpirun.engine.grad_buffers import GradBuffers
-from mpirun.engine.memory_slots import MemorySlots
-from mpirun.engine.optimizer import Optimizer
-from mpirun.engine.setup import Setup
+from mpirun.engine.act import Act
+from mpirun.engine.context import Context
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
-from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 
 
 class WeightVersions:
     """The versions of the stages that a rank owns, each with a module on its memory."""
 
-    def __init__(
-        self, instructions: Sequence[Instruction], stages: dict[int, LocalStage], slots: MemorySlots, setup: Setup
-    ) -> None:
-        """`stages`: by number, with version 0 of their weights."""
-        self.version_0 = stages
+    def __init__(self, context: Context) -> None:
+        """The stages of the context have version 0 of their weights."""
+        self.context, self.version_0 = context, context.stages
         self.by_version: dict[tuple[int, int], LocalStage] = {}
         self.last: dict[int, LocalStage] = {}  # by stage
         in_slot: dict[tuple[int, int], LocalStage] = {}
-        for i in instructions:
+        for i in context.instructions:
             if i.op == Op.STEP and i.version >= 0:
-                stage, memory = stages[i.stage], slots.version(i)
+                stage, memory = context.stages[i.stage], context.slots.version(i)
                 if memory is not None:
-                    key = i.stage, slots.number[i]
+                    key = i.stage, context.slots.number[i]
                     if key not in in_slot:
-                        module = build_stage(setup.model, i.stage, setup.seed)
+                        module = build_stage(context.setup.model, i.stage, context.setup.seed)
                         in_slot[key] = stage.with_other_weights(module, memory)
                     stage = in_slot[key]
                 self.by_version[i.stage, i.version] = self.last[i.stage] = stage
@@ -55,23 +46,16 @@ class WeightVersions:
         versions = [local for (s, _), local in self.by_version.items() if s == stage]
         return list({id(local): local for local in (self.version_0[stage], *versions)}.values())
 
-    def step(
-        self,
-        i: Instruction,
-        header: Header,
-        grad_buffers: GradBuffers,
-        optimizer: Optimizer,
-        queue: AllreduceQueue,
-        position: Position,
-    ) -> Act:
+    def step(self, i: Instruction) -> Act:
         """STEP to a version: the mean gradient of the microbatches since the last STEP makes it from the one before."""
         before, after = self.at(i.stage, i.version - 1), self.at(i.stage, i.version)
-        gradient = grad_buffers.of_stage(i.stage)
+        header, allreduces, optimizer = self.context.header, self.context.allreduces, self.context.optimizer
+        position, gradient = self.context.position, self.context.grad_buffers.of_stage(i.stage)
         size = header.weight_versions.round(i.stage)
         count = min(size, header.microbatches - size * (i.version - 1))
 
         def act() -> None:
-            queue.finish()
+            allreduces.finish()
             if count > 1:
                 gradient.total.div_(count)
             if after is not before:

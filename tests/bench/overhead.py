@@ -40,7 +40,7 @@ def measure(schedule: str) -> None:
     for stage in interpreter.stages.values():
         loss = not interpreter.header.graph.consumers[stage.index]
         output = torch.zeros(()) if loss else torch.zeros(stage.shape.outputs[0].size)
-        leaf = torch.zeros(interpreter.slots.shapes[0].outputs[0].size, requires_grad=True)
+        leaf = torch.zeros(interpreter.context.slots.shapes[0].outputs[0].size, requires_grad=True)
         leaf.grad = torch.zeros_like(leaf)
         given = ([output], SavedForward([leaf], [None]))
         stage.forward = lambda values, loss, save, arguments, specs, given=given: given
@@ -55,14 +55,14 @@ def measure(schedule: str) -> None:
 
         return instruction
 
-    interpreter.forward_backward.losses = dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
+    interpreter.forward_backward.losses |= dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
     interpreter.code = [timed(i.op, act) for i, act in zip(run.instructions, interpreter.code, strict=True)]
     plain = timed(-1, lambda: None)
     for step in range(STEPS):
         interpreter.run(step)
         for _ in range(100):
             plain()
-    tensor = torch.zeros(interpreter.slots.shapes[0].outputs[0].size)
+    tensor = torch.zeros(interpreter.context.slots.shapes[0].outputs[0].size)
     buffer = mpi_buffer(tensor)
     receive = comm.Recv_init(buffer, MPI.PROC_NULL)
     atexit.register(receive.Free)

@@ -22,7 +22,7 @@ mine = {
         for kept in one.optimizer.state(unit)
         for value in kept.values()
     ),
-    "gradient": sum(one.grad_buffers.of_unit(unit).total.untyped_storage().nbytes() for unit in units),
+    "gradient": sum(one.context.grad_buffers.of_unit(unit).total.untyped_storage().nbytes() for unit in units),
 }
 every = MPI.COMM_WORLD.gather(mine)
 if every is not None:

@@ -1,0 +1,35 @@
+"""The context: everything that the instructions of a rank work with, in one value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpirun.comm.ordered_allreduce import AllreduceQueue
+from mpirun.comm.transport import Transport
+from mpirun.engine.act import Position
+from mpirun.engine.buffers import Buffers
+from mpirun.engine.grad_buffers import GradBuffers
+from mpirun.engine.memory_slots import MemorySlots
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction
+
+
+@dataclass(frozen=True)
+class Context:
+    """One rank's part of a run. `build` makes it, and each instruction's act binds what it needs of it."""
+
+    header: Header
+    instructions: Sequence[Instruction]
+    setup: Setup
+    stages: Mapping[int, LocalStage]  # by number, those that the rank owns, computes or passes on gradients of
+    slots: MemorySlots  # where received buffers lie
+    transport: Transport
+    allreduces: AllreduceQueue  # the sums of gradients under way
+    buffers: Buffers  # x, g and w by name
+    grad_buffers: GradBuffers  # dw
+    optimizer: Optimizer
+    position: Position  # which step and pass is executed
