@@ -1,1 +1,1 @@
-"""The `schedgen` command. Nobody imports it."""
+"""The `schedgen` command. No other room imports it."""

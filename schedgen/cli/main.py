@@ -102,16 +102,16 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"schedgen {schedgen.__version__}")
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        sub = subparsers.add_parser(
+        subparser = subparsers.add_parser(
             command.name,
             help=command.summary,
             description="; ".join(filter(None, (command.summary, command.exit_codes))),
             epilog=f"example: {command.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        sub.set_defaults(command=command)
-        sub.add_argument("-q", "--quiet", action="store_true", help="no progress bars on a terminal")
-        options.add_arguments(sub, command.options)
+        subparser.set_defaults(command=command)
+        subparser.add_argument("-q", "--quiet", action="store_true", help="no progress bars on a terminal")
+        options.add_arguments(subparser, command.options)
     return top
 
 

@@ -92,30 +92,30 @@ def run_stats(options: StatsOptions) -> int:
 
 
 class _Execution(NamedTuple):
-    """A schedule simulated with the costs that a command was given, and its measured walks."""
+    """A schedule simulated with the costs that a command was given, and the passes of a measured run through it."""
 
     program: Program
     run: Simulation
     machine: Machine
-    walks: list[Timeline]  # of --measured
+    measured: list[Timeline]  # the passes of --measured through the list; empty without it
     seconds: bool  # whether the simulation's time is in seconds
 
     @property
     def timeline(self) -> Timeline:
-        """The simulation's, in microseconds where it is in seconds."""
+        """The simulation's; microseconds where the costs are in seconds."""
         return self.run.timeline(1e6 if self.seconds else 1.0)
 
 
 def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
-    """Simulate the schedule in a file with the options' costs; without any, with those of --measured."""
+    """Simulate the schedule in file `name` with the options' costs, or without any with those of --measured."""
     program = checked(name)
     cost, machine = _costs(options, program)
-    walks = _read_trace(options.measured, program) if options.measured else []
-    if walks and not (options.cost or options.profile):
-        times = run_numbers(program, walks)["profile"]
+    measured = _read_trace(options.measured, program) if options.measured else []
+    if measured and not (options.cost or options.profile):
+        times = run_numbers(program, measured)["profile"]
         cost, machine = times, machine._replace(step=times.pop("step"))
-    seconds = bool(options.profile or (walks and not options.cost))
-    return _Execution(program, simulate(program, cost, machine), machine, walks, seconds)
+    seconds = bool(options.profile or (measured and not options.cost))
+    return _Execution(program, simulate(program, cost, machine), machine, measured, seconds)
 
 
 def run_simulate(options: SimulateOptions) -> int:
@@ -123,7 +123,7 @@ def run_simulate(options: SimulateOptions) -> int:
     execution = _execute(options, options.file)
     if options.trace:
         slices = trace_events(execution.program, [execution.timeline], SIMULATED)
-        slices += trace_events(execution.program, execution.walks, MEASURED) if execution.walks else []
+        slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
         with open_output(options.trace) as out:
             out.write(trace_file(slices))
     numbers = simulation_numbers(execution.program, execution.run)
@@ -132,7 +132,7 @@ def run_simulate(options: SimulateOptions) -> int:
 
 
 def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
-    """Durations of jobs and the machine, of the options that say what they cost."""
+    """Durations of jobs by direction, and the machine, as the options say."""
     if options.profile:
         return _read_profile(options.profile, program)
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
@@ -140,13 +140,13 @@ def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount]
 
 
 def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machine]:
-    """Durations of jobs and the machine, of a profile."""
+    """Durations of jobs by direction, and the machine, as a profile says."""
     header = program.header
     return read_profile(read_text(name), display_name(name), header.stages, len(header.graph.edges), header)
 
 
 def _read_trace(name: str, program: Program) -> list[Timeline]:
-    """The walks of a measured trace."""
+    """The passes of a measured trace through the list."""
     return read_trace(read_text(name), display_name(name), program)
 
 
@@ -180,10 +180,10 @@ def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
         label = Path(file).stem if len(set(files)) == len(files) else one_line(display_name(name))
         execution = _execute(options, name)
         program, sizes = execution.program, execution.run.sizes
-        if execution.walks:
-            scenes.append(build_scene("measured", file, program, execution.walks[-1], sizes, seconds=True))
+        if execution.measured:
+            scenes.append(build_scene("measured", file, program, execution.measured[-1], sizes, seconds=True))
             label = "simulated"
-        seconds = execution.seconds or bool(execution.walks)
+        seconds = execution.seconds or bool(execution.measured)
         scenes.append(build_scene(label, file, program, execution.timeline, sizes, seconds))
     return scenes
 

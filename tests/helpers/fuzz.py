@@ -198,9 +198,9 @@ class Range:
         if said.code == 0:
             if not case.sealed and data not in self.bases:
                 raise Failure("a file with the wrong hash is accepted")
-            for one in readers if case.compiled else [reader]:
-                late = "csv" in one and b'"updates": ' in data  # torch's CSV has no versions
-                self.ask(case, one, (0, 1) if one[0] == "diff" else (2,) if late else (0,))
+            for command in readers if case.compiled else [reader]:
+                late = "csv" in command and b'"updates": ' in data  # torch's CSV has no versions
+                self.ask(case, command, (0, 1) if command[0] == "diff" else (2,) if late else (0,))
             self.ask(case, ["seal", mutant], (0,))
             if self.mutant.read_bytes() != data:
                 raise Failure("a file that is accepted is not what writing makes")
@@ -221,12 +221,12 @@ class Range:
 
     def option(self, case: Case) -> None:
         chance = Random(case.steps[0][1])
-        given = "".join(chance.choice("FBIW=,;=,0123456789e+-._ n\0٣∞") for _ in range(chance.randrange(20)))
+        text = "".join(chance.choice("FBIW=,;=,0123456789e+-._ n\0٣∞") for _ in range(chance.randrange(20)))
         if chance.randrange(2):
-            given = self.damaged(case, chance.choice((b"F=1,B=2", b"F=1,I=2,W=0.5", b"7"))).decode(errors="replace")
+            text = self.damaged(case, chance.choice((b"F=1,B=2", b"F=1,I=2,W=0.5", b"7"))).decode(errors="replace")
         name = chance.choice(OPTIONS)
         command = "stats" if name == "--cost" and chance.randrange(2) else "simulate"
-        self.ask(case, [command, str(self.base), f"{name}={given[:2000]}", "--json"], (0, 2))
+        self.ask(case, [command, str(self.base), f"{name}={text[:2000]}", "--json"], (0, 2))
 
     def ask(self, case: Case, command: list[str], codes: Sequence[int]) -> Answer:
         begin = time.process_time()
@@ -282,8 +282,8 @@ def _no_number(name: str) -> float:
 
 def _numbers(value: object) -> Iterator[float]:
     if isinstance(value, (dict, list)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _numbers(one)
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(entry)
     elif isinstance(value, (int, float)):
         yield value
 
@@ -406,12 +406,12 @@ def run_all(count: int, processes: int, seed: int) -> int:
     seen = [json.loads(process.communicate()[0] or "null") for process in started]
     failed = [process.returncode for process in started if process.returncode]
     for key in ("inputs", "codes", "check"):
-        total = sum((Counter(one[key]) for one in seen if one), Counter())
+        total = sum((Counter(tally[key]) for tally in seen if tally), Counter())
         print(f"{key}: {sum(total.values())}: " + ", ".join(f"{name} {n}" for name, n in sorted(total.items())))
-    for one in filter(None, seen):
-        before, after = (size / 1024 for size in one["memory"])
-        print(f"{one['seconds']:.0f} s, {before:.0f} MiB before, {after:.0f} MiB at the most, "
-              f"longest {one['slowest']:.2f} s: {one['words']}")  # fmt: skip
+    for tally in filter(None, seen):
+        before, after = (size / 1024 for size in tally["memory"])
+        print(f"{tally['seconds']:.0f} s, {before:.0f} MiB before, {after:.0f} MiB at the most, "
+              f"longest {tally['slowest']:.2f} s: {tally['words']}")  # fmt: skip
     print(f"failed: {failed}" if failed else "nothing found")
     return int(bool(failed))
 

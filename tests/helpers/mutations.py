@@ -35,8 +35,8 @@ _SHA = re.compile(rb'^ "sha256": "[0-9a-f]{64}"$', re.MULTILINE)
 def _somewhere(chance: Random, pattern: re.Pattern[bytes], data: bytes, end: int = -1) -> re.Match[bytes]:
     """A match behind a place by chance, before `end`, or the first; an empty one where there is none."""
     end = end if end > 0 else len(data)
-    found = pattern.search(data, chance.randrange(end + 1), end) or pattern.search(data, 0, end)
-    return found or _NOTHING.match(data)
+    match = pattern.search(data, chance.randrange(end + 1), end) or pattern.search(data, 0, end)
+    return match or _NOTHING.match(data)
 
 
 # Any bytes
@@ -69,9 +69,9 @@ def an_end(chance: Random, data: bytes) -> bytes:
 def a_number(chance: Random, data: bytes) -> bytes:
     """A number becomes its neighbour, another one of the input, or one that readers are not made for."""
     header = data.find(b'"programs"') if chance.randrange(2) else -1
-    one, other = (_somewhere(chance, _NUMBER, data, header) for _ in range(2))
-    near = b"%d" % (int(one[0]) + chance.choice((-1, 1))) if re.fullmatch(rb"-?\d{1,9}", one[0]) else b"1"
-    return data[: one.start()] + chance.choice((near, other[0], chance.choice(NUMBERS))) + data[one.end() :]
+    number, other = (_somewhere(chance, _NUMBER, data, header) for _ in range(2))
+    near = b"%d" % (int(number[0]) + chance.choice((-1, 1))) if re.fullmatch(rb"-?\d{1,9}", number[0]) else b"1"
+    return data[: number.start()] + chance.choice((near, other[0], chance.choice(NUMBERS))) + data[number.end() :]
 
 
 def tokens(chance: Random, data: bytes) -> bytes:
@@ -85,20 +85,20 @@ def tokens(chance: Random, data: bytes) -> bytes:
 
 def nested(chance: Random, data: bytes) -> bytes:
     """Brackets in brackets in place of a value; about a thousand is what Python takes before it gives up."""
-    one = _somewhere(chance, chance.choice((_NUMBER, _TOKEN)), data)
+    match = _somewhere(chance, chance.choice((_NUMBER, _TOKEN)), data)
     depth = chance.choice((3, 100, chance.randrange(800, 1000), 100_000))
     opening, closing = chance.choice(((b"[", b"]"), (b'{"a": ', b"}"), (b"[0, ", b"]")))
     inside = chance.choice((b"", b"0", b"1"))
-    return data[: one.start()] + opening * depth + inside + closing * depth + data[one.end() :]
+    return data[: match.start()] + opening * depth + inside + closing * depth + data[match.end() :]
 
 
 def long(chance: Random, data: bytes) -> bytes:
     """A string, a name, a number, a list, blanks or many lines of up to a megabyte, in place of a value."""
-    one = _somewhere(chance, chance.choice((_NUMBER, _TOKEN)), data)
+    match = _somewhere(chance, chance.choice((_NUMBER, _TOKEN)), data)
     size = chance.choice((100, 100, 1000, 10_000, 10_000, 100_000, 100_000, LONGEST))
     new = chance.choice((b'"%s"' % (b"a" * size), b"[%s0]" % (b"0, " * (size // 3)), b" " * size, b"9" * size,
                          b"\n" * (size // 9), b"{%s}" % b'"a": 0,' * (size // 9)))  # fmt: skip
-    return data[: one.start()] + new + data[one.end() :]
+    return data[: match.start()] + new + data[match.end() :]
 
 
 def a_line(chance: Random, data: bytes) -> bytes:
@@ -199,28 +199,30 @@ def a_field(chance: Random, data: bytes) -> bytes:
 
 
 def _costly(chance: Random, key: str, value: object) -> object:
-    many = chance.choice((2, 8, 300, 20_000))
-    few = min(many, 300)
+    count = chance.choice((2, 8, 300, 20_000))
+    few = min(count, 300)
     match key:
         case "edges":
-            return chance.choice(([[0, 1]] * many, [[a, b] for a, b in combinations(range(few), 2)], [[1, 0]], []))
+            return chance.choice(([[0, 1]] * count, [[a, b] for a, b in combinations(range(few), 2)], [[1, 0]], []))
         case "tied":
             ties = sorted(chance.sample(range(4), chance.randrange(2, 4)) for _ in range(chance.randrange(1, 4)))
-            return chance.choice(([sorted(tie) for tie in ties], [[0, i] for i in range(1, many)], [list(range(many))]))
+            return chance.choice(
+                ([sorted(tie) for tie in ties], [[0, i] for i in range(1, count)], [list(range(count))])
+            )
         case "groups":
-            return chance.choice(([[0]] * many, [list(range(many))], [[0, 1], [0, 1]], [value, [0]]))
+            return chance.choice(([[0]] * count, [list(range(count))], [[0, 1], [0, 1]], [value, [0]]))
         case "tensor":
-            whole = chance.choice(([], [0], [0] * many, list(range(many)), [0, 1], [1]))
-            return {"degree": chance.choice((0, 1, 2, 3, 4, 8, many, 2**31)), "whole": whole}
+            replicated = chance.choice(([], [0], [0] * count, list(range(count)), [0, 1], [1]))
+            return {"degree": chance.choice((0, 1, 2, 3, 4, 8, count, 2**31)), "whole": replicated}
         case "owners":
-            return chance.choice(([[0]] * many, [list(range(many))], [[]] * many))
+            return chance.choice(([[0]] * count, [list(range(count))], [[]] * count))
         case "order" if isinstance(value, dict):
             costs = [chance.choice((1, 2, 0.5, 1e-11, 1e11, 1e12, 0, -1, 1e400, 10**400)) for _ in range(3)]
             names = chance.choice((("F", "B"), ("B", "F"), ("F", "I", "W"), ("F",)))
             return {**value, "cost": dict(zip(names, costs, strict=False))}
         case "lowering" if isinstance(value, dict):
             lowering = {**value, chance.choice(("weight_slots", "fan_out", "prefetch")): chance.choice((0, 1, 2**31))}
-            return {**lowering, "recompute": chance.choice(([], [0] * many, [many], list(range(many))))}
+            return {**lowering, "recompute": chance.choice(([], [0] * count, [count], list(range(count))))}
     return None
 
 
@@ -294,8 +296,8 @@ def a_pair(chance: Random, data: bytes) -> bytes:
     places = [i for i, line in enumerate(lines) if line.startswith(b'   {"op"') and line.endswith(b",")]
     if not places:
         return data
-    one = chance.choice(places)
-    name = re.search(rb'"buf": "[^"]*"|"stage": \d+, "mb": \d+|"group": \d+|"stage": \d+', lines[one])
+    place = chance.choice(places)
+    name = re.search(rb'"buf": "[^"]*"|"stage": \d+, "mb": \d+|"group": \d+|"stage": \d+', lines[place])
     same = [i for i in places if name and name[0] in lines[i]]
     pair = sorted(chance.sample(same, min(len(same), 2)), reverse=True)
     how, by = chance.randrange(3), chance.choice((-3, -2, -1, 1, 2, 3))
@@ -323,11 +325,11 @@ def a_group(chance: Random, data: bytes) -> bytes:
 
 def sealed(data: bytes) -> bytes:
     """The same with the SHA-256 that belongs to it, where there is one: readers then believe the rest."""
-    found = list(_SHA.finditer(data))
-    if not found:
+    matches = list(_SHA.finditer(data))
+    if not matches:
         return data
-    digest = hashlib.sha256(data[: found[-1].start()]).hexdigest().encode()
-    return data[: found[-1].start()] + b' "sha256": "' + digest + b'"' + data[found[-1].end() :]
+    digest = hashlib.sha256(data[: matches[-1].start()]).hexdigest().encode()
+    return data[: matches[-1].start()] + b' "sha256": "' + digest + b'"' + data[matches[-1].end() :]
 
 
 ANY = (some_bytes, a_part, an_end, a_number, tokens, nested, long, a_value, a_key_twice)

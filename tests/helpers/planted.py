@@ -42,7 +42,7 @@ def an_error_in_the_words_of_the_file() -> None:
 
 def a_hash_that_is_not_compared() -> None:
     read = schedgen.checker.files.read
-    schedgen.checker.files.read = lambda *given: (read(*given)[0], None)
+    schedgen.checker.files.read = lambda *arguments: (read(*arguments)[0], None)
 
 
 def a_checker_that_accepts_all() -> None:

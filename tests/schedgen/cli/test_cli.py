@@ -22,8 +22,11 @@ def command_line(**changes):
     """`schedgen compile` with options changed; None leaves one out."""
     options = {**GOOD, **{key.replace("_", "-"): value for key, value in changes.items()}}
     name = options.pop("scheme")
-    given = [(key, value) for key, value in options.items() if value is not None]
-    return ["compile", *([] if name is None else [name]), *(word for pair in given for word in pair)]
+    return [
+        "compile",
+        *([] if name is None else [name]),
+        *(word for pair in options.items() if pair[1] is not None for word in pair),
+    ]
 
 
 @pytest.fixture

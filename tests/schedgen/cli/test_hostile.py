@@ -72,11 +72,11 @@ def steps(function):
 
 
 @pytest.mark.parametrize("descending", [False, True])
-@pytest.mark.parametrize("walk", [check, lambda program: simulate(program, {"F": 1, "B": 2}, Machine(alpha=1))])
-def test_a_stage_that_reads_many_takes_linear_time(walk, descending, monkeypatch):
+@pytest.mark.parametrize("reader", [check, lambda program: simulate(program, {"F": 1, "B": 2}, Machine(alpha=1))])
+def test_a_stage_that_reads_many_takes_linear_time(reader, descending, monkeypatch):
     monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
     small, large = (star(size, descending) for size in (60, 240))
-    assert steps(lambda: walk(large)) < 6 * steps(lambda: walk(small))
+    assert steps(lambda: reader(large)) < 6 * steps(lambda: reader(small))
 
 
 def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
@@ -93,11 +93,11 @@ def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
         place = int(named[program.rows.via[named] == consumers][0])
         sends = rows(Op.SEND, np.zeros(500, int), kind=Kind.G, stage=0, mb=0, via=consumers, peer=0)
         parts = [program.rows.take(slice(place)), sends, program.rows.take(slice(place, None))]
-        many = Program(program.header, concatenate(parts))
+        damaged = Program(program.header, concatenate(parts))
 
         def refused():
             with pytest.raises(RefusedFile, match="a rank does not send to itself"):
-                check(many)
+                check(damaged)
 
         return refused
 
@@ -162,8 +162,10 @@ def test_many_copies_held_at_once_take_a_place_each(monkeypatch):
     sizes = buffer_sizes(Machine(), 12)
     fetched = program.rows.op == Op.FETCH_W
     monkeypatch.setattr(schedgen.simulator.memory_plan, "MOST_TOGETHER", 3)
-    mine = fetched & (program.rows.rank == 0)
-    pairs = set(zip(program.rows.stage[mine].tolist(), memory_plan(program, sizes).slot[mine].tolist(), strict=True))
+    of_rank_0 = fetched & (program.rows.rank == 0)
+    pairs = set(
+        zip(program.rows.stage[of_rank_0].tolist(), memory_plan(program, sizes).slot[of_rank_0].tolist(), strict=True)
+    )
     assert len(pairs) == len({stage for stage, _ in pairs}) == len({place for _, place in pairs}) > 3
 
 
@@ -178,10 +180,10 @@ class Endless(io.RawIOBase):
 
     def readinto(self, buffer):
         data = (self.first + self.line * (len(buffer) // len(self.line) + 1))[: len(buffer)]
-        whole = len(data) - (len(data) - len(self.first)) % len(self.line)
-        buffer[:whole] = data[:whole]
+        complete = len(data) - (len(data) - len(self.first)) % len(self.line)
+        buffer[:complete] = data[:complete]
         self.first = b""
-        return whole
+        return complete
 
 
 def test_a_header_without_end_is_refused(monkeypatch):
