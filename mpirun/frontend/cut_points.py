@@ -15,14 +15,14 @@ from torch import fx, nn
 
 from mpirun.frontend.balance import NEVER, balanced_starts
 from mpirun.frontend.errors import line_of, unknown_name
-from mpirun.frontend.node_dependencies import NodeDependencies, is_buffer, value_bytes
+from mpirun.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
 PIPE_SPLIT = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph
 SLACK = 0.1  # how much slower the slowest stage may be so that less is sent
 
 
-def starts_at_pipe_splits(dependencies: NodeDependencies) -> list[fx.Node]:
+def starts_at_pipe_splits(dependencies: Dependencies) -> list[fx.Node]:
     """The first nodes behind each pipe_split() in the model's source."""
     starts: list[fx.Node] = []
     for mark in dependencies.graph.nodes:
@@ -37,7 +37,7 @@ def starts_at_pipe_splits(dependencies: NodeDependencies) -> list[fx.Node]:
     return starts
 
 
-def starts_at_modules(dependencies: NodeDependencies, module: nn.Module, points: Collection[str]) -> list[fx.Node]:
+def starts_at_modules(dependencies: Dependencies, module: nn.Module, points: Collection[str]) -> list[fx.Node]:
     """The first nodes of the submodules of these names."""
     names = dict(module.named_modules(remove_duplicate=False))
     starts: dict[fx.Node, str] = {}
@@ -60,7 +60,7 @@ def starts_at_modules(dependencies: NodeDependencies, module: nn.Module, points:
 
 
 def balanced_stages(
-    dependencies: NodeDependencies, module: nn.Module, stages: int, costs: Mapping[str, float] | None
+    dependencies: Dependencies, module: nn.Module, stages: int, costs: Mapping[str, float] | None
 ) -> list[fx.Node]:
     """The first nodes of stages that take equally long and send little; `costs`: of submodules, as `split` takes."""
     if stages < 1:
@@ -88,7 +88,7 @@ def module_names(node: fx.Node) -> list[str]:
     return [path for path, *_ in module_calls(node).values() if path]
 
 
-def uncut_ranges(dependencies: NodeDependencies) -> list[tuple[fx.Node, int, int]]:
+def uncut_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
     """Roots of memory that is changed in place, and the first and last index in the body that no cut may separate."""
     root, index = dependencies.root, {node: k for k, node in enumerate(dependencies.body)}
     ranges = []
@@ -104,7 +104,7 @@ def uncut_ranges(dependencies: NodeDependencies) -> list[tuple[fx.Node, int, int
     return ranges
 
 
-def _longest_uncut_range(dependencies: NodeDependencies) -> str:
+def _longest_uncut_range(dependencies: Dependencies) -> str:
     """The longest run of operations that is not cut, and why, as the end of a sentence."""
     ranges = uncut_ranges(dependencies)
     root, first, last = max(ranges, key=lambda entry: entry[2] - entry[1], default=(None, 0, 0))
@@ -119,7 +119,7 @@ def _empty_stage(what: str) -> UsageError:
     return UsageError(f"{what}: the stage that ends here would have no computation")
 
 
-def _prices(dependencies: NodeDependencies) -> list[float]:
+def _prices(dependencies: Dependencies) -> list[float]:
     """By node of the body, what a cut in front of it costs: bytes that it sends, and modules that it cuts through."""
     body = dependencies.body
     index = {node: k for k, node in enumerate(body)}
@@ -141,7 +141,7 @@ def _prices(dependencies: NodeDependencies) -> list[float]:
     return prices
 
 
-def _node_costs(dependencies: NodeDependencies, module: nn.Module, costs: Mapping[str, float] | None) -> list[float]:
+def _node_costs(dependencies: Dependencies, module: nn.Module, costs: Mapping[str, float] | None) -> list[float]:
     """By node of the body, its flops and the bytes of its parameters; where `costs` are given, scaled to these.
 
     The cost of a submodule is that of its nodes, without those of submodules in it that have costs of their own.

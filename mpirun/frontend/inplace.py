@@ -13,13 +13,13 @@ from torch._ops import OpOverload
 
 from mpirun.frontend.cut_points import uncut_ranges
 from mpirun.frontend.errors import line_of
-from mpirun.frontend.node_dependencies import NodeDependencies, is_buffer
+from mpirun.frontend.node_dependencies import Dependencies, is_buffer
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 
 
-def update_buffers_early(dependencies: NodeDependencies) -> NodeDependencies:
+def update_buffers_early(dependencies: Dependencies) -> Dependencies:
     """A buffer gets its new value as soon as it may, not at the end of the graph, where torch.export assigns it."""
     changed = False
     for buffer in filter(is_buffer, dependencies.writes):
@@ -33,18 +33,18 @@ def update_buffers_early(dependencies: NodeDependencies) -> NodeDependencies:
             else:
                 _last_use(dependencies, (buffer, dependencies.root(value)), value, write).append(write)
             changed = True
-    return NodeDependencies(dependencies.exported, dependencies.flops) if changed else dependencies
+    return Dependencies(dependencies.exported, dependencies.flops) if changed else dependencies
 
 
-def copy_changed_inputs(dependencies: NodeDependencies) -> NodeDependencies:
+def copy_changed_inputs(dependencies: Dependencies) -> Dependencies:
     """Where the input is changed in place, a copy is changed: other stages read the input, too."""
     roots = [root for root in dependencies.writes if root.op == "placeholder"]
     for root in roots:
         _change_copies(dependencies, root, "changes the input in place, which other stages read")
-    return NodeDependencies(dependencies.exported, dependencies.flops) if roots else dependencies
+    return Dependencies(dependencies.exported, dependencies.flops) if roots else dependencies
 
 
-def copy_at_cuts(dependencies: NodeDependencies, starts: Sequence[fx.Node]) -> tuple[NodeDependencies, list[fx.Node]]:
+def copy_at_cuts(dependencies: Dependencies, starts: Sequence[fx.Node]) -> tuple[Dependencies, list[fx.Node]]:
     """Where a stage would change what an earlier stage made, it changes a copy, and later ones read that.
 
     `starts`: the first nodes of the second stage, the third and so on; returned as they are then. UsageError where
@@ -62,7 +62,7 @@ def copy_at_cuts(dependencies: NodeDependencies, starts: Sequence[fx.Node]) -> t
         copies = _change_copies(dependencies, root, "changes in place what an earlier stage has made")
         changed = True
         new_starts = [copies.get(start, start) for start in new_starts]
-    return NodeDependencies(dependencies.exported, dependencies.flops) if changed else dependencies, new_starts
+    return Dependencies(dependencies.exported, dependencies.flops) if changed else dependencies, new_starts
 
 
 def _is_changed_in_place(node: object, root: fx.Node) -> bool:
@@ -75,7 +75,7 @@ def _is_changed_in_place(node: object, root: fx.Node) -> bool:
     return node is root
 
 
-def _last_use(dependencies: NodeDependencies, roots: Sequence[fx.Node], after: fx.Node, before: fx.Node) -> fx.Node:
+def _last_use(dependencies: Dependencies, roots: Sequence[fx.Node], after: fx.Node, before: fx.Node) -> fx.Node:
     """The last node between two that reads or writes the memory of `roots`; else the first of the two."""
     last, node = after, after.next
     while node is not before:  # by the graph as it is now, not by `position`: others were moved
@@ -85,7 +85,7 @@ def _last_use(dependencies: NodeDependencies, roots: Sequence[fx.Node], after: f
     return last
 
 
-def _change_copies(dependencies: NodeDependencies, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
+def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
     """By write to the memory of `root`, the copy that it now changes."""
     writes, position = dependencies.writes[root], dependencies.position
     aliases = [root, *(node for node, viewed in dependencies.views.items() if viewed is root)]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpirun.frontend.errors import line_of
 from mpirun.frontend.export_graph import ExportedGraph
-from mpirun.frontend.subgraphs import attributes, subgraphs
+from mpirun.frontend.subgraphs import any_inside, attributes, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ STATISTICS = {aten.batch_norm.default: (3, 4), aten.instance_norm.default: (3, 4
 CHEAP = 16  # flops a byte of output: a replicated node does no more
 
 
-class NodeDependencies:
+class Dependencies:
     """Of an exported graph, whose nodes may still be changed: after a change it is made anew.
 
     position    by node, its index in the graph
@@ -91,7 +91,7 @@ class NodeDependencies:
 
     def draws(self, node: fx.Node) -> bool:
         """Whether it draws random numbers."""
-        return _is_random(node, self.exported.state)
+        return any_inside(_is_random, node, self.exported.state)
 
     def _replicated(self) -> set[fx.Node]:
         """Cheap nodes that need only one another, and whose memory only they write to."""
@@ -129,10 +129,8 @@ def value_bytes(node: fx.Node) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor))
 
 
-def _is_random(node: fx.Node, state: Mapping[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return True
-    return any(_is_random(inner, attributes(code)) for code, _ in subgraphs(node, state) for inner in code.graph.nodes)
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from mpirun.frontend.dynamic_sizes import SHAPES, SizedFloat, SizedInt
-from mpirun.frontend.subgraphs import attributes, subgraphs
+from mpirun.frontend.subgraphs import any_inside, attributes, subgraphs
 
 
 def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
@@ -43,9 +43,7 @@ def insert_lookups(graph: fx.Graph, state: Mapping[str, Any]) -> None:
 
 def depends_on_size(node: fx.Node, state: Mapping[str, Any]) -> bool:
     """Whether a node, or a subgraph that it runs, has numbers that depend on the size."""
-    return bool(_sized_numbers(node)) or any(
-        depends_on_size(inner, attributes(code)) for code, _ in subgraphs(node, state) for inner in code.graph.nodes
-    )
+    return any_inside(_sized_numbers, node, state)
 
 
 def size_index(x: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> int:
@@ -66,14 +64,8 @@ def _device_node(graph: fx.Graph, state: Mapping[str, Any]) -> fx.Node | None:
 def _lacks_operand(graph: fx.Graph, state: Mapping[str, Any]) -> bool:
     """Whether a subgraph needs an operand that tells the size, or one that tells the device."""
     size = _sized_placeholder(graph) is None and any(depends_on_size(node, state) for node in graph.nodes)
-    return size or (_device_node(graph, state) is None and _names_device(graph, state))
-
-
-def _names_device(graph: fx.Graph, state: Mapping[str, Any]) -> bool:
-    """Whether it makes tensors on a device that is named."""
-    return any(
-        _has_device(node) or any(_names_device(code.graph, attributes(code)) for code, _ in subgraphs(node, state))
-        for node in graph.nodes
+    return size or (
+        _device_node(graph, state) is None and any(any_inside(_names_device, node, state) for node in graph.nodes)
     )
 
 
@@ -103,13 +95,13 @@ def _sized_numbers(node: fx.Node) -> list[SizedInt | SizedFloat]:
     return [value for value in values if isinstance(value, SizedInt | SizedFloat)]
 
 
-def _has_device(node: fx.Node) -> bool:
+def _names_device(node: fx.Node) -> bool:
     return any(isinstance(argument, torch.device) for argument in [*node.args, *node.kwargs.values()])
 
 
 def _look_up_device(graph: fx.Graph, like: fx.Node) -> None:
     """Make new tensors where `like` is, not where the example's were."""
-    for node in [node for node in graph.nodes if _has_device(node)]:
+    for node in [node for node in graph.nodes if _names_device(node)]:
         with graph.inserting_before(node):
             device = graph.call_function(getattr, (like, "device"))
 

@@ -23,7 +23,7 @@ from mpirun.frontend.errors import unknown_name, warn_user
 from mpirun.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
 from mpirun.frontend.meta_device import Init, meta_module
-from mpirun.frontend.node_dependencies import NodeDependencies
+from mpirun.frontend.node_dependencies import Dependencies
 from mpirun.frontend.split_result import Cut
 from mpirun.frontend.stage_modules import StageBuilder
 from schedgen.util.errors import UsageError
@@ -62,7 +62,7 @@ def split(
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     meta = meta_module(module, init)
     exported = _export(module, example_args, dict(example_kwargs or {}), dims)
-    dependencies = copy_changed_inputs(update_buffers_early(NodeDependencies(exported)))
+    dependencies = copy_changed_inputs(update_buffers_early(Dependencies(exported)))
     if not dependencies.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
     starts = _starts(dependencies, module, stages, points, costs)
@@ -121,7 +121,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], di
 
 
 def _starts(
-    dependencies: NodeDependencies,
+    dependencies: Dependencies,
     module: nn.Module,
     stages: int | None,
     points: Collection[str],
@@ -143,7 +143,7 @@ def _starts(
     return starts
 
 
-def _stages_of_nodes(dependencies: NodeDependencies, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
+def _stages_of_nodes(dependencies: Dependencies, starts: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """The stage of each node of the body."""
     stage_of: dict[fx.Node, int] = {}
     for node in dependencies.body:
@@ -157,9 +157,7 @@ def _stages_of_nodes(dependencies: NodeDependencies, starts: Sequence[fx.Node]) 
     return stage_of
 
 
-def _stages_of_shared_parameters(
-    dependencies: NodeDependencies, stage_of: Mapping[fx.Node, int]
-) -> dict[str, list[int]]:
+def _stages_of_shared_parameters(dependencies: Dependencies, stage_of: Mapping[fx.Node, int]) -> dict[str, list[int]]:
     """The stages that use each trained parameter that several do."""
     parameters = dependencies.exported.parameters
     stages = {
@@ -170,7 +168,7 @@ def _stages_of_shared_parameters(
     return {name: users for name, users in stages.items() if len(users) > 1}
 
 
-def _treatments(dependencies: NodeDependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
+def _treatments(dependencies: Dependencies, shared: str | Mapping[str, str]) -> dict[str, str]:
     """By parameter, what is to be done where several stages use it."""
     parameters = dependencies.exported.parameters
     treatments = dict.fromkeys(parameters, shared) if isinstance(shared, str) else shared

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.frontend.dynamic_sizes import SHAPES
-from mpirun.frontend.node_dependencies import NodeDependencies, is_buffer, value_bytes
+from mpirun.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from mpirun.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.frontend.subgraphs import attributes
 from mpirun.model.dataflow import Input, Source, Value
@@ -34,7 +34,7 @@ class StageBuilder:
 
     def __init__(
         self,
-        dependencies: NodeDependencies,
+        dependencies: Dependencies,
         stage_of: Mapping[fx.Node, int],
         results: Sequence[fx.Node],
         owners: Mapping[str, int],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -17,6 +17,13 @@ def subgraphs(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.Grap
         target = str(argument.target) if isinstance(argument, fx.Node) and argument.op == "get_attr" else ""
         if isinstance(state.get(target), fx.GraphModule):
             yield state[target], list(node.args[index + 1 :])
+
+
+def any_inside(test: Callable[[fx.Node], object], node: fx.Node, state: Mapping[str, Any]) -> bool:
+    """Whether a test holds for a node or for some node of a subgraph that it runs, at any depth."""
+    return bool(test(node)) or any(
+        any_inside(test, inner, attributes(code)) for code, _ in subgraphs(node, state) for inner in code.graph.nodes
+    )
 
 
 def attributes(module: Any, graph: fx.Graph | None = None) -> dict[str, Any]:

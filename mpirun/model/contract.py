@@ -22,47 +22,34 @@ StageEntry = Layers | Callable[[], nn.Module] | nn.Module
 class Model(NamedTuple):
     """What a model function returns.
 
-    stages  one entry a stage. Preferably its layers, a mapping from name to a
-            function that builds the layer: they run one after the other, and
-            weights and dropout are seeded by the layers' names, so that they
-            do not depend on how layers are cut into stages. Or a function that
-            builds the stage's module, or the module itself.
-            forward takes the sources in `reads` and returns one tensor, or a
-            tuple of them; shapes are the same for every microbatch. A stage's
-            trained parameters have one type, and are found by
-            named_parameters: hooks on them, or references kept elsewhere,
-            are lost. It may not change buffers that its
-            output depends on, and draws random numbers from torch's default
-            generator only.
-    loss    (output of the last stage, target) -> scalar, a mean over the
-            microbatch. The gradient is the mean over microbatches. Where
-            the last stage returns a tuple, so is the output.
-    batch   (text, rng) -> (input, target) of one microbatch, each a tensor
-            or any pytree of them. `text` is a uint8 tensor, shape (bytes,);
-            `rng` is seeded by the run's seed, the step and the microbatch.
-            Or a Minibatch, which is made as a whole and then cut.
-    length  how many bytes of text `batch` needs at least.
-    tied    shared parameters: for each, where it occurs, as (stage, name).
-            All copies get the value of the first, and the sum of the
-            gradients of all.
-    reads   by stage: what each argument of its forward is, a Value (output k
-            of an earlier stage) or an Input (leaf k of the input). None:
-            the first output of each of its producers in the schedule; where
-            it has none, all leaves.
-    loss_of "microbatch", or "minibatch": loss takes the outputs and targets
-            of all microbatches, concatenated along dimension 0. The
-            schedule must then have all forwards of the last stage before
-            its first backward, as gpipe has.
-    named   the stages are cut from one module, and parameters and buffers have
-            their names in it, whatever the cut. A buffer, or a frozen
-            parameter, has the same value in all stages that have it.
-    split   stages that are sums over shards (see mpirun.model.parallel_layers),
-            never the last. What builds such a stage, or its layers, is called
-            with `shard` if it has a parameter of that name, and without it
-            for the whole layer. Their parameters have no hooks, and their
-            forward draws no random numbers.
-    tensor_parallel  T, set by mpirun: stage s of the function is the T stages
-            from T s on, shards where `split` has s, replicas elsewhere.
+    stages           one entry a stage: a mapping from names of layers to functions that build them, a function that
+                     builds the stage's module, or the module itself. Prefer layers: they run one after the other, and
+                     weights and dropout are seeded by their names, so that these do not depend on the cut into stages.
+                     forward takes the sources in `reads` and returns one tensor, or a tuple of them; its shapes are
+                     the same for every microbatch. A stage's trained parameters have one type, and are found by
+                     named_parameters: hooks on them, or references kept elsewhere, are lost. forward may not change
+                     buffers that its output depends on, and draws random numbers from torch's default generator only.
+    loss             (output of the last stage, target) -> scalar, a mean over the microbatch. The gradient is the mean
+                     over microbatches. Where the last stage returns a tuple, so is the output.
+    batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a
+                     uint8 tensor, shape (bytes,); `rng` is seeded by the run's seed, the step and the microbatch. Or a
+                     Minibatch, which is made as a whole and then cut.
+    length           how many bytes of text `batch` needs at least.
+    tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
+                     first, and the sum of the gradients of all.
+    reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
+                     (leaf k of the input). None: the first output of each of its producers in the schedule; where it
+                     has none, all leaves.
+    loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
+                     along dimension 0. The schedule must then have all forwards of the last stage before its first
+                     backward, as gpipe has.
+    named            the stages are cut from one module, and parameters and buffers have their names in it, whatever the
+                     cut. A buffer, or a frozen parameter, has the same value in all stages that have it.
+    split            stages that are sums over shards (see mpirun.model.parallel_layers), never the last. What builds
+                     such a stage, or its layers, is called with `shard` if it has a parameter of that name, and without
+                     it for the whole layer. Their parameters have no hooks, and their forward draws no random numbers.
+    tensor_parallel  T, set by mpirun: stage s of the function is the T stages from T s on, shards where `split` has s,
+                     replicas elsewhere.
     """
 
     stages: Sequence[StageEntry]
