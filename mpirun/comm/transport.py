@@ -106,16 +106,9 @@ class Transport:
 class QueuedTransport(Transport):
     """For a GPU: transfers begin in the order of the calls, each when the GPU has done the work launched before."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        groups: Sequence[Sequence[int]],
-        device: Device,
-        crowded: bool,
-        on_wait: Callable[[int | None], None] = lambda row: None,
-    ) -> None:
-        """`device`: of the tensors; the others as for `Transport`."""
-        super().__init__(comm, groups, crowded, on_wait)
+    def __init__(self, device: Device, *arguments: Any) -> None:
+        """`device`: of the tensors; `arguments`: those of `Transport`."""
+        super().__init__(*arguments)
         self.device = device
         self.queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
 
@@ -173,14 +166,6 @@ class QueuedTransport(Transport):
             self.queue.popleft()[1]()
 
 
-def make_transport(
-    comm: MPI.Intracomm,
-    groups: Sequence[Sequence[int]],
-    device: Device,
-    crowded: bool,
-    on_wait: Callable[[int | None], None],
-) -> Transport:
-    """The transport for tensors on a device. Collective."""
-    if device.kind == "cpu":
-        return Transport(comm, groups, crowded, on_wait)
-    return QueuedTransport(comm, groups, device, crowded, on_wait)
+def make_transport(device: Device, *arguments: Any) -> Transport:
+    """The transport for tensors on a device; `arguments`: those of `Transport`. Collective."""
+    return Transport(*arguments) if device.kind == "cpu" else QueuedTransport(device, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Act = Callable[[], None]  # knows its operands
 
@@ -17,18 +18,13 @@ def in_order(first: Act, second: Act) -> Act:
     return act
 
 
+@dataclass
 class Position:
     """Which step of the run, and which of its accumulation passes through the list, a rank executes."""
 
-    def __init__(self, passes: int) -> None:
-        """`passes`: accumulation passes of a step."""
-        self.passes = passes
-        self.step = self.accumulation_pass = 0
-
-    @property
-    def in_first_pass(self) -> bool:
-        """Whether a step has just begun."""
-        return self.accumulation_pass == 0
+    passes: int  # of every step
+    step: int = 0
+    accumulation_pass: int = 0
 
     @property
     def in_last_pass(self) -> bool:

@@ -47,7 +47,7 @@ def build_interpreter(
     stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
     owned = {index: stage for index, stage in stages.items() if stage.owned}
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
-    transport = make_transport(comm, header.groups, setup.device, setup.crowded, _show_waits(state))
+    transport = make_transport(setup.device, comm, header.groups, setup.crowded, _show_waits(state))
     grad_buffers = GradBuffers(header, stages, slots, comm.rank)
     context = Context(
         header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), Buffers(transport),

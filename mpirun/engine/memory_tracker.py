@@ -10,29 +10,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-class MemoryCount(Protocol):
-    """Bytes of tensors allocated since the count began."""
-
-    @property
-    def live(self) -> int:
-        """Bytes alive now."""
-
-    @property
-    def peak(self) -> int:
-        """The most bytes alive at once since the beginning or the last `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Forget the past: the peak is what is alive now."""
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor that was there before, until it is freed."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -52,21 +34,21 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        """As `MemoryCount.live`."""
+        """Bytes alive now."""
         return sum(storage.nbytes() for storage in self._storages)
 
     @property
     def peak(self) -> int:
-        """As `MemoryCount.peak`."""
+        """The most bytes alive at once since the beginning or the last `reset_peak`."""
         self._peak = max(self._peak, self.live)
         return self._peak
 
     def reset_peak(self) -> None:
-        """As `MemoryCount.reset_peak`."""
+        """Forget the past: the peak is what is alive now."""
         self._peak = self.live
 
     def add(self, tensor: Tensor) -> None:
-        """As `MemoryCount.add`."""
+        """Count the memory of a tensor that was there before, until it is freed."""
         self._storages.update(_storages(tensor))
 
     def __torch_dispatch__(
@@ -95,21 +77,24 @@ class CudaMemoryCount:
 
     @property
     def live(self) -> int:
-        """As `MemoryCount.live`."""
+        """As `MemoryTracker.live`."""
         return torch.cuda.memory_allocated(self.device) - self._base
 
     @property
     def peak(self) -> int:
-        """As `MemoryCount.peak`."""
+        """As `MemoryTracker.peak`."""
         return torch.cuda.max_memory_allocated(self.device) - self._base
 
     def reset_peak(self) -> None:
-        """As `MemoryCount.reset_peak`."""
+        """As `MemoryTracker.reset_peak`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def add(self, tensor: Tensor) -> None:
-        """As `MemoryCount.add`."""
+        """As `MemoryTracker.add`."""
         self._base -= tensor.untyped_storage().nbytes()
+
+
+MemoryCount = MemoryTracker | CudaMemoryCount  # bytes of tensors allocated since the count began
 
 
 @contextlib.contextmanager

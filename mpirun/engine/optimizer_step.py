@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.transport import Transport
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
@@ -59,7 +57,7 @@ class OptimizerStep:
             for buffer in row_sums:
                 buffer.sum_rows()
             if position.passes > 1:
-                context.optimizer.accumulate(totals, first=position.in_first_pass, last=position.in_last_pass)
+                context.optimizer.accumulate(totals, first=position.accumulation_pass == 0, last=position.in_last_pass)
             self._tell(i.group, totals)
             if position.in_last_pass and self.finite:
                 self.on_gradients(totals)
@@ -76,10 +74,14 @@ class OptimizerStep:
         contributed |= {first_loss + mb: float(loss) for mb, loss in self.losses.items()}
         self.losses.clear()
         contributed[leave] = float(self.leave_requested)
-        numbers = _sum_over_ranks(context.transport, context.transport.group(group), leave + 1, contributed)
+        values, sums = np.zeros(leave + 1), np.empty(leave + 1)
+        values[list(contributed)] = list(contributed.values())  # one rank gives a number, so that sums are exact
+        context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
+        numbers = sums.tolist()
         norms = self.grad_norms.norms(numbers[:first_loss])
         self.result = StepResult(numbers[first_loss:leave], total_norm(norms), norms, numbers[leave] > 0)
-        self.finite = (self.finite or context.position.in_first_pass) and all(map(math.isfinite, numbers))
+        begins = context.position.accumulation_pass == 0
+        self.finite = (self.finite or begins) and all(map(math.isfinite, numbers))
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
@@ -94,13 +96,3 @@ class OptimizerStep:
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
-
-
-def _sum_over_ranks(
-    transport: Transport, comm: MPI.Intracomm, length: int, contributed: Mapping[int, float]
-) -> list[float]:
-    """Numbers by position, of which each rank contributes some; all ranks get the sums."""
-    values, sums = np.zeros(length), np.empty(length)
-    values[list(contributed)] = list(contributed.values())
-    transport.wait(comm.Iallreduce(values, sums).Test)  # of all ranks one gives a number, not zero: any order is exact
-    return list(map(float, sums))

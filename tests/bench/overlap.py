@@ -79,9 +79,7 @@ def measure(schedule: str) -> None:
     arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
-        mpirun.engine.build.make_transport = lambda comm, groups, device, crowded, on_wait, kind=kind: kind(
-            comm, groups, crowded, on_wait
-        )
+        mpirun.engine.build.make_transport = lambda device, *arguments, kind=kind: kind(*arguments)
         runs[name] = Run(comm, run_options(comm, arguments)).interpreter
         (runs[name].run if name == "blocking" else runs[name].run_first)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited

@@ -157,7 +157,7 @@ def groups(transport: Transport) -> None:
 def in_the_stream() -> None:
     """A message holds what was written before its send, and arrives behind what reads there before its receive."""
     device = Late(direct=True, seed=WORLD.rank)
-    transport = QueuedTransport(WORLD, GROUPS, device, crowded=True)
+    transport = QueuedTransport(device, WORLD, GROUPS)
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     value, place, seen = torch.zeros(4), torch.zeros(4), []
     receive = transport.receive(place, before, 1)
@@ -173,8 +173,8 @@ def in_the_stream() -> None:
 
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "at once": lambda: Transport(WORLD, GROUPS),
-    "late": lambda: QueuedTransport(WORLD, GROUPS, Late(direct=True, seed=WORLD.rank), crowded=True),
-    "late and staged": lambda: QueuedTransport(WORLD, GROUPS, Late(direct=False, seed=WORLD.rank), crowded=True),
+    "late": lambda: QueuedTransport(Late(direct=True, seed=WORLD.rank), WORLD, GROUPS),
+    "late and staged": lambda: QueuedTransport(Late(direct=False, seed=WORLD.rank), WORLD, GROUPS),
 }
 CLAIMS: dict[str, Callable[[Transport], None]] = {
     "sums of float32": lambda transport: sums(transport, torch.float32),
