@@ -24,24 +24,24 @@ NAMES = (
 @pytest.fixture(scope="module")
 def schedules(traces, compiled):
     """The golden ones, and others that recompute or hold one weight copy at a time."""
-    found = {name: traces / f"{name}.json" for name in NAMES}
+    paths = {name: traces / f"{name}.json" for name in NAMES}
     sizes = {"workers": 4, "stages": 4, "microbatches": 8}
-    found["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
-    found["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
-    found["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
-    return found
+    paths["1f1b, recompute"] = compiled("1f1b", **sizes, recompute="all")
+    paths["fsdp, one slot"] = compiled("fsdp", **sizes, weight_slots=1)
+    paths["gpipe, prefetch 3"] = compiled("gpipe", **sizes, prefetch=3)
+    return paths
 
 
 @pytest.fixture(scope="module")
 def measured(several, schedules, text):
     """By schedule: the most bytes on every rank."""
     runs = [[path, "--model", MLP, "--text", text, "--steps", 2, "--memory"] for path in schedules.values()]
-    found = {}
+    by_name = {}
     for name, (code, out) in zip(schedules, several(4, runs), strict=True):
         assert code == 0, out
         peaks = re.search(r"^memory: most bytes of tensors at once, by rank: ([\d ]+)$", out, re.M)
-        found[name] = [int(peak) for peak in peaks[1].split()]
-    return found
+        by_name[name] = [int(peak) for peak in peaks[1].split()]
+    return by_name
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def predicted(several, schedules, text, tmp_path_factory):
         for stages, split in kinds
     ]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
-    found = {}
+    by_name = {}
     for name, path in schedules.items():
         header = path.read_text().split('"programs"')[0]
         kind = int(re.search(r'"stages": (\d+)', header)[1]), '"W":' in header
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert schedgen(["stats", str(path), "--profile", str(files[kind]), "--json"]) == 0
-        found[name] = [worker["peak_bytes"] for worker in json.loads(out.getvalue())["workers"]]
-    return found
+        by_name[name] = [worker["peak_bytes"] for worker in json.loads(out.getvalue())["workers"]]
+    return by_name
 
 
 @pytest.mark.parametrize("name", [*NAMES, "1f1b, recompute", "fsdp, one slot", "gpipe, prefetch 3"])

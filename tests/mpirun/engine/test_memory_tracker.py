@@ -125,14 +125,14 @@ def test_the_same_bytes_in_each_of_50_steps():
     layers, x = Layers(), torch.ones(8, 6)
     optimizer = torch.optim.AdamW(layers.parameters(), foreach=True)
     with MemoryTracker() as tracker:
-        found = []
+        counts = []
         for _ in range(50):
             tracker.reset_peak()
             layers(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append((tracker.live, tracker.peak))
-        assert len(set(found[1:])) == 1
+            counts.append((tracker.live, tracker.peak))
+        assert len(set(counts[1:])) == 1
         assert tracker.live == (2 * PARAMETERS + 4) * FLOAT  # two moments, and a step count of each parameter
 
 

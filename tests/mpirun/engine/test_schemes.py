@@ -173,8 +173,8 @@ def test_losses_and_norms_are_the_same_under_every_scheme(golden_runs, folder, n
     assert golden_runs[name, "--canonical"][0] == 0
     assert numbers(f"{name}--canonical") == numbers("1f1b--canonical")
     if name in ROUNDED:
-        for ours, theirs in zip(numbers(name), numbers("1f1b--canonical"), strict=True):
-            assert len(ours) == 2 and ours == pytest.approx(theirs, rel=1e-5)
+        for numbers_here, reference in zip(numbers(name), numbers("1f1b--canonical"), strict=True):
+            assert len(numbers_here) == 2 and numbers_here == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -87,8 +87,8 @@ def backward(stage: LocalStage, saved: SavedForward, gradient: Tensor) -> tuple[
     return saved.take_gradients(), [parameter.grad for parameter in stage.parameters]
 
 
-def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def same(tensors: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
 
 
 @MODELS

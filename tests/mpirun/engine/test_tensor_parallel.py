@@ -111,8 +111,9 @@ def losses(out):
 
 
 def test_loss_and_norm_do_not_depend_on_the_number_of_shards(verified):
-    found = {name: losses(verified[name, ""][1]) for name, (_, _, model) in CASES.items() if model == GPT}
-    assert all(len(one) == 2 for one in found.values()) and len({str(one) for one in found.values()}) == 1, found
+    by_case = {name: losses(verified[name, ""][1]) for name, (_, _, model) in CASES.items() if model == GPT}
+    assert all(len(steps) == 2 for steps in by_case.values())
+    assert len({str(steps) for steps in by_case.values()}) == 1, by_case
 
 
 @pytest.fixture(scope="module")
@@ -135,19 +136,19 @@ def test_every_shard_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
             for name, value in build_stage(model, 0, 0).state_dict().items()
         }
     )
-    found = []
+    plain_losses = []
     for mb in range(10):
         (x,), y, _ = Microbatches(model.batch, torch.zeros(1), 0, 10)(0, mb)
         loss = nnf.mse_loss(plain(x), y)
-        found.append(loss.item())
+        plain_losses.append(loss.item())
         (loss / 10).backward()
-    assert pair_of_layers["losses"] == [pytest.approx(found, rel=1e-6)]
+    assert pair_of_layers["losses"] == [pytest.approx(plain_losses, rel=1e-6)]
     (gradients,) = pair_of_layers["gradients"]
     for t in range(4):
-        mine = slice(12 * t, 12 * (t + 1))
-        torch.testing.assert_close(gradients[t, "up.weight"], plain[0].weight.grad[mine])
-        torch.testing.assert_close(gradients[t, "up.bias"], plain[0].bias.grad[mine])
-        torch.testing.assert_close(gradients[t, "down.weight"], plain[2].weight.grad[:, mine])
+        share = slice(12 * t, 12 * (t + 1))
+        torch.testing.assert_close(gradients[t, "up.weight"], plain[0].weight.grad[share])
+        torch.testing.assert_close(gradients[t, "up.bias"], plain[0].bias.grad[share])
+        torch.testing.assert_close(gradients[t, "down.weight"], plain[2].weight.grad[:, share])
     torch.testing.assert_close(gradients[0, "down.bias"], plain[2].bias.grad)
     assert (1, "down.bias") not in gradients
 
@@ -191,11 +192,11 @@ def test_a_model_that_does_not_go_with_the_schedule_is_refused(mistakes, compile
 
 @pytest.mark.parametrize("cut", [ShardedDim(0), ShardedDim(1), ShardedDim(0, 3), ShardedDim(1, 2)])
 def test_the_parts_of_a_parameter_make_it_up(cut):
-    whole = torch.randn(12, 8)
+    parameter = torch.randn(12, 8)
     for count in (1, 2, 4):
-        parts = [cut.share(whole, Shard(t, count)) for t in range(count)]
-        assert torch.equal(cut.join(parts), whole) and all(part.is_contiguous() for part in parts)
-        assert all(cut.full_shape(part.shape, Shard(0, count)) == whole.shape for part in parts)
+        parts = [cut.share(parameter, Shard(t, count)) for t in range(count)]
+        assert torch.equal(cut.join(parts), parameter) and all(part.is_contiguous() for part in parts)
+        assert all(cut.full_shape(part.shape, Shard(0, count)) == parameter.shape for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -217,31 +218,31 @@ def test_shards_of_a_layer_add_up_to_it(make, count):
         return make(shard=shard)
 
     x = torch.randn(2, 3, 16, requires_grad=True)
-    whole = built()
-    y = whole(x)
+    layer = built()
+    y = layer(x)
     y.square().sum().backward()
-    (dx, x.grad), of_whole = (x.grad, None), dict(whole.named_parameters())
+    (dx, x.grad), parameters = (x.grad, None), dict(layer.named_parameters())
     shards = [build_shard(built, Shard(t, count)) for t in range(count)]
     total = sum(shard(x) for shard in shards)
     torch.testing.assert_close(total, y)
     total.square().sum().backward()
     torch.testing.assert_close(x.grad, dx)
     for t, shard in enumerate(shards):
-        of_shard = sharded_dims(shard)
-        for name, one in shard.named_parameters():
-            if name in of_shard:
-                torch.testing.assert_close(one.grad, of_shard[name].share(of_whole[name].grad, Shard(t, count)))
-    for name in of_whole.keys() - sharded_dims(whole).keys():  # shared, or shard 0's
-        have = [dict(shard.named_parameters()) for shard in shards]
-        torch.testing.assert_close(sum(one[name].grad for one in have if name in one), of_whole[name].grad)
+        dims = sharded_dims(shard)
+        for name, parameter in shard.named_parameters():
+            if name in dims:
+                torch.testing.assert_close(parameter.grad, dims[name].share(parameters[name].grad, Shard(t, count)))
+    for name in parameters.keys() - sharded_dims(layer).keys():  # shared, or shard 0's
+        by_shard = [dict(shard.named_parameters()) for shard in shards]
+        torch.testing.assert_close(sum(have[name].grad for have in by_shard if name in have), parameters[name].grad)
 
 
 def test_weights_do_not_depend_on_the_number_of_shards():
     model = pair(2)
-    whole = build_stage(model, 0, 5)
+    unsharded = build_stage(model, 0, 5)
     parts = [build_stage(expand_shards(model, 4), t, 5) for t in range(4)]
-    assert torch.equal(torch.cat([one.up.weight for one in parts]), whole.up.weight)
-    assert torch.equal(torch.cat([one.down.weight for one in parts], dim=1), whole.down.weight)
+    assert torch.equal(torch.cat([part.up.weight for part in parts]), unsharded.up.weight)
+    assert torch.equal(torch.cat([part.down.weight for part in parts], dim=1), unsharded.down.weight)
 
 
 def test_only_what_all_shards_have_is_shared():

@@ -77,8 +77,8 @@ def test_without_canonical_mode_the_gradient_is_that_of_one_process(several, sch
 def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
     arguments = [schedules["parts passed on"], "--model", MLP, "--text", text, *COMMON, "--canonical"]
     runs: list[dict[str, Any]] = [{}, {"delay": 1}, {"late": "direct"}, {"late": "staged", "delay": 2}]
-    seen = inside(4, [{"arguments": arguments, **run} for run in runs])
-    assert [one.code for one in seen] == [0] * 4 and len({one.weights for one in seen}) == 1
+    ended = inside(4, [{"arguments": arguments, **run} for run in runs])
+    assert [run.code for run in ended] == [0] * 4 and len({run.weights for run in ended}) == 1
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,9 @@ def owned(launch, schedules, text):
 
 @pytest.mark.parametrize("what", ["weights", "gradient", "state"])
 def test_every_rank_owns_a_quarter(owned, what):
-    quarter = sum(one[what] for one in owned) / 4
+    quarter = sum(rank[what] for rank in owned) / 4
     assert quarter > 100_000
-    assert [one[what] for one in owned] == pytest.approx([quarter] * 4, rel=0.05)
+    assert [rank[what] for rank in owned] == pytest.approx([quarter] * 4, rel=0.05)
     assert owned[0]["state"] == pytest.approx(2 * owned[0]["weights"], rel=0.05)  # AdamW's
 
 
@@ -130,21 +130,21 @@ def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, comp
         runs.append(run(first, STEPS // 2, "--save", folder))
         runs.append(run(then, STEPS, "--resume", folder, "--save", folder))
     assert [code for code, _ in several(4, runs)] == [0] * len(runs)
-    whole = weights(tmp_path / "whole" / f"step-{STEPS:08d}")
+    undivided = weights(tmp_path / "whole" / f"step-{STEPS:08d}")
     for folder in ("4-4", "4-none", "none-3", "3-4"):
-        assert same(weights(tmp_path / folder / f"step-{STEPS:08d}"), whole), folder
+        assert same(weights(tmp_path / folder / f"step-{STEPS:08d}"), undivided), folder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + (0.1j if dtype.is_complex else 0)
-    (whole,) = tensor_norms([values], canonical=True)
-    assert whole == pytest.approx(float(torch.linalg.vector_norm(values.to(torch.complex128))), rel=1e-12)
+    (norm,) = tensor_norms([values], canonical=True)
+    assert norm == pytest.approx(float(torch.linalg.vector_norm(values.to(torch.complex128))), rel=1e-12)
     line = 64 // dtype.itemsize
     layout = [(0, values.shape)]
     for parts in (2, 3, 7, 60):
-        found = []
+        sums = []
         for span in part_slices(-(-1000 // line) * line, dtype, range(parts)).values():
             for piece in pieces(layout, span):
-                found += subtrees(line_sums(piece.of_parameter(values)), piece.begin // line)
-        assert tree_sum(found) ** 0.5 == whole
+                sums += subtrees(line_sums(piece.of_parameter(values)), piece.begin // line)
+        assert tree_sum(sums) ** 0.5 == norm

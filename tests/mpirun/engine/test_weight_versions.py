@@ -15,7 +15,7 @@ from mpirun.model.load_model import load_model
 from schedgen.ir.weight_versions import UPDATES
 
 GPT, DROPPING = "models_for_tests:gpt_tiny", "models_for_tests:dropping"
-WALKS, BATCHES, STAGES = 2, 8, 4
+STEPS, BATCHES, STAGES = 2, 8, 4
 RATE = 0.05
 SGD = ["--optimizer", "sgd", "--lr", RATE, "--weight-decay", 0]
 LATE = tuple(name for name in UPDATES if name != "flush")
@@ -59,13 +59,13 @@ def recorded(inside, compiled, text, tmp_path_factory):
         {
             "arguments": [
                 compiled("pipedream", stages=STAGES, microbatches=BATCHES, updates=updates),
-                *("--model", GPT, "--text", text, "--steps", WALKS, "--verify", "--canonical", *SGD),
+                *("--model", GPT, "--text", text, "--steps", STEPS, "--verify", "--canonical", *SGD),
             ],
             "record": str(folder / updates),
         }
         for updates in LATE
     ]
-    assert [one.code for one in inside(4, runs)] == [0] * len(runs)
+    assert [run.code for run in inside(4, runs)] == [0] * len(runs)
     return {updates: torch.load(folder / updates) for updates in LATE}
 
 
@@ -75,42 +75,42 @@ def simulated(updates: str, text: Path):
         w(t + 1) = w(t) - rate * gradient of f(w_1(t - n + 1), w_2(t - n + 2), ..., w_n(t))
         w(t + 1) = w(t) - rate * gradient of f(w_1(t - n + 1), w_2(t - n + 1), ..., w_n(t - n + 1))   vertical sync
 
-    where w(t) for t < 0 is w(0). A walk through the list is t = 0 to B - 1.
+    where w(t) for t < 0 is w(0). A pass through the list is t = 0 to B - 1.
     """
     model = load_model(GPT, STAGES, 0, None)
     data = torch.from_numpy(np.frombuffer(text.read_bytes(), np.uint8).copy())
     modules = [build_stage(model, stage, 0) for stage in range(STAGES)]
-    weights = [{name: one.detach().clone() for name, one in module.named_parameters()} for module in modules]
+    weights = [{name: weight.detach().clone() for name, weight in module.named_parameters()} for module in modules]
     losses = []
-    for walk in range(WALKS):
-        history = [[one] for one in weights]
+    for number in range(STEPS):
+        history = [[initial] for initial in weights]
         losses.append([])
         for t in range(BATCHES):
             late = [STAGES - n if updates == "stash" else STAGES - 1 for n in range(1, STAGES + 1)]
             used = [
-                {name: one.clone().requires_grad_() for name, one in history[s][max(0, t - late[s])].items()}
+                {name: weight.clone().requires_grad_() for name, weight in history[s][max(0, t - late[s])].items()}
                 for s in range(STAGES)
             ]
-            (value,), target, _ = mpirun.data.microbatches.Microbatches(model.batch, data, 0, 1)(walk, t)
-            for module, given in zip(modules, used, strict=True):
-                value = functional_call(module, given, value)
+            (value,), target, _ = mpirun.data.microbatches.Microbatches(model.batch, data, 0, 1)(number, t)
+            for module, parameters in zip(modules, used, strict=True):
+                value = functional_call(module, parameters, value)
             loss = model.loss(value, target)
             loss.backward()
             losses[-1].append(loss.item())
-            for s, given in enumerate(used):
-                history[s].append(stepped(history[s][t], given))
+            for s, parameters in enumerate(used):
+                history[s].append(stepped(history[s][t], parameters))
         weights = [versions[-1] for versions in history]
-    gradients = {(s, name): one.grad for s, given in enumerate(used) for name, one in given.items()}
-    return losses, gradients, {(s, name): one for s, given in enumerate(weights) for name, one in given.items()}
+    gradients = {(s, name): weight.grad for s, stage in enumerate(used) for name, weight in stage.items()}
+    return losses, gradients, {(s, name): weight for s, stage in enumerate(weights) for name, weight in stage.items()}
 
 
-def stepped(weights, given):
+def stepped(weights, used):
     """w(t + 1) from w(t) and from the weights that the gradient was computed with."""
-    new = {name: torch.nn.Parameter(one.clone()) for name, one in weights.items()}
-    for name, one in new.items():
-        one.grad = given[name].grad
+    new = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    for name, parameter in new.items():
+        parameter.grad = used[name].grad
     torch.optim.SGD(new.values(), RATE, fused=True).step()
-    return {name: one.detach() for name, one in new.items()}
+    return {name: parameter.detach() for name, parameter in new.items()}
 
 
 @pytest.fixture
@@ -127,14 +127,14 @@ def test_ranks_do_what_the_paper_s_equations_say(recorded, updates, text, one_th
     losses, gradients, weights = simulated(updates, text)
     record = recorded[updates]
     assert record["losses"] == losses
-    for ours, theirs in ((record["gradients"][-1], gradients), (record["parameters"], weights)):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    for tensors, reference in ((record["gradients"][-1], gradients), (record["parameters"], weights)):
+        assert tensors.keys() == reference.keys()
+        assert all(torch.equal(tensors[key], reference[key]) for key in reference)
 
 
 def test_they_train_differently(recorded):
     """Or the same bits would prove nothing."""
-    ends = {updates: one["losses"][-1][-1] for updates, one in recorded.items()}
+    ends = {updates: record["losses"][-1][-1] for updates, record in recorded.items()}
     assert ends["stash"] != ends["vertical"]
 
 
@@ -142,24 +142,24 @@ def test_what_needs_the_whole_gradient_is_refused(mistakes, compiled, text):
     file = compiled("pipedream", stages=4, microbatches=8)
     common = [file, "--model", GPT, "--text", text, "--steps", 1]
     ended = mistakes(4, [[*common, "--clip", 1], [*common, "--accumulate", 2], [*common, "--on-nan", "skip"]])
-    whole = "needs the whole gradient, and this schedule updates stages one by one"
-    assert [one.err for one in ended] == [
-        f"mpirun: --clip {whole}\n",
-        f"mpirun: --accumulate {whole}\n",
+    reason = "needs the whole gradient, and this schedule updates stages one by one"
+    assert [run.err for run in ended] == [
+        f"mpirun: --clip {reason}\n",
+        f"mpirun: --accumulate {reason}\n",
         "mpirun: --on-nan skip: this schedule has updated stages before all losses are known\n",
     ]
-    assert [one.code for one in ended] == [2, 2, 2]
+    assert [run.code for run in ended] == [2, 2, 2]
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_bits(several, compiled, text, tmp_path):
     file = compiled("pipedream", stages=2, replicas="3,1", microbatches=7)
     common = [file, "--model", DROPPING, "--text", text]
-    whole, half = tmp_path / "whole", tmp_path / "half"
+    uninterrupted, half = tmp_path / "whole", tmp_path / "half"
     runs = [
-        [*common, "--steps", 4, "--save", whole, "--every", 4],
+        [*common, "--steps", 4, "--save", uninterrupted, "--every", 4],
         [*common, "--steps", 2, "--save", half, "--every", 2],
         [*common, "--steps", 4, "--save", half, "--every", 4, "--resume", half],
     ]
     assert [code for code, _ in several(4, runs)] == [0, 0, 0]
-    files = sorted(one.relative_to(whole) for one in whole.rglob("*.safetensors"))
-    assert files and all((whole / one).read_bytes() == (half / one).read_bytes() for one in files)
+    files = sorted(file.relative_to(uninterrupted) for file in uninterrupted.rglob("*.safetensors"))
+    assert files and all((uninterrupted / file).read_bytes() == (half / file).read_bytes() for file in files)

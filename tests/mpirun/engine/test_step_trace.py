@@ -7,16 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from mpirun.comm.clocks import ClockReading, as_rank_0_times
 from schedgen.checker.files import checked
 from schedgen.report.measured_run import read_trace, run_numbers
 
 MLP = "mpirun.models.mlp:tiny"
-RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, walks a step
-WALKS = {"1f1b": 2, "fsdp": 2, "zb-h1": 1}
+RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, accumulation passes a step
+PASSES = {"1f1b": 2, "fsdp": 2, "zb-h1": 1}
 CAUSES = {  # what ranks of a scheme can wait for
     "1f1b": {"activation", "gradient", "send", "reduction"},
     "fsdp": {"weight", "weight_gradient", "send", "reduction"},
@@ -26,15 +24,15 @@ Event = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def found(several, traces, text, tmp_path_factory) -> dict[str, list[Event]]:
+def traced(several, traces, text, tmp_path_factory) -> dict[str, list[Event]]:
     """The events of a traced run of each schedule."""
     folder = tmp_path_factory.mktemp("traced")
     runs = [
         [
-            *(traces / f"{name}.json", "--model", MLP, "--text", text, "--steps", steps, "--accumulate", walks),
+            *(traces / f"{name}.json", "--model", MLP, "--text", text, "--steps", steps, "--accumulate", passes),
             *("--trace", folder / name, "--trace-steps", last, "--verify"),
         ]
-        for name, (steps, last, walks) in RUNS.items()
+        for name, (steps, last, passes) in RUNS.items()
     ]
     for code, out in several(4, runs):
         assert code == 0, out
@@ -52,35 +50,35 @@ def lists(file: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_rank_s_list_is_there_once_a_walk_and_in_order(found, traces, name):
+def test_every_rank_s_list_is_there_once_a_pass_and_in_order(traced, traces, name):
     for rank, listed in enumerate(lists(traces / f"{name}.json")):
-        mine = slices(found[name], rank)
-        assert [event["args"]["instruction"] for event in mine] == WALKS[name] * listed
-        assert [event["args"]["walk"] for event in mine] == [k for k in range(WALKS[name]) for _ in listed]
+        rank_slices = slices(traced[name], rank)
+        assert [event["args"]["instruction"] for event in rank_slices] == PASSES[name] * listed
+        assert [event["args"]["walk"] for event in rank_slices] == [k for k in range(PASSES[name]) for _ in listed]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_instruction_s_line_is_its_line_in_the_file(found, traces, name):
+def test_an_instruction_s_line_is_its_line_in_the_file(traced, traces, name):
     lines = (traces / f"{name}.json").read_text().splitlines()
-    for event in found[name]:
+    for event in traced[name]:
         if event["ph"] == "X":
             assert lines[event["args"]["line"] - 1].strip().rstrip(",") == event["args"]["instruction"]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_rank_does_one_thing_after_the_other_and_waits_in_between(found, name):
-    starts = [slices(found[name], rank)[0] for rank in range(4)]
+def test_a_rank_does_one_thing_after_the_other_and_waits_in_between(traced, name):
+    starts = [slices(traced[name], rank)[0] for rank in range(4)]
     assert min(event["ts"] - event["args"]["wait"] for event in starts) == 0  # the step's start
     for rank in range(4):
-        mine = slices(found[name], rank)
-        assert all(event["dur"] >= 0 and event["args"]["wait"] >= 0 for event in mine)
-        for one, other in pairwise(mine):
-            assert other["ts"] - other["args"]["wait"] >= one["ts"] + one["dur"] - 1e-3  # nanoseconds are written
+        rank_slices = slices(traced[name], rank)
+        assert all(event["dur"] >= 0 and event["args"]["wait"] >= 0 for event in rank_slices)
+        for before, after in pairwise(rank_slices):
+            assert after["ts"] - after["args"]["wait"] >= before["ts"] + before["dur"] - 1e-3  # nanoseconds are written
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_who_waits_has_a_cause(found, name):
-    events = [event for event in found[name] if event["ph"] == "X"]
+def test_who_waits_has_a_cause(traced, name):
+    events = [event for event in traced[name] if event["ph"] == "X"]
     assert all((event["args"]["wait"] > 0) == ("cause" in event["args"]) for event in events)
     causes = {event["args"]["cause"] for event in events if event["args"]["wait"]}
     assert causes and causes <= CAUSES[name]
@@ -90,53 +88,37 @@ def test_who_waits_has_a_cause(found, name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_message_is_sent_before_its_receiver_is_done_with_it(found, name):
+def test_a_message_is_sent_before_its_receiver_is_done_with_it(traced, name):
     """Every SEND has an arrow into the first instruction to use its message; this needs the ranks' clocks alike."""
-    sends = {(e["tid"], e["ts"]) for e in found[name] if e["ph"] == "X" and e["name"].startswith("SEND")}
-    begins = {event["id"]: event for event in found[name] if event["ph"] == "s"}
-    ends = {event["id"]: event for event in found[name] if event["ph"] == "f"}
+    sends = {(e["tid"], e["ts"]) for e in traced[name] if e["ph"] == "X" and e["name"].startswith("SEND")}
+    begins = {event["id"]: event for event in traced[name] if event["ph"] == "s"}
+    ends = {event["id"]: event for event in traced[name] if event["ph"] == "f"}
     assert {(event["tid"], event["ts"]) for event in begins.values()} == sends
     assert len(begins) == len(ends) == len(sends) > 0
     for number, begin in begins.items():
         end = ends[number]
         assert begin["ts"] <= end["ts"]
-        assert any(one["ts"] <= end["ts"] <= one["ts"] + one["dur"] for one in slices(found[name], end["tid"]))
+        assert any(user["ts"] <= end["ts"] <= user["ts"] + user["dur"] for user in slices(traced[name], end["tid"]))
 
 
-def test_an_activation_is_used_by_the_next_stage(found):
-    events = [event for event in found["1f1b"] if event["ph"] == "X"]
-    of = {(event["name"], event["args"]["walk"]): event for event in events}
-    for walk in range(WALKS["1f1b"]):
+def test_an_activation_is_used_by_the_next_stage(traced):
+    events = [event for event in traced["1f1b"] if event["ph"] == "X"]
+    by_name = {(event["name"], event["args"]["walk"]): event for event in events}
+    for number in range(PASSES["1f1b"]):
         for stage in range(3):
             for mb in range(8):
-                forward = of[f"FWD {stage + 1} {mb}", walk]
-                assert of[f"SEND x.{stage}.{mb}", walk]["ts"] < forward["ts"] + forward["dur"]
+                forward = by_name[f"FWD {stage + 1} {mb}", number]
+                assert by_name[f"SEND x.{stage}.{mb}", number]["ts"] < forward["ts"] + forward["dur"]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_schedgen_reads_it_and_all_time_is_accounted_for(found, traces, tmp_path, name):
+def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_path, name):
     program = checked(str(traces / f"{name}.json"))
-    numbers = run_numbers(program, read_trace(json.dumps({"traceEvents": found[name]}), name, program))
-    assert numbers["walks"] == WALKS[name]
+    numbers = run_numbers(program, read_trace(json.dumps({"traceEvents": traced[name]}), name, program))
+    assert numbers["walks"] == PASSES[name]
     for worker in numbers["workers"]:
         assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0
         assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])
-
-
-def test_clocks(launch):
-    result = launch(3, program=["-m", "mpi4py", "programs/clocks.py"])
-    assert result.out.splitlines() == [
-        "holds: one clock is found the same",
-        "holds: one clock is left as it is",
-        "holds: another clock is found",
-        "holds: another clock is corrected",
-        "holds: it ends",
-    ], result.err
-
-
-def test_between_two_readings_a_difference_changes_linearly():
-    before, after = ClockReading(10.0, 5.0, 1e-6), ClockReading(20.0, 7.0, 1e-6)
-    assert np.allclose(as_rank_0_times(np.array([10.0, 15.0, 20.0]), before, after), [15.0, 21.0, 27.0])
 
 
 def test_a_trace_that_could_not_be_written_is_refused_before_the_first_step(launch, compiled, text, tmp_path):

@@ -61,9 +61,9 @@ def test_the_loss_falls(long):
 
 def test_metrics_have_one_object_a_step(long):
     _, file = long
-    found = rows(file)
-    assert [row["step"] for row in found] == list(range(STEPS))
-    for row in found:
+    steps = rows(file)
+    assert [row["step"] for row in steps] == list(range(STEPS))
+    for row in steps:
         assert set(row) == {"step", "loss", "grad_norm", "seconds", "tokens"}
         assert row["tokens"] == 8 * 4 * 64  # microbatches, sequences, bytes of gpt.tiny
         assert row["seconds"] > 0 and row["grad_norm"] > 0
