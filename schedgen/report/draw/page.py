@@ -27,7 +27,7 @@ from schedgen.simulator.memory_timeline import MemoryTimeline
 from schedgen.simulator.time_breakdown import MEANING, SHARES
 from schedgen.simulator.timeline import CAUSES
 
-SCRIPTS = ("data", "view", "bars", "arrows", "hover", "control", "panel")  # files of web/, in this order
+SCRIPTS = ("data", "format", "view", "picture", "bars", "arrows", "hover", "control", "panel")  # of web/, in this order
 Columns = dict[str, NDArray[Any]]
 
 

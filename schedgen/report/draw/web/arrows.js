@@ -1,22 +1,23 @@
 // Messages, as arrows.
 
-function messages(scene, wanted) {
-  const found = [];
-  for (let k = 0; k < scene.sends; k++) if (wanted(scene.send[k], scene.user[k], k)) found.push(k);
-  return found;
+/** The numbers of a scene's messages for which wanted(row of the SEND, row of the first user, number) holds. */
+function messagesWhere(scene, wanted) {
+  const numbers = [];
+  for (let k = 0; k < scene.sends; k++) if (wanted(scene.send[k], scene.user[k], k)) numbers.push(k);
+  return numbers;
 }
 
 /** Where an arrow touches a worker's bars: at the edge that is nearer to the other worker's. */
 function edgeOf(scene, rank, other) {
-  const lane = scene.y[rank];
-  return barTop(lane) + (lane.y < scene.y[other].y ? barHeight(lane) : 0);
+  const lane = scene.laneOf[rank];
+  return barTop(lane) + (lane.y < scene.laneOf[other].y ? barHeight(lane) : 0);
 }
 
-/** Arrows from where SENDs start to where their messages are; one stroke a kind. */
-function arrows(c, scene, list, width) {
+/** Draw messages from where SENDs start to where they arrive; one stroke for each kind. */
+function drawArrows(c, scene, numbers, width) {
   const byKind = {};
-  for (const k of list) {
-    const row = scene.send[k], x0 = X(scene.start[row]), x1 = X(scene.arrival[k]);
+  for (const k of numbers) {
+    const row = scene.send[k], x0 = xOf(scene.start[row]), x1 = xOf(scene.arrival[k]);
     if (x1 < box.left || x0 > box.right) continue;
     const from = scene.rank[row], to = scene.peer[row];
     (byKind[scene.kind[row]] ||= []).push([x0, edgeOf(scene, from, to), x1, edgeOf(scene, to, from)]);
@@ -44,10 +45,10 @@ function arrows(c, scene, list, width) {
 
 const MOST_ARROWS = 4000;
 
-/** All messages that are seen, or those of every so many microbatches. */
+/** Draw all messages in the view or, where they are too many, those of every n-th microbatch. */
 function drawTransfers(scene) {
-  const seen = messages(scene, (row, _, k) => scene.arrival[k] >= view.from && scene.start[row] <= view.to);
-  const every = Math.ceil(seen.length / MOST_ARROWS);
-  arrows(pen, scene, every > 1 ? seen.filter(k => scene.mb[scene.send[k]] % every <= 0) : seen, 1);
+  const inView = messagesWhere(scene, (row, _, k) => scene.arrival[k] >= view.from && scene.start[row] <= view.to);
+  const every = Math.ceil(inView.length / MOST_ARROWS);
+  drawArrows(pen, scene, every > 1 ? inView.filter(k => scene.mb[scene.send[k]] % every <= 0) : inView, 1);
   if (every > 1) notes.push(`messages of 1 microbatch in ${every}: zoom in to see all`);
 }
