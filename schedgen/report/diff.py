@@ -138,13 +138,13 @@ def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
 def _merge(both: Rows, length: int) -> _Merged:
     """`both`: the rows of a, which are `length`, and those of b."""
     partner = patience_match(*np.split(_codes(both), [length]))
-    paired = partner >= 0
+    matched = partner >= 0
     new = np.ones(len(both.op) - length, np.bool_)
-    new[partner[paired]] = False
+    new[partner[matched]] = False
     row = np.concatenate([np.arange(length), length + np.flatnonzero(new)])
     rank, sign = both.rank[row], np.full(len(row), _NEW)
-    sign[:length] = np.where(paired, _SAME, _OLD)
-    pairs = np.concatenate([np.cumsum(paired), np.cumsum(~new)[new]])  # number of pairs up to each row, itself included
+    sign[:length] = np.where(matched, _SAME, _OLD)
+    pairs = np.concatenate([np.cumsum(matched), np.cumsum(~new)[new]])  # pairs up to each row, itself included
     order = np.lexsort((sign, pairs, rank))
     rank, sign, row = rank[order], sign[order], row[order]
     before = [np.cumsum(sign != other) - (sign != other) for other in (_NEW, _OLD)]

@@ -1,10 +1,10 @@
 """Which rows of two lists correspond, for a diff: patience matching [Bram Cohen], in O(n log n).
 
-1. Rows that occur exactly once in each list are paired.
+1. Rows that occur exactly once in each list are matched.
 2. Of these pairs the longest sequence that ascends in both lists is kept; it cuts the lists into gaps.
-3. Equal rows next to a pair are paired, too.
+3. Equal rows next to a pair are matched, too.
 4. The same in every gap, all gaps at once. Where no gap has a row that occurs once, the k-th of equal rows in one
-   list is paired with the k-th in the other.
+   list is matched with the k-th in the other.
 
 Nearly all rows of a schedule occur once, and no matching has more pairs of these.
 """
@@ -28,7 +28,7 @@ def patience_match(a: Numbers, b: Numbers) -> Numbers:
     count = False  # whether equal rows are told apart by counting them
     while True:
         rest = [np.flatnonzero(free) for free in (partner < 0, ~taken)]
-        gaps = [np.cumsum(paired)[left] for paired, left in zip((partner >= 0, taken), rest, strict=True)]
+        gaps = [np.cumsum(matched)[left] for matched, left in zip((partner >= 0, taken), rest, strict=True)]
         keys = [gap * span + rows[left] for gap, rows, left in zip(gaps, (a, b), rest, strict=True)]
         if count:
             _, both = np.unique(np.concatenate(keys), return_inverse=True)

@@ -35,7 +35,7 @@ def read(tmp_path):
 
 
 def test_times_are_milliseconds_and_sizes_bytes(read):
-    found = read(
+    layers = read(
         layer("node10", 1.5, 3.0, "[6.0; 1; 0.5]", 7.0),
         layer("node2", 2, 1, 5) + " -- stage_id=3\r",
         "",
@@ -43,14 +43,14 @@ def test_times_are_milliseconds_and_sizes_bytes(read):
         "\tnode2 -- node10\r",
         "\tnode9 -- node10",
     )
-    assert found.names == ("node2", "node9", "node10") and found.edges == ((0, 2), (1, 2))
-    assert found.times["F"].tolist() == [0.002, 0.001, 0.0015] and found.times["B"].tolist() == [0.001, 0.002, 0.003]
-    assert found.activation.tolist() == [5, 3, 7.5] and found.weight.tolist() == [4, 4, 7]
-    assert found.kept.tolist() == found.activation.tolist()
+    assert layers.names == ("node2", "node9", "node10") and layers.edges == ((0, 2), (1, 2))
+    assert layers.times["F"].tolist() == [0.002, 0.001, 0.0015] and layers.times["B"].tolist() == [0.001, 0.002, 0.003]
+    assert layers.activation.tolist() == [5, 3, 7.5] and layers.weight.tolist() == [4, 4, 7]
+    assert layers.kept.tolist() == layers.activation.tolist()
 
 
 def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
-    found = read(
+    layers = read(
         layer("a", 100, 0, 100, 0, "Input0"),
         layer("b"),
         layer("c", 0, 0, 9, 0, "__getitem__(1)"),
@@ -58,17 +58,17 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
         layer("e"),
         "\ta -- b", "\tb -- c", "\tb -- d", "\td -- e",
     )  # fmt: skip
-    assert found.seconds.tolist() == [0, 0.003, 0, 0, 0.003] and found.activation.tolist() == [0, 3, 0, 5, 3]
-    one = all_downsets(found)
-    assert [np.flatnonzero(row).tolist() for row in one.members] == [[], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
-    assert one.crossing.tolist() == [0, 3, 5, 0]
+    assert layers.seconds.tolist() == [0, 0.003, 0, 0, 0.003] and layers.activation.tolist() == [0, 3, 0, 5, 3]
+    downsets = all_downsets(layers)
+    assert [np.flatnonzero(row).tolist() for row in downsets.members] == [[], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert downsets.crossing.tolist() == [0, 3, 5, 0]
 
 
 def test_what_crosses_a_cut_is_what_is_read_behind_it(read):
     """A residual connection: a's output crosses as long as d has not read it."""
-    found = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
+    layers = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
                  "\ta -- b", "\tb -- c", "\tc -- d", "\ta -- d")  # fmt: skip
-    assert all_downsets(found).crossing.tolist() == [0, 1, 11, 101, 0]
+    assert all_downsets(layers).crossing.tolist() == [0, 1, 11, 101, 0]
 
 
 def test_vgg16_has_a_cut_behind_each_layer_but_the_input():
@@ -82,12 +82,12 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
     }  # fmt: skip
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(values))
-    found = read_layers(str(path))
-    assert found.names == ("0", "1", "2") and found.edges == ((0, 1), (1, 2))
-    assert found.seconds.tolist() == [2.5, 2.5, 3.5] and found.kept.tolist() == [13, 9, 9]
+    layers = read_layers(str(path))
+    assert layers.names == ("0", "1", "2") and layers.edges == ((0, 1), (1, 2))
+    assert layers.seconds.tolist() == [2.5, 2.5, 3.5] and layers.kept.tolist() == [13, 9, 9]
     numbers = json.loads(run("plan", path, "--workers", "2", "--partition-only", "--json").out)
     assert numbers["bandwidth"] == [4.0]  # 1 / beta
-    assert [one["layers"] for one in numbers["stages"]] == [["0", "1"], ["2"]]
+    assert [stage["layers"] for stage in numbers["stages"]] == [["0", "1"], ["2"]]
     assert numbers["stage_time"] == 5.0  # 2 * 4 / 4 to send is less
     assert numbers["stages"][0]["memory"] == 2 * (13 + 9 + 1 + 2)
 
@@ -126,8 +126,8 @@ def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
 def test_a_bad_profile_is_refused_in_one_sentence(run, refused, tmp_path, lines, line, words):
     path = tmp_path / "bad"
     path.write_text("\n".join(lines))
-    found = refused(run("plan", path, *OPTIONS), 1)
-    assert words in found and f"{path}:{line}: " in found if line else words in found
+    message = refused(run("plan", path, *OPTIONS), 1)
+    assert words in message and f"{path}:{line}: " in message if line else words in message
 
 
 def test_a_profile_is_read_up_to_a_size_only(tmp_path):

@@ -41,30 +41,30 @@ def drawn(rng, chain):
     ]
     seconds, weight, activation = ([rng.choice((0, 1, 2, 3, 5, 8, 20)) for _ in range(count)] for _ in range(3))
     seconds[0] = seconds[0] or 1
-    activation = [one or 1 for one in activation]  # layers that cost nothing at all are no stage of their own
+    activation = [size or 1 for size in activation]  # layers that cost nothing at all are no stage of their own
     return profile(seconds, weight, activation, edges)
 
 
 def brute_force(layers, levels, memory):
     """The least seconds of a minibatch over everything that the model allows, straight from its definition."""
     count = len(layers.names)
-    before = [sum(1 << a for a, b in layers.edges if b == one) for one in range(count)]
+    before = [sum(1 << a for a, b in layers.edges if b == layer) for layer in range(count)]
     closed = [
         state
         for state in range(1 << count)
-        if all(not state >> one & 1 or before[one] & ~state == 0 for one in range(count))
+        if all(not state >> layer & 1 or before[layer] & ~state == 0 for layer in range(count))
     ]
     crossing = {
         state: sum(
             layers.activation[a]
             for a in range(count)
-            if state >> a & 1 and any(one == a and not state >> b & 1 for one, b in layers.edges)
+            if state >> a & 1 and any(layer == a and not state >> b & 1 for layer, b in layers.edges)
         )
         for state in closed
     }
 
     def total(amounts, i, j):
-        return sum(amount for one, amount in enumerate(amounts) if (j & ~i) >> one & 1)
+        return sum(amount for layer, amount in enumerate(amounts) if (j & ~i) >> layer & 1)
 
     @cache
     def component(k, i, j, tail):
@@ -105,23 +105,23 @@ def test_it_is_as_good_as_trying_everything(sizes, chain):
         layers = drawn(rng, chain)
         levels = [Level(m, rng.choice((0.5, 2.0, 7.0))) for m in sizes]
         held = (layers.kept + layers.weight).sum()
-        found = all_downsets(layers)
+        downsets = all_downsets(layers)
         for memory in (math.inf, rng.uniform(0.3, 1.5) * held):
             best = brute_force(layers, levels, memory)
             if math.isinf(best):
                 with pytest.raises(UsageError, match="fits"):
-                    partition(found, levels, memory)
+                    partition(downsets, levels, memory)
                 continue
             fitted += memory < held
-            one = partition(found, levels, memory)
-            assert one.seconds == pytest.approx(best, rel=1e-12), (layers, levels, memory)
-            assert sum(stage.replicas for stage in one.stages) == math.prod(sizes)
-            assert (one.stages[0].begin, one.stages[-1].end) == (0, len(found.seconds) - 1)
-            for a, b in itertools.pairwise(one.stages):
+            best_partition = partition(downsets, levels, memory)
+            assert best_partition.seconds == pytest.approx(best, rel=1e-12), (layers, levels, memory)
+            assert sum(stage.replicas for stage in best_partition.stages) == math.prod(sizes)
+            assert (best_partition.stages[0].begin, best_partition.stages[-1].end) == (0, len(downsets.seconds) - 1)
+            for a, b in itertools.pairwise(best_partition.stages):
                 assert a.end == b.begin
-            for stage in one.stages:
-                kept = found.kept[stage.end] - found.kept[stage.begin]
-                assert stage.in_flight * (kept + found.weight[stage.end] - found.weight[stage.begin]) <= memory
+            for stage in best_partition.stages:
+                kept = downsets.kept[stage.end] - downsets.kept[stage.begin]
+                assert stage.in_flight * (kept + downsets.weight[stage.end] - downsets.weight[stage.begin]) <= memory
     assert fitted > 1 or sizes == (1,)
 
 
@@ -129,17 +129,17 @@ def test_straight_partitions_are_as_good_as_trying_every_place_for_the_cuts():
     rng = random.Random("straight")
     for _ in range(40):
         layers = drawn(rng, chain=True)
-        found = all_downsets(layers)
-        last = len(found.seconds) - 1
-        every = unreplicated(found, 2.0, 4)
-        assert len(every) == min(4, last)
-        for stages, one in enumerate(every, start=1):
-            assert len(one.stages) == stages
+        downsets = all_downsets(layers)
+        last = len(downsets.seconds) - 1
+        partitions = unreplicated(downsets, 2.0, 4)
+        assert len(partitions) == min(4, last)
+        for stages, candidate in enumerate(partitions, start=1):
+            assert len(candidate.stages) == stages
             best = math.inf
             for inner in itertools.combinations(range(1, last), stages - 1):
-                seconds = np.diff(found.seconds[[0, *inner, last]])
-                best = min(best, max(*seconds, *found.crossing[list(inner)], 0))
-            assert one.seconds == pytest.approx(best, rel=1e-12)
+                seconds = np.diff(downsets.seconds[[0, *inner, last]])
+                best = min(best, max(*seconds, *downsets.crossing[list(inner)], 0))
+            assert candidate.seconds == pytest.approx(best, rel=1e-12)
 
 
 # What optimizer_graph_hierarchical.py prints for this file with --activation_compression_ratio 1, without which it
@@ -187,13 +187,13 @@ def test_a_plan_says_what_its_slowest_stage_waits_for(run, tmp_path, bandwidth, 
 
 def test_levels_are_charged_as_the_formula_says():
     """Two layers of 4 s, 2 x 2 workers: copies of both on each pair, or a pair each."""
-    one = profile([4, 4], [10, 10], [6, 0], [(0, 1)])
+    layers = profile([4, 4], [10, 10], [6, 0], [(0, 1)])
     fast, slow = Level(2, 100.0), Level(2, 10.0)
-    both = data_parallel_seconds(all_downsets(one), [fast, slow])
+    both = data_parallel_seconds(all_downsets(layers), [fast, slow])
     assert both == ((8 + 4 * 20 / (2 * 100)) / 2 + 4 * 20 / (2 * 10)) / 2
-    found = partition(all_downsets(one), [fast, slow])
-    assert [stage.replicas for stage in found.stages] == [2, 2]
-    assert found.seconds == pytest.approx((4 + 4 * 10 / (2 * 100)) / 2)  # 2 * 6 / 10 s to hand over is less
+    pairs = partition(all_downsets(layers), [fast, slow])
+    assert [stage.replicas for stage in pairs.stages] == [2, 2]
+    assert pairs.seconds == pytest.approx((4 + 4 * 10 / (2 * 100)) / 2)  # 2 * 6 / 10 s to hand over is less
 
 
 def test_kernels_plan_alike_as_python_and_compiled(monkeypatch):

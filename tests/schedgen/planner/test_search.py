@@ -47,24 +47,24 @@ def every():
 
 
 def test_every_scheme_is_tried_but_those_that_another_one_is(every):
-    names = {one.name for one in every}
+    names = {candidate.name for candidate in every}
     assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream"}
     alike = [("depth-first", "lpp", Sizes(8, 8, 4)), ("pipedream-flush", "1f1b", Sizes(4, 8, 4))]
-    for one, other, sizes in alike:
+    for name, other, sizes in alike:
         grouped = sizes._replace(groups=1 if other == "lpp" else None)
-        a, b = compile(load(one, sizes), sizes), compile(load(other, grouped), grouped)
+        a, b = compile(load(name, sizes), sizes), compile(load(other, grouped), grouped)
         assert all((x == y).all() for x, y in zip(a.rows, b.rows, strict=True))
-    for one in ("1f1b", "zb-h1", "interleaved-1f1b", "lpp"):
-        assert {2, 1 if one != "lpp" else 4} <= {c.replicas for c in every if c.name in (one, "ddp")}
+    for name in ("1f1b", "zb-h1", "interleaved-1f1b", "lpp"):
+        assert {2, 1 if name != "lpp" else 4} <= {c.replicas for c in every if c.name in (name, "ddp")}
 
 
 def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(every):
     tight = 0
     with compiled_always():
-        for one in every:
-            bound = candidate_bound(one)
-            for row, _ in _simulated(one):
-                assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, one
+        for candidate in every:
+            bound = candidate_bound(candidate)
+            for row, _ in _simulated(candidate):
+                assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.99 * row.step_time
     assert tight > 5  # or it would leave nothing out
 
@@ -99,13 +99,13 @@ def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
     assert best["peak_bytes"] <= 1.2e8
     # The costs of the stages, in a profile of their own.
     cut = stage_costs(read_layers(str(profile)), prefixes(layers), np.cumsum(best["layers"]).tolist(), 1e9)
-    one = {"alpha": 1e-5, "beta": 1e-9}
+    stage_profile = {"alpha": 1e-5, "beta": 1e-9}
     split = "W" in json.loads(path.read_text())["order"]["cost"]
-    one |= {name: times.tolist() for name, times in cut.durations(split).items()}
+    stage_profile |= {name: times.tolist() for name, times in cut.durations(split).items()}
     for name in ("activation", "weight", "saved", "half", "owned", "step"):
-        one[name] = getattr(cut.machine, name).tolist()
-    one["workspace"] = {name: sizes.tolist() for name, sizes in cut.machine.workspace.items()}
-    profile.write_text(json.dumps(one))
+        stage_profile[name] = getattr(cut.machine, name).tolist()
+    stage_profile["workspace"] = {name: sizes.tolist() for name, sizes in cut.machine.workspace.items()}
+    profile.write_text(json.dumps(stage_profile))
     simulated = json.loads(run("simulate", path, "--profile", profile, "--json").out)
     assert simulated["makespan"] == best["step_time"]
     assert simulated["peak_bytes"] == best["peak_bytes"]
@@ -153,8 +153,8 @@ def test_stages_are_balanced_with_and_without_their_transfers():
     order = prefixes(layers)
     every = balanced(layers, order, 1e9, 8)
     assert [cut.layer_counts for cut in every[7]] == [(1,) * 8]
-    for stages, found in enumerate(every, start=1):
-        times = [sum(cut.times.values()).max() for cut in found]
+    for stages, cuts in enumerate(every, start=1):
+        times = [sum(cut.times.values()).max() for cut in cuts]
         choices = itertools.combinations(range(1, 8), stages - 1)
         best = min(np.diff(order.seconds[[0, *inner, 8]]).max() for inner in choices)
         assert times[0] == pytest.approx(best)
@@ -164,21 +164,21 @@ def test_stages_are_balanced_with_and_without_their_transfers():
 def test_replicas_of_a_pipeline_run_side_by_side(name):
     """2 of 4 workers and 8 of 16 microbatches each: as long as one of them alone; both sum their gradients."""
     chunks = 1 if name in ("1f1b", "chimera") else 2
-    small, whole = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8)
+    small, large = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8)
     alone = compile(load(name, small), small)
-    both = compile(replicated(load(name, small), 2, 4), whole)
+    both = compile(replicated(load(name, small), 2, 4), large)
     check(both)
-    one, two = stats(alone), stats(both)
-    assert two["latency"] == one["latency"] and two["peak_activations"] == one["peak_activations"]
+    single, double = stats(alone), stats(both)
+    assert double["latency"] == single["latency"] and double["peak_activations"] == single["peak_activations"]
     assert both.header.compute.max() == 7 and both.header.scheme["replicas"] == 2
     owners = {len(owners) for owners in alone.header.owners}
-    assert {len(owners) for owners in both.header.owners} == {2 * one for one in owners}
+    assert {len(owners) for owners in both.header.owners} == {2 * count for count in owners}
 
 
 def test_pipedream_s_partition_is_a_schedule_too():
     layers = read_layers(str(VGG16))
-    found = partition(prefixes(layers), [Level(4, 1e9)])
-    sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in found.stages))
+    plan = partition(prefixes(layers), [Level(4, 1e9)])
+    sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in plan.stages))
     program = compile(load("1f1b-rr", sizes), sizes)
     check(program)
     assert program.header.scheme["replicas"] == [3, 1]
@@ -190,14 +190,14 @@ def test_pipedream_s_partition_is_a_schedule_too():
         *((1, mb, 3) for mb in range(12)),
     }
     peaks = [worker["peak_activations"] for worker in stats(program)["workers"]]
-    assert all(peak <= found.stages[min(rank // 3, 1)].in_flight for rank, peak in enumerate(peaks))
+    assert all(peak <= plan.stages[min(rank // 3, 1)].in_flight for rank, peak in enumerate(peaks))
 
 
 def test_only_the_schemes_that_are_asked_for_are_searched(run):
     options = ("--workers", 4, "--bandwidth", 1e9, "--microbatches", 8, "--json")
-    found = json.loads(run("plan", VGG16, *options, "--schemes", "1f1b,gpipe").out)
-    assert found["schedules"] and {one["scheme"] for one in found["schedules"]} <= {"1f1b", "gpipe"}
-    assert 0 < found["searched"] < json.loads(run("plan", VGG16, *options).out)["searched"]
+    numbers = json.loads(run("plan", VGG16, *options, "--schemes", "1f1b,gpipe").out)
+    assert numbers["schedules"] and {schedule["scheme"] for schedule in numbers["schedules"]} <= {"1f1b", "gpipe"}
+    assert 0 < numbers["searched"] < json.loads(run("plan", VGG16, *options).out)["searched"]
 
 
 def test_the_partition_alone_is_written_as_pipedream_runs_it(run, tmp_path):

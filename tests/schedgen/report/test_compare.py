@@ -18,7 +18,7 @@ SMALL = ("--stages", "4", "--microbatches", "4", "--workers", "2")
 
 
 @pytest.fixture(scope="module")
-def found(run):
+def comparison(run):
     result = run("compare", *SIZES, "--json")
     assert (result.code, result.err) == (0, "")
     return json.loads(result.out)
@@ -33,29 +33,29 @@ def label(row):
     return row["scheme"] if row["groups"] is None else f"{row['scheme']} G={row['groups']}"
 
 
-def test_every_scheme_is_there_or_left_out_for_a_reason(found):
-    shown, left = [label(row) for row in found["schemes"]], [one["scheme"] for one in found["left_out"]]
+def test_every_scheme_is_there_or_left_out_for_a_reason(comparison):
+    shown, left = [label(row) for row in comparison["schemes"]], [scheme["scheme"] for scheme in comparison["left_out"]]
     assert len(set(shown + left)) == len(shown + left)
     groups = [f"{name} G={G}" for name in ("lpp", "fslpp") for G in (1, 2, 4)]
     assert set(shown + left) == {*groups, *SCHEMES} - {"lpp", "fslpp"}
     assert left == ["zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream"]  # one stage a worker
-    assert all("8" in one["reason"] for one in found["left_out"])
+    assert all("8" in scheme["reason"] for scheme in comparison["left_out"])
 
 
-def test_a_row_is_what_its_command_gives(found, run, tmp_path):
-    for row in found["schemes"][::4]:
+def test_a_row_is_what_its_command_gives(comparison, run, tmp_path):
+    for row in comparison["schemes"][::4]:
         command = shlex.split(row["command"].replace("FILE", str(tmp_path / "one.json")))
         assert command[0] == "schedgen" and run(*command[1:]) == (0, "", "")
         numbers = json.loads(run("stats", tmp_path / "one.json", "--json").out)
         for what in ("latency", "bubble", "gap", "peak_activations"):
             assert row[what] == numbers[what], (row["command"], what)
         workers = numbers["workers"]
-        assert row["weights"] == max(one["weight_storage"] + one["peak_memory"]["weight"] for one in workers)
-        assert row["activation_traffic"] == sum(one["activation_receives"] for one in workers)
+        assert row["weights"] == max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in workers)
+        assert row["activation_traffic"] == sum(worker["activation_receives"] for worker in workers)
 
 
-def test_the_shortest_comes_first_and_the_best_are_marked(found):
-    rows = found["schemes"]
+def test_the_shortest_comes_first_and_the_best_are_marked(comparison):
+    rows = comparison["schemes"]
     keys = [(row["latency"], row["peak_activations"], row["weights"]) for row in rows]
     assert keys == sorted(keys)
     for row, key in zip(rows, keys, strict=True):
@@ -68,18 +68,18 @@ def test_the_shortest_comes_first_and_the_best_are_marked(found):
     assert ddp["weight_traffic"] == 8 * 2 * 3  # a ring of 4 for each of 8 stages
 
 
-def test_lpp_goes_from_a_pipeline_to_data_parallelism(found):
-    by_label = {label(row): row for row in found["schemes"]}
+def test_lpp_goes_from_a_pipeline_to_data_parallelism(comparison):
+    by_label = {label(row): row for row in comparison["schemes"]}
     same = ("latency", "peak_activations", "weights", "activation_traffic", "weight_traffic")
-    for one, other in (("lpp G=1", "depth-first"), ("lpp G=4", "ddp"), ("fslpp G=4", "fsdp")):
-        assert [by_label[one][what] for what in same] == [by_label[other][what] for what in same], one
+    for extreme, other in (("lpp G=1", "depth-first"), ("lpp G=4", "ddp"), ("fslpp G=4", "fsdp")):
+        assert [by_label[extreme][what] for what in same] == [by_label[other][what] for what in same], extreme
 
 
 def test_a_limit_holds_greedy_orders_back_and_leaves_others_out(run, tmp_path):
-    found = json.loads(run("compare", *SMALL, "--memory", "4", "--json").out)
-    rows = {label(row): row for row in found["schemes"]}
+    comparison = json.loads(run("compare", *SMALL, "--memory", "4", "--json").out)
+    rows = {label(row): row for row in comparison["schemes"]}
     assert all(row["peak_activations"] <= 4 for row in rows.values())
-    assert {"scheme": "gpipe", "reason": "it holds 8 activations"} in found["left_out"]
+    assert {"scheme": "gpipe", "reason": "it holds 8 activations"} in comparison["left_out"]
     assert rows["depth-first"]["command"].endswith("--memory-limit 4 -o FILE")
     assert "--memory-limit" not in rows["v-min"]["command"]
     command = shlex.split(rows["depth-first"]["command"].replace("FILE", str(tmp_path / "one.json")))
@@ -88,10 +88,10 @@ def test_a_limit_holds_greedy_orders_back_and_leaves_others_out(run, tmp_path):
 
 
 def test_a_whole_backward_costs_what_its_halves_cost(run):
-    whole = json.loads(run("compare", *SMALL, "--cost", "F=1,B=4", "--json").out)["schemes"]
+    unsplit = json.loads(run("compare", *SMALL, "--cost", "F=1,B=4", "--json").out)["schemes"]
     halves = json.loads(run("compare", *SMALL, "--cost", "F=1,I=2,W=2", "--json").out)["schemes"]
-    assert [(label(row), row["latency"]) for row in whole] == [(label(row), row["latency"]) for row in halves]
-    assert next(row["latency"] for row in whole if row["scheme"] == "ddp") == 2 * 4 * (1 + 4)
+    assert [(label(row), row["latency"]) for row in unsplit] == [(label(row), row["latency"]) for row in halves]
+    assert next(row["latency"] for row in unsplit if row["scheme"] == "ddp") == 2 * 4 * (1 + 4)
 
 
 def test_the_table_and_the_plot_say_the_same(small, run, tmp_path):
@@ -107,7 +107,7 @@ def test_the_table_and_the_plot_say_the_same(small, run, tmp_path):
     assert [line.split(": ")[1] for line in lines[count + 2 :]] == [one["scheme"] for one in small["left_out"]]
     tree = ET.parse(path)
     assert tree.getroot().tag.endswith("svg")
-    words = " ".join("".join(one.itertext()) for one in tree.iter() if one.tag.endswith("text"))
+    words = " ".join("".join(text.itertext()) for text in tree.iter() if text.tag.endswith("text"))
     for row in small["schemes"]:
         assert words.count(label(row)) >= 2, row  # once in each panel
     assert "lower bound" in words and "latency" in words

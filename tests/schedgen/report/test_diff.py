@@ -34,12 +34,12 @@ def longest(a, b):
     """The length of the longest common subsequence, by its definition."""
 
     @functools.cache
-    def of(i, j):
+    def from_here(i, j):
         if i == len(a) or j == len(b):
             return 0
-        return 1 + of(i + 1, j + 1) if a[i] == b[j] else max(of(i + 1, j), of(i, j + 1))
+        return 1 + from_here(i + 1, j + 1) if a[i] == b[j] else max(from_here(i + 1, j), from_here(i, j + 1))
 
-    return of(0, 0)
+    return from_here(0, 0)
 
 
 @given(ROWS, ROWS)
@@ -120,8 +120,8 @@ def test_its_hunks_turn_one_files_lines_into_the_others(a, b, file, run):
     # And nothing else differs: every instruction that only one of them has is in a hunk.
     for side, sign in ((0, "-"), (1, "+")):
         shown = sorted(line[1:] for line in lines if line[:2] == sign + "{")
-        ours, theirs = (list(filter(lambda line: line.startswith('{"op"'), listed[k])) for k in (side, 1 - side))
-        assert set(ours) - set(theirs) <= set(shown)
+        own, other = (list(filter(lambda line: line.startswith('{"op"'), listed[k])) for k in (side, 1 - side))
+        assert set(own) - set(other) <= set(shown)
 
 
 def test_numbers_come_first_and_say_what_changed(file, run):
@@ -146,18 +146,18 @@ def test_a_change_of_the_header_alone_is_a_difference(file, run):
 
 def in_terminal(*arguments, **environment):
     """What `schedgen ARGUMENTS` writes to a terminal."""
-    ours, theirs = pty.openpty()
+    leader, follower = pty.openpty()
     env = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | environment
     command = [sys.executable, "-m", "schedgen", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=theirs, stdin=subprocess.DEVNULL, env=env):
-        os.close(theirs)
+    with subprocess.Popen(command, stdout=follower, stdin=subprocess.DEVNULL, env=env):
+        os.close(follower)
         data = b""
         while True:
             try:
-                data += os.read(ours, 2**16)
+                data += os.read(leader, 2**16)
             except OSError:  # Linux: the other end is closed
                 break
-    os.close(ours)
+    os.close(leader)
     return data.decode().replace("\r\n", "\n")
 
 

@@ -1,4 +1,4 @@
-"""draw: what is drawn is what is simulated; the seed's three pictures; the terminal; the command."""
+"""draw: what is drawn is what is simulated; the three pictures of Rahimi 2025; the terminal; the command."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def drawn(name, sizes, machine=None):
     return build_scene(name, f"{name}.json", program, run.timeline(), run.sizes, False)
 
 
-def cells(one):
-    """By worker, as the seed's pictures have them: (start, length, text, microbatch)."""
-    bars = one.bars
-    rows = [[] for _ in range(one.program.header.workers)]
+def cells(scene):
+    """By worker, as the pictures of Rahimi 2025 have them: (start, length, text, microbatch)."""
+    bars = scene.bars
+    rows = [[] for _ in range(scene.program.header.workers)]
     for start, length, look, stage, mb, worker in zip(
         bars.start, bars.length, bars.look, bars.stage, bars.mb, bars.worker, strict=True
     ):
@@ -40,34 +40,34 @@ def cells(one):
     return rows
 
 
-# The seed's pictures [Rahimi 2025, "Formal definitions of distributed schedules"]: a row a worker, a column a unit of
+# The pictures of [Rahimi 2025, "Formal definitions of distributed schedules"]: a row a worker, a column a unit of
 # time, colour the batch, text the direction and the stage; F takes 1 and B takes 2.
 
 
 def test_the_seed_s_picture_of_ddp():
     """8 workers, 8 batches, 4 stages: "Each worker processes every stage of the batch assigned to it in sequence"."""
-    one = drawn("ddp", Sizes(4, 8, 8))
-    for worker, row in enumerate(cells(one)):
+    scene = drawn("ddp", Sizes(4, 8, 8))
+    for worker, row in enumerate(cells(scene)):
         forwards = [(s, 1, f"F{s}", worker) for s in range(4)]
         backwards = [(4 + 2 * (3 - s), 2, f"B{s}", worker) for s in (3, 2, 1, 0)]
         assert row == forwards + backwards
-    assert one.latency == 12 and (one.shares()[:, 0] == 1).all()
+    assert scene.latency == 12 and (scene.shares()[:, 0] == 1).all()
 
 
 def test_the_seed_s_picture_of_gpipe():
     """A row a stage; "no two mini-batches can simultaneously be in the same stage"; the bubble in the middle."""
-    one = drawn("gpipe", Sizes(4, 8, 4))
-    for s, row in enumerate(cells(one)):
+    scene = drawn("gpipe", Sizes(4, 8, 4))
+    for s, row in enumerate(cells(scene)):
         forwards = [(s + b, 1, f"F{s}", b) for b in range(8)]
         backwards = [(11 + 2 * (3 - s) + 2 * b, 2, f"B{s}", b) for b in range(8)]
         assert row == forwards + backwards
-    assert one.latency == 33
+    assert scene.latency == 33
 
 
 def test_the_seed_s_picture_of_lpp():
     """Two groups of two workers: h(s, b) = (R b mod W) + (s mod R), so batches alternate between the groups."""
-    one = drawn("lpp", Sizes(4, 8, 4, 2))
-    rows = cells(one)
+    scene = drawn("lpp", Sizes(4, 8, 4, 2))
+    rows = cells(scene)
     for b in range(8):
         for s in range(4):
             worker = 2 * b % 4 + s % 2
@@ -75,21 +75,21 @@ def test_the_seed_s_picture_of_lpp():
     for row in rows:
         ends = [start + length for start, length, _, _ in row]
         assert all(start >= end for end, (start, _, _, _) in zip(ends, row[1:], strict=False))
-    assert one.latency == 28  # the seed's own simulator
+    assert scene.latency == 28  # by the simulator of Rahimi 2025
 
 
 def test_held_activations_are_those_of_stats():
-    one = drawn("gpipe", Sizes(4, 8, 4))
-    assert one.peak_activations().tolist() == [8, 8, 8, 8]
+    scene = drawn("gpipe", Sizes(4, 8, 4))
+    assert scene.peak_activations().tolist() == [8, 8, 8, 8]
     assert drawn("1f1b", Sizes(4, 8)).peak_activations().tolist() == [4, 3, 2, 1]  # min(p - k, m) [PipeDream, 3.2]
 
 
 def test_gaps_are_the_idle_time():
-    one = drawn("fslpp", Sizes(4, 8, 4, 2), Machine(alpha=0.2, weight=3))
-    gaps = one.gaps()
-    found = np.zeros_like(one.idle.time)
-    np.add.at(found, (gaps.worker, gaps.share), gaps.end - gaps.start)
-    assert np.allclose(found[:, 1:], one.idle.time[:, 1:])
+    scene = drawn("fslpp", Sizes(4, 8, 4, 2), Machine(alpha=0.2, weight=3))
+    gaps = scene.gaps()
+    idle = np.zeros_like(scene.idle.time)
+    np.add.at(idle, (gaps.worker, gaps.share), gaps.end - gaps.start)
+    assert np.allclose(idle[:, 1:], scene.idle.time[:, 1:])
 
 
 # Colours

@@ -26,7 +26,7 @@ def schedules(golden, tmp_path):
 
 
 def texts(file):
-    return [one.text for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_an_svg_has_every_job_s_label_and_the_share_of_time(run, schedules):
@@ -75,8 +75,8 @@ def test_the_same_schedule_gives_the_same_svg(run, schedules):
     files = [schedules / name for name in ("a.svg", "b.svg")]
     for file in files:
         assert run("draw", schedules / "fsdp.json", "--alpha", "0.1", "--transfers", "-o", file).code == 0
-    one, other = (file.read_bytes() for file in files)
-    assert one == other and b"<dc:date>" not in one
+    first, second = (file.read_bytes() for file in files)
+    assert first == second and b"<dc:date>" not in first
 
 
 def test_transfers_are_drawn_where_they_are_asked_for(run, schedules):
@@ -92,7 +92,8 @@ def test_two_schedules_have_one_time_axis(run, schedules):
     file = schedules / "a.svg"
     assert run("draw", schedules / "gpipe.json", schedules / "zb-h1.json", "-o", file).code == 0
     places = [
-        (one.text, float(one.get("x"))) for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
+        (element.text, float(element.get("x")))
+        for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
     ]
     for tick in ("10", "20", "30"):
         first, second = (x for text, x in places if text == tick)

@@ -25,18 +25,18 @@ CONTROL = 2  # of CDP's modifiers
 
 def unpacked(text):
     """The page's numbers, and each scene's columns by name."""
-    whole = json.loads(re.search(r'<script id="scenes"[^>]*>(.*?)</script>', text, flags=re.S)[1])
+    numbers = json.loads(re.search(r'<script id="scenes"[^>]*>(.*?)</script>', text, flags=re.S)[1])
     packed = re.search(r'<script id="columns"[^>]*>(.*?)</script>', text, flags=re.S)[1]
-    data, at, found = gzip.decompress(base64.b64decode(packed)), 0, []
-    for one in whole["scenes"]:
+    data, at, scenes = gzip.decompress(base64.b64decode(packed)), 0, []
+    for scene in numbers["scenes"]:
         columns = {}
-        for name, kind, length in one["columns"]:
+        for name, kind, length in scene["columns"]:
             columns[name] = np.frombuffer(data, f"<{kind}", length, at)
             at += columns[name].nbytes
             at += -at % 8
-        found.append(columns)
+        scenes.append(columns)
     assert at == len(data)
-    return whole, found
+    return numbers, scenes
 
 
 @pytest.fixture
@@ -59,19 +59,19 @@ def page(run, schedules):
 @pytest.mark.parametrize("scheme", ["1f1b", "zb-h1", "fslpp"])
 def test_the_page_has_the_simulation_s_times(page, schedules, scheme):
     program = checked(str(schedules / f"{scheme}.json"))
-    whole, (columns,) = unpacked(page(schedules / f"{scheme}.json"))
+    numbers, (columns,) = unpacked(page(schedules / f"{scheme}.json"))
     run = simulate(program, program.header.cost)
     for rank in range(program.header.workers):
-        mine = slice(program.bounds[rank], program.bounds[rank + 1])
-        ends = np.cumsum(columns["gap"][mine] + columns["length"][mine])
-        assert np.allclose(ends, run.end[mine])
+        rows = slice(program.bounds[rank], program.bounds[rank + 1])
+        ends = np.cumsum(columns["gap"][rows] + columns["length"][rows])
+        assert np.allclose(ends, run.end[rows])
     for name in ("op", "kind", "stage", "mb", "via", "peer"):
         assert (columns[name] == getattr(program.rows, name)).all()
-    (one,) = whole["scenes"]
-    assert np.allclose(np.sum(one["shares"], axis=1), 1, atol=1e-5) and len(one["shares"][0]) == len(SHARES)
+    (scene,) = numbers["scenes"]
+    assert np.allclose(np.sum(scene["shares"], axis=1), 1, atol=1e-5) and len(scene["shares"][0]) == len(SHARES)
     lines = (schedules / f"{scheme}.json").read_text().splitlines()
     for row in range(len(program)):
-        at = one["line"] + row + 2 * int(program.rows.rank[row])
+        at = scene["line"] + row + 2 * int(program.rows.rank[row])
         assert lines[at - 1].strip().rstrip(",") == str(program.instruction(row))
 
 
@@ -89,8 +89,8 @@ def test_a_name_from_the_file_cannot_leave_the_page_s_data(run, schedules, page)
     assert run("seal", file).code == 0
     text = page(file)
     assert "</script><b>" not in text and text.count("</script>") == 3
-    whole, _ = unpacked(text)
-    assert whole["title"].startswith("</script><b>: 4 workers")
+    numbers, _ = unpacked(text)
+    assert numbers["title"].startswith("</script><b>: 4 workers")
 
 
 def test_the_same_schedule_gives_the_same_page(page, schedules):
@@ -187,11 +187,11 @@ def test_a_browser_shows_hovers_zooms_and_pans(page, schedules, show, tmp_path):
         assert str(program.instruction(row)) in said
         line = int(re.search(r"1f1b\.json, line (\d+), worker (\d+)", said)[1])
         assert lines[line - 1].strip().rstrip(",") == str(program.instruction(row))
-    whole = shown.view()
-    assert whole == [0, 33]
+    everything = shown.view()
+    assert everything == [0, 33]
     place = shown.ask(f"schedgen.where(0, {jobs[20]})")
     shown.mouse("mouseWheel", place["x"], place["y"], deltaX=0, deltaY=-600, modifiers=CONTROL)
-    near = shown.moved(whole)
+    near = shown.moved(everything)
     assert near[0] > 0 and near[1] < 33
     assert shown.ask(f"schedgen.where(0, {jobs[20]})")["x"] == pytest.approx(place["x"], abs=2)  # stays under it
     shown.mouse("mousePressed", place["x"], place["y"], button="left", buttons=1, clickCount=1)
@@ -275,12 +275,12 @@ def test_the_wheel_scrolls_the_page_until_a_part_is_seen(run, page, schedules, s
     page(file)
     shown = show(schedules / "page.html")
     assert shown.ask("document.getElementById('stage').clientHeight") > 128 * 0.5 * 12.5  # no row is hidden
-    place, whole = {"x": 500, "y": 400}, shown.view()
+    place, everything = {"x": 500, "y": 400}, shown.view()
     shown.mouse("mouseWheel", **place, deltaX=0, deltaY=300)
     shown.until("scrollY > 200")
-    assert shown.view() == whole
+    assert shown.view() == everything
     shown.mouse("mouseWheel", **place, deltaX=0, deltaY=-300, modifiers=CONTROL)
-    near, scrolled = shown.moved(whole), shown.ask("scrollY")
+    near, scrolled = shown.moved(everything), shown.ask("scrollY")
     shown.mouse("mouseWheel", **place, deltaX=0, deltaY=-100)
     shown.moved(near)
     assert shown.ask("scrollY") == scrolled

@@ -58,21 +58,21 @@ def by_hand(data):
         messages.append(list(fields(source.read(varint(source)))))
     nodes = []
     for message in messages[1:]:
-        found = {"id": 0, "start": 0, "duration": 0, "ctrl_deps": [], "data_deps": [], "attr": {}}
+        node = {"id": 0, "start": 0, "duration": 0, "ctrl_deps": [], "data_deps": [], "attr": {}}
         for number, value in message:
             name = NODE[number]
             if name == "attr":
                 attribute = dict(fields(value))
                 (kind,) = set(attribute) & set(VALUES)
                 value = attribute[kind].decode() if kind == 29 else attribute[kind]
-                found["attr"][attribute[1].decode()] = value
+                node["attr"][attribute[1].decode()] = value
             elif name.endswith("_deps"):
                 packed = io.BytesIO(value)
                 while packed.tell() < len(value):
-                    found[name].append(varint(packed))
+                    node[name].append(varint(packed))
             else:
-                found[name] = value.decode() if name == "name" else value
-        nodes.append(Node(**found))
+                node[name] = value.decode() if name == "name" else value
+        nodes.append(Node(**node))
     return dict(messages[0])[1].decode(), nodes
 
 
@@ -84,7 +84,7 @@ def by_schema(data):
     source, head, nodes = io.BytesIO(data), schema.GlobalMetadata(), []
     assert decodeMessage(source, head)
     while decodeMessage(source, node := schema.Node()):
-        attributes = {one.name: getattr(one, one.WhichOneof("value")) for one in node.attr}
+        attributes = {attribute.name: getattr(attribute, attribute.WhichOneof("value")) for attribute in node.attr}
         times = (node.start_time_micros, node.duration_micros)
         nodes.append(
             Node(node.id, node.name, node.type, list(node.ctrl_deps), list(node.data_deps), *times, attributes)
@@ -118,9 +118,9 @@ def exported(request, run, tmp_path):
         assert sorted(path.name for path in tmp_path.glob("trace*")) == sorted(
             [*(f"trace.{rank}.et" for rank in ranks), "trace.groups.json"]
         )
-        found = [request.param((tmp_path / f"trace.{rank}.et").read_bytes()) for rank in ranks]
-        assert {version for version, _ in found} == {"1.0.0"}
-        return program, [nodes for _, nodes in found]
+        traces = [request.param((tmp_path / f"trace.{rank}.et").read_bytes()) for rank in ranks]
+        assert {version for version, _ in traces} == {"1.0.0"}
+        return program, [nodes for _, nodes in traces]
 
     return exported
 
@@ -149,8 +149,8 @@ def test_every_instruction_is_its_node_and_every_message_has_two_ends(scheme, ex
             if node.type == COLLECTIVE:
                 assert node.attr["comm_type"] == 0 and node.attr["pg_name"] == str(i.peer)
     assert ends
-    for (one, buffer), (other, same) in (sorted(pair) for pair in ends.values()):
-        assert (one, other) == (SEND, RECV) and buffer == same
+    for (first, buffer), (second, same) in (sorted(pair) for pair in ends.values()):
+        assert (first, second) == (SEND, RECV) and buffer == same
 
 
 def test_edges_say_what_is_read_and_what_stood_before(exported, golden):

@@ -59,8 +59,8 @@ def test_the_numbers_of_a_trace_that_was_written_by_hand(pair, run, tmp_path):
         {"gradient": 70, "overhead": 5 + others[0], "begin": 10, "end": makespan - ends[0]},
         {"activation": 115, "reduction": 205, "overhead": 5 + others[1], "end": makespan - ends[1]},
     ]
-    for found, of_rank in zip(idle, expected, strict=True):
-        assert found == pytest.approx({key: 1e-6 * us for key, us in of_rank.items() if us})
+    for seconds, of_rank in zip(idle, expected, strict=True):
+        assert seconds == pytest.approx({key: 1e-6 * us for key, us in of_rank.items() if us})
     assert set(numbers["idle"]) == CAUSES
     total = sum(numbers["idle"].values()) + sum(worker["busy"] for worker in numbers["workers"])
     assert total == pytest.approx(2 * numbers["makespan"])
@@ -101,12 +101,12 @@ def test_a_simulation_s_trace_gives_the_simulation_s_numbers(golden, run, tmp_pa
     numbers = json.loads(run("stats", schedule, "--measured", trace, "--json").out)
     for key in ("latency", "makespan", "bubble"):
         assert numbers[key] == pytest.approx(plan[key])
-    for mine, planned in zip(numbers["workers"], plan["workers"], strict=True):
-        assert mine["busy"] == pytest.approx(planned["busy"])
-        assert {cause: mine["idle"][cause] for cause in planned["idle"]} == pytest.approx(planned["idle"])
-        steps = [i for i in program.instructions(mine["worker"]) if i.op == Op.STEP]
-        assert mine["idle"]["overhead"] == pytest.approx(2 * len(steps))
-        assert mine["idle"]["begin"] == 0
+    for worker, planned in zip(numbers["workers"], plan["workers"], strict=True):
+        assert worker["busy"] == pytest.approx(planned["busy"])
+        assert {cause: worker["idle"][cause] for cause in planned["idle"]} == pytest.approx(planned["idle"])
+        steps = [i for i in program.instructions(worker["worker"]) if i.op == Op.STEP]
+        assert worker["idle"]["overhead"] == pytest.approx(2 * len(steps))
+        assert worker["idle"]["begin"] == 0
     for direction, seconds in times.items():
         assert numbers["profile"][direction] == pytest.approx([seconds] * len(numbers["profile"][direction]))
 
@@ -185,10 +185,10 @@ def test_a_stage_with_whole_backwards_only_gives_both_halves(run, tmp_path):
     """Stage 0 runs BWD where the others run BWD_I and BWD_W; every instruction takes 4 microseconds."""
     schedule = tmp_path / "schedule.json"
     assert run("compile", "zb-h1", "--stages", 3, "--microbatches", 4, "-o", schedule).code == 0
-    whole = json.loads(schedule.read_text())
-    first = [i for i in whole["programs"][0] if i["op"] != "BWD_I"]
-    whole["programs"][0] = [{**i, "op": "BWD"} if i["op"] == "BWD_W" else i for i in first]
-    schedule.write_text(json.dumps(whole))
+    unsplit = json.loads(schedule.read_text())
+    first = [i for i in unsplit["programs"][0] if i["op"] != "BWD_I"]
+    unsplit["programs"][0] = [{**i, "op": "BWD"} if i["op"] == "BWD_W" else i for i in first]
+    schedule.write_text(json.dumps(unsplit))
     assert run("seal", schedule).code == 0
     program = checked(str(schedule))
     events = []

@@ -69,13 +69,13 @@ def test_torchs_own_csv_reads_checks_and_simulates(name, golden, run, tmp_path):
     file, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
     assert run("compile", dump(name, 4, 8, tmp_path), "-o", file) == (0, "", "")
     assert run("check", file).code == run("simulate", file, "--alpha", "0.1").code == 0
-    found = numbers(run, file)
-    assert (found["scheme"]["workers"], found["scheme"]["stages"], found["scheme"]["microbatches"]) == (4, 8, 8)
+    result = numbers(run, file)
+    assert (result["scheme"]["workers"], result["scheme"]["stages"], result["scheme"]["microbatches"]) == (4, 8, 8)
     if TORCH[name]:
         ours.write_text(golden[TORCH[name]])
         expected = numbers(run, ours)
         for what in ("latency", "bubble", "own_window_bubble", "peak_activations", "messages"):
-            assert found[what] == expected[what], what
+            assert result[what] == expected[what], what
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -83,10 +83,10 @@ def test_torch_reads_what_is_written_as_its_own(name, run, tmp_path):
     file, back = tmp_path / "theirs.json", tmp_path / "back.csv"
     assert run("compile", dump(name, 4, 8, tmp_path), "-o", file) == (0, "", "")
     assert run("export", file, "--to", "csv", "-o", back) == (0, "", "")
-    theirs = schedule(name, 4, 8)
-    own = {rank: [str(one) for one in flat(row)] for rank, row in theirs.pipeline_order.items()}
-    theirs._load_csv(back)
-    assert {rank: [str(one) for one in row] for rank, row in theirs.pipeline_order.items()} == own
+    torch_schedule = schedule(name, 4, 8)
+    own = {rank: [str(action) for action in flat(row)] for rank, row in torch_schedule.pipeline_order.items()}
+    torch_schedule._load_csv(back)
+    assert {rank: [str(action) for action in row] for rank, row in torch_schedule.pipeline_order.items()} == own
 
 
 def flat(row):

@@ -53,7 +53,7 @@ for (const end of ["pointerup", "pointercancel"])
   overlay.addEventListener(end, event => { pointers.delete(event.pointerId); overlay.classList.remove("dragging"); });
 overlay.addEventListener("pointerleave", hideTip);
 overlay.addEventListener("dblclick", showAll);
-let lastZoom = -Infinity;  // when the wheel zoomed last: the rest of a gesture that ends with all in view must not scroll
+let lastZoom = -Infinity;  // when the wheel zoomed last: the rest of a gesture that ends at all must not scroll
 overlay.addEventListener("wheel", event => {
   const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
   const modified = event.ctrlKey || event.metaKey || event.altKey || event.shiftKey || sideways;

@@ -70,14 +70,15 @@ function prepare(scene, number) {
 
 /** Columns of a list of [start, end, row, kind]; kind is an index of `looks` (bars) or of `shares` (waits). */
 function spanColumns(list) {
-  return { count: list.length, start: Float64Array.from(list, span => span[0]), end: Float64Array.from(list, span => span[1]),
-    row: Int32Array.from(list, span => span[2]), kind: Int8Array.from(list, span => span[3]) };
+  const column = (type, k) => type.from(list, entry => entry[k]);
+  return { count: list.length, start: column(Float64Array, 0), end: column(Float64Array, 1), row: column(Int32Array, 2),
+    kind: column(Int8Array, 3) };
 }
 
 /** Columns of a list of [time, value from then on]. */
 function levelColumns(list) {
-  return { count: list.length, time: Float64Array.from(list, turn => turn[0]),
-    value: Float64Array.from(list, turn => turn[1]) };
+  const column = k => Float64Array.from(list, entry => entry[k]);
+  return { count: list.length, time: column(0), value: column(1) };
 }
 
 /** The index of the first of ascending values that is above `x`. */

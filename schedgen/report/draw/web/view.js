@@ -3,7 +3,7 @@
 const base = $("base"), overlay = $("overlay"), pen = base.getContext("2d"), marker = overlay.getContext("2d");
 const view = { from: 0, to: 1, row: 0, top: 0 };  // times; pixels of a row (0: what fits), and scrolled
 const TALLEST = 4096;  // pixels of the picture; rows that do not fit into it are scrolled inside it
-let box = {}, lanes = [], span = 1;  // measures of the picture; its lines: lanes, headings, spaces; the longest makespan
+let box = {}, lanes = [], span = 1;  // measures of the picture; its lanes, headings and spaces; the longest makespan
 
 /** The lines of the picture, from top to bottom: all lanes of a scene together, or lanes of a rank together. */
 function listLanes() {
