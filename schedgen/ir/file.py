@@ -1,11 +1,9 @@
 """The schedule file: canonical JSON, one instruction a line, in and out.
 
-Same program, same bytes. The header comes first, then every rank's list, then
-a SHA-256 of all lines above it (last, so that a file is written in one pass
-and a file cut short is noticed). Reading accepts exactly what writing makes
-and refuses anything else with its line; `parse` is the lenient reader that
-`schedgen seal` uses on files edited by hand. Every number read is checked
-against the header's bounds before anything is built from it.
+Same program, same bytes. The header comes first, then every rank's list, then a SHA-256 of all lines above it (last, so
+that a file is written in one pass, and a file cut short is noticed). `read` accepts exactly what `write` makes, and
+refuses anything else with its line; `parse` is the lenient reader that `schedgen seal` uses on files edited by hand.
+Every number is checked against the header's sizes before anything is built from it.
 """
 
 from __future__ import annotations
@@ -19,22 +17,21 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from schedgen.ir import line_codec as text
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, Instruction, Ints
+from schedgen.ir.limits import MOST_ROWS, Limits
+from schedgen.ir.line_codec import LONGEST_LINE, NO_COMMA, State, read_lines, write_lines
 from schedgen.ir.program import Program, Rows, concatenate, rows
-from schedgen.ir.validate import KEYS, TENSOR, Bounds, Wrong, read_bounds
-from schedgen.ir.validate import header as decode_header
-from schedgen.ir.validate import instruction as decode_instruction
+from schedgen.ir.validate_header import Wrong, read_header, read_limits
+from schedgen.ir.validate_instruction import instruction
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import BLOCK
 from schedgen.util.progress import counted
 
 VERSION = 1
 CHUNK = 2**16  # rows written at a time
-LONGEST = 2**27  # bytes of a line
-HEADER = 2**28  # bytes of a header, 64 more for each of its lines
-MOST_ROWS = 2**30
+MOST_LINE = 2**27  # bytes of a line of the header
+MOST_HEADER = 2**28  # bytes of a header, 64 more for each of its lines
 
 _PROGRAMS = ' "programs": ['
 
@@ -51,14 +48,13 @@ def write(program: Program, out: BinaryIO) -> None:
         out.write(data)
 
     put("".join(f"{line}\n" for line in header_lines(program.header)).encode("ascii"))
-    buffer = np.empty(min(len(program), CHUNK) * text.LONGEST, np.uint8)
-    bounds = program.bounds.tolist()
+    buffer = np.empty(min(len(program), CHUNK) * LONGEST_LINE, np.uint8)
     with counted("write", len(program), " instructions") as done:
-        for rank, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        for rank, (begin, end) in enumerate(itertools.pairwise(program.bounds.tolist())):
             put(b"  [\n")
             for first in range(begin, end, CHUNK):
                 last = min(first + CHUNK, end)
-                size = text.lines(program.rows, first, last, last == end, buffer)
+                size = write_lines(program.rows, first, last, last == end, buffer)
                 put(buffer[:size].data)
                 done(last - first)
             put(b"  ],\n" if rank + 1 < program.header.workers else b"  ]\n")
@@ -68,26 +64,21 @@ def write(program: Program, out: BinaryIO) -> None:
 
 def header_lines(header: Header) -> list[str]:
     """The lines before the first rank's list."""
-    values: list[Any] = [
-        header.generator,
-        dict(header.scheme),
-        {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
-        dict(header.lowering),
-        header.graph.edges,
-        header.tied,
-        header.owners,
-        header.groups,
-    ]
-    lines = [f'{{"schedgen": {VERSION},']
-    for key, value in zip(KEYS, values, strict=False):
-        lines.append(f' "{key}": {json.dumps(value)},')
-        if key == "edges" and header.graph.per_consumer:
-            lines.append(f' "apart": {json.dumps(header.graph.per_consumer)},')
-    if header.part_owners:
-        lines.append(f' "shards": {json.dumps(header.part_owners)},')
-    if header.tensor_parallel:
-        value = {"degree": header.tensor_parallel.degree, "whole": header.tensor_parallel.replicated}
-        lines.append(f' "{TENSOR}": {json.dumps(value)},')
+    graph, tensor = header.graph, header.tensor_parallel
+    entries: dict[str, Any] = {
+        "generator": header.generator,
+        "scheme": dict(header.scheme),
+        "order": {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
+        "lowering": dict(header.lowering),
+        "edges": graph.edges,
+        **({"apart": graph.per_consumer} if graph.per_consumer else {}),
+        "tied": header.tied,
+        "owners": header.owners,
+        "groups": header.groups,
+        **({"shards": header.part_owners} if header.part_owners else {}),
+        **({"tensor": {"degree": tensor.degree, "whole": tensor.replicated}} if tensor else {}),
+    }
+    lines = [f'{{"schedgen": {VERSION},', *(f' "{key}": {json.dumps(value)},' for key, value in entries.items())]
     for key, placement in (("weights", header.weights), ("compute", header.compute)):
         lines += _placement_lines(key, placement)
     return [*lines, _PROGRAMS]
@@ -126,38 +117,21 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
     instruction than that it is damaged.
     """
     lines = _Lines(source, name)
-    header_text: list[str] = []
-    first = next(lines)
-    version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
-    if version is None:
-        reason = "its lines end in more than a line feed" if first.endswith("\r") else "its first line is wrong"
-        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
-    if int(version[1]) > VERSION:
-        raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
-    if int(version[1]) < VERSION:
-        raise lines.refuse(f"there is no format version {version[1]}")
-    header_text.append(first)
-    room = HEADER
-    while header_text[-1] != _PROGRAMS:
-        header_text.append(next(lines))
-        room -= len(header_text[-1]) + 64
-        if room < 0:
-            raise lines.refuse("the header is too long")
+    header_text = _header_text(lines)
     try:
         raw = json.loads("\n".join(header_text) + "]}")
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", lines.number)
         raise RefusedFile(f"{name}:{line}: the header is not JSON: {getattr(error, 'msg', error)}") from None
     try:
-        bounds = read_bounds(raw)
-        found = _programs(lines, bounds)
-        header = decode_header(raw, bounds, jobs=len(found.op))
+        limits = read_limits(raw)
+        table = _read_programs(lines, limits)
+        header = read_header(raw, limits, jobs=len(table.op))
     except Wrong as wrong:
         raise RefusedFile(f"{name}:{_key_line(header_text, wrong.key)}: {wrong}") from None
-    for number, (got, expected) in enumerate(zip(header_text, header_lines(header), strict=False), start=1):
-        if got != expected:
+    for number, (line_read, line) in enumerate(zip(header_text, header_lines(header), strict=False), start=1):
+        if line_read != line:
             raise RefusedFile(f"{name}:{number}: not in canonical form; `schedgen seal` rewrites it")
-    program = Program(header, found)
     digest = lines.digest.hexdigest()
     stored = re.fullmatch(r' "sha256": "([0-9a-f]{64})"', next(lines))
     if stored is None:
@@ -167,7 +141,27 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
         fault = f"{name}:{lines.number}: the SHA-256 does not match the lines above: the file was damaged or edited"
     if next(lines) != "}" or not lines.ended():
         raise lines.refuse("the file should end with one line '}' here")
-    return program, fault
+    return Program(header, table), fault
+
+
+def _header_text(lines: _Lines) -> list[str]:
+    """The lines up to the one that begins the lists; the first says the format's version."""
+    first = next(lines)
+    version = re.fullmatch(r'\{"schedgen": (\d{1,9}),', first)
+    if version is None:
+        reason = "its lines end in more than a line feed" if first.endswith("\r") else "its first line is wrong"
+        raise lines.refuse(f'not a schedule file: {reason}, it should be {{"schedgen": 1,')
+    if int(version[1]) > VERSION:
+        raise lines.refuse(f"format version {version[1]} is newer than this schedgen reads ({VERSION})")
+    if int(version[1]) < VERSION:
+        raise lines.refuse(f"there is no format version {version[1]}")
+    header_text, room = [first], MOST_HEADER
+    while header_text[-1] != _PROGRAMS:
+        header_text.append(next(lines))
+        room -= len(header_text[-1]) + 64
+        if room < 0:
+            raise lines.refuse("the header is too long")
+    return header_text
 
 
 def stored_hash(source: BinaryIO) -> str:
@@ -177,7 +171,7 @@ def stored_hash(source: BinaryIO) -> str:
 
 
 def parse(content: str, name: str) -> Program:
-    """The program in a file that may be edited by hand: any JSON layout, any or no hash."""
+    """The program in the text of file `name`, which may be edited by hand: any JSON layout, any or no hash."""
     try:
         raw = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -185,41 +179,43 @@ def parse(content: str, name: str) -> Program:
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
         raise RefusedFile(f'{name}: not a schedule file of format version {VERSION} ("schedgen": {VERSION})')
     try:
-        bounds = read_bounds(raw)
+        limits = read_limits(raw)
         programs = raw.get("programs")
-        if not isinstance(programs, list) or len(programs) != bounds.workers:
-            raise Wrong("programs", f"programs must be a list of {bounds.workers} lists, one a worker")
-        numbers: list[Instruction] = []
+        if not isinstance(programs, list) or len(programs) != limits.workers:
+            raise Wrong("programs", f"programs must be a list of {limits.workers} lists, one a worker")
+        instructions: list[Instruction] = []
         for rank, listed in enumerate(programs):
             if not isinstance(listed, list):
                 raise Wrong("programs", f"the program of rank {rank} must be a list")
             for i, item in enumerate(listed):
                 try:
-                    numbers.append(decode_instruction(item, bounds))
+                    instructions.append(instruction(item, limits))
                 except ValueError as error:
                     raise Wrong("programs", f"rank {rank}, instruction {i}: {error}") from None
-        header = decode_header(raw, bounds, jobs=len(numbers))
+        header = read_header(raw, limits, jobs=len(instructions))
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
-    ranks = np.repeat(np.arange(bounds.workers), [len(listed) for listed in programs])
-    op, kind, stage, mb, via, peer = np.array(numbers, np.int32).reshape(-1, 6).T
+    ranks = np.repeat(np.arange(limits.workers), [len(listed) for listed in programs])
+    op, kind, stage, mb, via, peer = np.array(instructions, np.int32).reshape(-1, 6).T
     return Program(header, rows(op, ranks, kind=kind, stage=stage, mb=mb, via=via, peer=peer))
 
 
 class _Lines:
-    """A file's lines, hashed and counted as they are read."""
+    """A file's lines, hashed and counted as they are read; what is wrong is a RefusedFile with the line."""
 
     def __init__(self, source: BinaryIO, name: str) -> None:
+        """Nothing is read yet."""
         self.source, self.name, self.number, self.digest = source, name, 0, hashlib.sha256()
         self.rest = b""  # read from the source, but not taken yet
 
     def __next__(self) -> str:
+        """The next line, without its line feed."""
         end = self.rest.find(b"\n") + 1
         if end:
             data, self.rest = self.rest[:end], self.rest[end:]
         else:
-            data, self.rest = self.rest + self.source.readline(LONGEST), b""
-            if len(data) >= LONGEST:
+            data, self.rest = self.rest + self.source.readline(MOST_LINE), b""
+            if len(data) >= MOST_LINE:
                 self.number += 1
                 raise self.refuse("the line is too long")
         self.number += 1
@@ -231,7 +227,7 @@ class _Lines:
         except UnicodeDecodeError:
             raise self.refuse("not ASCII text") from None
 
-    def more(self) -> bool:
+    def read_block(self) -> bool:
         """Read on; False at the end of the source."""
         data = self.source.read(BLOCK)
         self.rest += data
@@ -244,49 +240,51 @@ class _Lines:
         self.number += count
 
     def ended(self) -> bool:
+        """Whether nothing follows."""
         return not self.rest and not self.source.read(1)
 
     def refuse(self, reason: str) -> RefusedFile:
+        """What to raise for the line that was read last."""
         return RefusedFile(f"{self.name}:{self.number}: {reason}")
 
 
-def _programs(lines: _Lines, bounds: Bounds) -> Rows:
+def _read_programs(lines: _Lines, limits: Limits) -> Rows:
     """Every rank's list, up to and with the bracket that ends them all."""
-    state = text.State()
-    parts: list[Rows] = []
+    state = State()
+    blocks: list[Rows] = []
     length = 0
     with counted("read", None, " instructions") as done:
-        while state.rank < bounds.workers:
-            more = lines.more()
-            block = np.frombuffer(lines.rest, np.uint8)
-            found, size, count, state, wrong = text.parse(block, state, bounds[:6], bounds.parts)
-            parts.append(found)
-            length += len(found.op)
+        while state.rank < limits.workers:
+            more = lines.read_block()
+            taken = read_lines(np.frombuffer(lines.rest, np.uint8), state, limits)
+            state = taken.state
+            blocks.append(taken.rows)
+            length += len(taken.rows.op)
             if length > MOST_ROWS:
                 raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
-            lines.take(size, count)
-            if wrong or not more or len(lines.rest) > BLOCK:
-                raise _wrong_line(lines, state, bounds)
-            done(len(found.op))
+            lines.take(taken.bytes, taken.lines)
+            if taken.wrong or not more or len(lines.rest) > BLOCK:
+                raise _wrong_line(lines, state, limits)
+            done(len(taken.rows.op))
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
-    return concatenate(parts)
+    return concatenate(blocks)
 
 
-def _wrong_line(lines: _Lines, state: text.State, bounds: Bounds) -> RefusedFile:
+def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:
     """What is wrong with the next line, which is not what `write` makes."""
     rank, line = state.rank, next(lines)
     if not state.inside:
         return lines.refuse(f"the program of rank {rank} should begin here, with '  ['")
     if line.startswith("  ]"):
-        end = "  ]," if rank + 1 < bounds.workers else "  ]"
+        end = "  ]," if rank + 1 < limits.workers else "  ]"
         reason = "a comma stands before this end of its list" if line == end else f"its list should end with '{end}'"
         return lines.refuse(f"rank {rank}: {reason}")
-    if not state.comma:
+    if state.before == NO_COMMA:
         return lines.refuse(f"rank {rank}: a comma is missing at the end of the line before, or this is its end")
-    item = line.removesuffix(",")[: 2 * text.LONGEST]
+    item = line.removesuffix(",")[: 2 * LONGEST_LINE]
     try:
-        decode_instruction(json.loads(item), bounds)
+        instruction(json.loads(item), limits)
     except (ValueError, RecursionError) as error:
         reason = f"not JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else str(error)
         return lines.refuse(f"rank {rank}: {clip(item)}: {reason}")
@@ -294,4 +292,5 @@ def _wrong_line(lines: _Lines, state: text.State, bounds: Bounds) -> RefusedFile
 
 
 def _key_line(lines: Iterable[str], key: str) -> int:
+    """The line (from 1) of the header that has an entry; 1 where none has."""
     return next((i for i, line in enumerate(lines, start=1) if line.lstrip("{ ").startswith(f'"{key}"')), 1)

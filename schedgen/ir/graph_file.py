@@ -15,11 +15,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import chain, check_edges, check_per_consumer
 from schedgen.util.errors import UsageError, clip
-
-MOST_STAGES = 2**20
-MOST_LAYERS = 2**31  # of a stage
 
 
 @dataclass(frozen=True)

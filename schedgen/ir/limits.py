@@ -1,10 +1,34 @@
-"""How large a schedule may be: what is larger is refused before memory is taken for it."""
+"""How large a schedule may be: what is larger is refused before memory is taken for it.
+
+The MOST_ numbers hold for every schedule, `Limits` for one file.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 MOST_JOBS = 2**27  # of a schedule, about a hundred bytes each
 MOST_WORKERS = 2**20
 MOST_STAGES = 2**20  # of a model's graph file
+MOST_LAYERS = 2**31  # of one of its stages
 MOST_ROWS = 2**30  # instructions of a file
 MOST_PAIRS = 2**25  # of a worker and a stage: tables are that large
 MOST_TIES = 16  # of one stage
 MOST_USES = 64  # of parts of weights, for every instruction
 MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
+
+
+class Limits(NamedTuple):
+    """The sizes that every number in a file is below."""
+
+    workers: int
+    stages: int
+    microbatches: int
+    groups: int
+    ties: int
+    versions: int  # 0: weights have none
+    parts: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
+
+    def divided(self, stage: object) -> bool:
+        """Whether the weights of a stage have parts; False for what is no stage."""
+        return isinstance(stage, int) and 0 <= stage < len(self.parts) and self.parts[stage] > 1

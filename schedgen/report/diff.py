@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir import line_codec as text
 from schedgen.ir.file import CHUNK, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Ints
+from schedgen.ir.line_codec import LONGEST_LINE, write_lines
 from schedgen.ir.program import Program, Rows, concatenate
 from schedgen.report.patience_match import Numbers, patience_match
 from schedgen.simulator.stats import stats
@@ -166,10 +166,10 @@ def _codes(table: Rows) -> Numbers:
 
 def _lines(both: Rows, merged: _Merged, shown: Numbers) -> Iterator[str]:
     """The rows `shown` as text, each after its sign."""
-    buffer = np.empty(min(len(shown), CHUNK) * text.LONGEST, np.uint8)
+    buffer = np.empty(min(len(shown), CHUNK) * LONGEST_LINE, np.uint8)
     for begin in range(0, len(shown), CHUNK):
         part = shown[begin : begin + CHUNK]
-        size = text.lines(both.take(merged.row[part]), 0, len(part), True, buffer)
+        size = write_lines(both.take(merged.row[part]), 0, len(part), True, buffer)
         listed = buffer[:size].tobytes().decode("ascii").split("\n")
         for sign, line in zip(merged.sign[part].tolist(), listed, strict=False):
             yield _SIGN[sign] + line.strip(" ,")

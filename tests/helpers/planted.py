@@ -13,18 +13,19 @@ import fuzz
 import schedgen.checker.files
 import schedgen.cli.main
 import schedgen.ir.file
-import schedgen.ir.validate
+import schedgen.ir.validate_header
+import schedgen.ir.validate_instruction
 
 
 def a_number_that_no_one_bounds() -> None:
     fuzz.SECONDS = 1.0  # some make writing endless
-    schedgen.ir.validate._number = lambda value, *_: value
+    schedgen.ir.validate_instruction._number = lambda value, *_: value
 
 
 def a_size_that_is_believed() -> None:
-    header = schedgen.ir.validate.header
-    schedgen.ir.validate.MOST_PAIRS = 10**30
-    schedgen.ir.file.decode_header = lambda raw, bounds, jobs: header(raw, bounds, 10**30)
+    header = schedgen.ir.validate_header.read_header
+    schedgen.ir.validate_header.MOST_PAIRS = 10**30
+    schedgen.ir.file.read_header = lambda raw, limits, jobs: header(raw, limits, 10**30)
 
 
 def a_search_without_end() -> None:

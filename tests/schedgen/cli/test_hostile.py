@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import schedgen.ir.file
-import schedgen.ir.validate
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
 from schedgen.analysis.subject import Subject
@@ -187,7 +186,7 @@ class Endless(io.RawIOBase):
 
 
 def test_a_header_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr(schedgen.ir.file, "HEADER", 2**20)
+    monkeypatch.setattr(schedgen.ir.file, "MOST_HEADER", 2**20)
     with pytest.raises(RefusedFile, match="the header is too long"):
         read(io.BufferedReader(Endless(b'{"schedgen": 1,\n', b"\n")), "f")
 

@@ -20,10 +20,10 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.line_codec import State
-from schedgen.ir.line_codec import parse as parse_lines
+from schedgen.ir.limits import Limits
+from schedgen.ir.line_codec import BRACKET, State, read_lines
 from schedgen.ir.program import Program
-from schedgen.ir.validate import Bounds, instruction
+from schedgen.ir.validate_instruction import instruction
 from schedgen.report.chakra import dependencies
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -457,9 +457,9 @@ def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judg
 
 
 def slow(line, sizes):
-    """What `schedgen.ir.validate.instruction` reads from a line, or None; only the writer's own spelling counts."""
+    """What `validate_instruction.instruction` reads from a line, or None; only the writer's own spelling counts."""
     try:
-        found = instruction(json.loads(line), Bounds(*sizes))
+        found = instruction(json.loads(line), Limits(*sizes))
     except (ValueError, RecursionError):
         return None
     return found if str(found) == line else None
@@ -467,8 +467,9 @@ def slow(line, sizes):
 
 def fast(line, sizes):
     """What the reader of lines does, for the second line of rank 0's list."""
-    rows, _, _, _, wrong = parse_lines(np.frombuffer(f"   {line}\n".encode(), np.uint8), State(0, True, 2), sizes)
-    return None if wrong else Program(None, rows).instruction(0)
+    data = np.frombuffer(f"   {line}\n".encode(), np.uint8)
+    taken = read_lines(data, State(0, True, BRACKET), Limits(*sizes))
+    return None if taken.wrong else Program(None, taken.rows).instruction(0)
 
 
 LINES = st.one_of(

@@ -1,0 +1,266 @@
+"""The header from its JSON object, every value checked.
+
+Nothing that comes from a file is trusted: a number is compared with the header's sizes before anything is built from
+it, and the header's sizes with the number of instructions that are really there before memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import DIRECTIONS, Ints
+from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
+from schedgen.ir.stage_graph import StageGraph, check_edges
+from schedgen.ir.tensor_parallel import TensorParallel, check_workers
+from schedgen.ir.weight_versions import STASH, VERTICAL
+from schedgen.util.errors import UsageError
+
+LARGEST = 2**31 - 1  # any number in a file fits an int32
+KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
+OPTIONAL_KEYS = ("apart", "shards", "tensor")
+
+_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0}  # of the lowering's numbers
+
+
+class Wrong(Exception):
+    """Something wrong with the header's entry `key`."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        """`reason` is a sentence that names the entry."""
+        super().__init__(reason)
+        self.key = key
+
+
+def read_limits(raw: Mapping[str, Any]) -> Limits:
+    """The limits that a header sets; Wrong where it sets none."""
+    scheme = raw.get("scheme")
+    if not isinstance(scheme, dict) or not isinstance(scheme.get("name"), str):
+        raise Wrong("scheme", "scheme must be an object with a name")
+    for key in ("workers", "stages", "microbatches"):
+        if not _is_whole(scheme.get(key), 1, LARGEST):
+            raise Wrong("scheme", f"scheme: {key} must be a whole number from 1 to {LARGEST}")
+    workers, stages, microbatches = scheme["workers"], scheme["stages"], scheme["microbatches"]
+    for value in (*scheme, *scheme.values()):
+        by_stage = isinstance(value, list) and stages in _stage_counts(raw, len(value))
+        if by_stage and all(_is_whole(number, 1, LARGEST) for number in value):
+            continue
+        if type(value) is not int and not _is_printable(value):
+            raise Wrong("scheme", "scheme: values must be numbers, printable strings or lists of a number a stage")
+    groups, tied, lowering = raw.get("groups"), raw.get("tied"), raw.get("lowering")
+    if not isinstance(groups, list):
+        raise Wrong("groups", "groups must be a list of lists of ranks")
+    if not isinstance(tied, list):
+        raise Wrong("tied", "tied must be a list of lists of stages")
+    versions = microbatches + 1 if isinstance(lowering, dict) and "updates" in lowering else 0
+    parts = _parts(raw["shards"], workers, stages) if "shards" in raw else ()
+    return Limits(workers, stages, microbatches, len(groups), len(tied), versions, parts)
+
+
+def _stage_counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """The stages a file has where a list has a number for each stage of the scheme, of the model, or of the file."""
+    degree = raw["tensor"].get("degree") if isinstance(raw.get("tensor"), dict) else 1
+    parts = raw["scheme"].get("parts", 1)
+    return tuple(length * degree * p for p in (1, parts) if type(degree) is int and _is_whole(p, 1, LARGEST))
+
+
+def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
+    """How many parts the weights of each stage have."""
+    if not isinstance(value, list) or len(value) != stages or not all(isinstance(ranks, list) for ranks in value):
+        raise Wrong("shards", f"shards must be a list of {stages} lists of ranks")
+    if not all(ranks and all(_is_whole(rank, 0, workers - 1) for rank in ranks) for ranks in value):
+        raise Wrong("shards", f"shards must name an owner in 0..{workers - 1} of every part of every stage")
+    counts = tuple(len(ranks) for ranks in value)
+    if max(counts) == 1:
+        raise Wrong("shards", "shards must divide a stage, or not be there")
+    return counts
+
+
+def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
+    """The header; `jobs`, the number of instructions, limits the memory it may take. Wrong names the entry at fault."""
+    order = _order(raw.get("order"))
+    shape = (len(order["cost"]), limits.stages, limits.microbatches)
+    _check_sizes(shape, limits, jobs)
+    if not _is_printable(raw.get("generator")):
+        raise Wrong("generator", "generator must be a printable string")
+    tensor_parallel = _tensor_parallel(raw, limits)
+    edges = _edges(raw.get("edges"), limits, tensor_parallel.degree)
+    if len(edges) * limits.microbatches > jobs:  # each has a gradient, which somebody frees
+        raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
+    header = Header(
+        scheme=raw["scheme"],
+        mode=order["mode"],
+        n=order["n"],
+        cost=order["cost"],
+        lowering=_lowering(raw.get("lowering"), limits),
+        graph=StageGraph(limits.stages, edges, _per_consumer(raw, edges, limits)),
+        tied=_tied(raw.get("tied"), limits),
+        groups=_lists("groups", raw.get("groups"), "ranks", limits.workers),
+        compute=_placement(raw, "compute", shape, limits),
+        weights=_placement(raw, "weights", shape, limits),
+        generator=raw["generator"],
+        part_owners=tuple(map(tuple, raw.get("shards", ()))),
+        tensor_parallel=tensor_parallel,
+    )
+    _check_shards(header, jobs)
+    if tensor_parallel:
+        _check_tensor_parallel(header)
+    if _lists("owners", raw.get("owners"), "ranks", limits.workers) != header.owners:
+        raise Wrong("owners", "owners do not agree with weights")
+    if set(raw) - {"schedgen", "programs", "sha256", *OPTIONAL_KEYS} != set(KEYS):
+        raise Wrong("schedgen", f"the header must have exactly {', '.join(KEYS)}")
+    return header
+
+
+def _order(value: object) -> dict[str, Any]:
+    """The entry with mode, n and cost."""
+    if not isinstance(value, dict) or set(value) != {"mode", "n", "cost"} or not _is_printable(value["n"]):
+        raise Wrong("order", "order must have mode, n and cost")
+    if value["mode"] not in ("greedy", "strict"):
+        raise Wrong("order", "order: mode must be greedy or strict")
+    cost = value["cost"]
+    if not isinstance(cost, dict) or tuple(cost) not in DIRECTIONS.values():
+        raise Wrong("order", "order: cost must have F and B, or F, I and W")
+    if not all(type(time) in (int, float) and 1e-12 < time < 1e12 for time in cost.values()):
+        raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12")
+    if max(cost.values()) > MOST_RATIO * min(cost.values()):
+        raise Wrong("order", "order: the largest cost may be a million times the smallest, not more")
+    return value
+
+
+def _check_sizes(shape: tuple[int, int, int], limits: Limits, jobs: int) -> None:
+    if max(shape[0] * shape[1] * shape[2], limits.workers) > jobs or limits.workers * limits.stages > MOST_PAIRS:
+        raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
+    parts = sum(limits.parts)
+    if limits.workers * parts > MOST_PAIRS or parts > jobs:  # every part has a STEP
+        raise Wrong("shards", f"shards ask for more parts than {jobs} instructions can be for")
+
+
+def _tensor_parallel(raw: Mapping[str, Any], limits: Limits) -> TensorParallel:
+    if "tensor" not in raw:
+        return TensorParallel(1, (), limits.stages)
+    value = raw["tensor"]
+    if not isinstance(value, dict) or set(value) != {"degree", "whole"}:
+        raise Wrong("tensor", "tensor must have degree and whole")
+    degree = value["degree"]
+    if not _is_whole(degree, 2, limits.stages) or limits.stages % degree:
+        raise Wrong("tensor", f"tensor: degree must be at least 2 and divide the {limits.stages} stages")
+    (replicated,) = _lists("tensor", [value["whole"]], "stages", limits.stages // degree)
+    if replicated[-1] != limits.stages // degree - 1:
+        raise Wrong("tensor", "tensor: the last stage, which ends in the loss, must be whole")
+    if limits.versions:
+        raise Wrong("tensor", "tensor: weights that have versions have no shards")
+    return TensorParallel(degree, replicated, limits.stages)
+
+
+def _check_shards(header: Header, jobs: int) -> None:
+    """Of divided weights."""
+    for stage, ranks in enumerate(header.part_owners):
+        if (header.weights[:, stage] != ranks[0]).any():
+            raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
+    if header.part_uses() > MOST_USES * jobs:
+        raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
+    if header.part_owners and (header.tied or header.weight_versions or header.tensor_parallel):
+        raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
+
+
+def _check_tensor_parallel(header: Header) -> None:
+    try:
+        check_workers(header.compute, header.tensor_parallel.degree, header.directions)
+    except UsageError as error:
+        raise Wrong("compute", str(error)) from None
+    if header.tensor_parallel.split[list(header.graph.per_consumer)].any():
+        raise Wrong("apart", "apart: what a split stage gives is one sum")
+
+
+def _lowering(value: object, limits: Limits) -> dict[str, int | list[int] | str]:
+    if not isinstance(value, dict) or set(value) - {"updates"} != {*_LEAST, "recompute"}:
+        raise Wrong("lowering", f"lowering must have {', '.join(_LEAST)} and recompute")
+    if value.get("updates", STASH) not in (STASH, VERTICAL):
+        raise Wrong("lowering", "lowering: updates must be stash or vertical, or not be there")
+    for key, least in _LEAST.items():
+        if not _is_whole(value[key], least, LARGEST):
+            raise Wrong("lowering", f"lowering: {key} must be a whole number of at least {least}")
+    stages = value["recompute"]
+    if not isinstance(stages, list) or not all(_is_whole(stage, 0, limits.stages - 1) for stage in stages):
+        raise Wrong("lowering", "lowering: recompute must be a list of stages")
+    return value
+
+
+def _edges(value: object, limits: Limits, degree: int) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(_is_whole(end, -LARGEST, LARGEST) for end in pair)
+        for pair in value
+    ):
+        raise Wrong("edges", "edges must be a list of pairs of stages")
+    try:
+        return check_edges(value, limits.stages, degree)
+    except UsageError as error:
+        raise Wrong("edges", str(error)) from None
+
+
+def _per_consumer(raw: Mapping[str, Any], edges: tuple[tuple[int, int], ...], limits: Limits) -> tuple[int, ...]:
+    if "apart" not in raw:
+        return ()
+    (stages,) = _lists("apart", [raw["apart"]], "stages", limits.stages)
+    consumers = Counter(producer for producer, _ in edges)
+    if not all(consumers[stage] > 1 for stage in stages):
+        raise Wrong("apart", "apart must name stages that several stages read")
+    return stages
+
+
+def _tied(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
+    """Ties are known by their place (t.k): they are refused, not sorted."""
+    ties = _lists("tied", value, "stages", limits.stages)
+    if any(len(stages) < 2 for stages in ties) or list(ties) != sorted(set(ties)):
+        raise Wrong("tied", "tied must have two stages or more in each list, and different lists, ascending")
+    if max(Counter(stage for stages in ties for stage in stages).values(), default=0) > MOST_TIES:
+        raise Wrong("tied", f"tied must have no stage in more than {MOST_TIES} lists")
+    return ties
+
+
+def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, ...], ...]:
+    """Lists of stages or ranks below `limit`, each ascending and not empty."""
+    if not isinstance(value, list):
+        raise Wrong(key, f"{key} must be a list of lists of {what}")
+    for numbers in value:
+        whole = isinstance(numbers, list) and numbers and all(_is_whole(number, 0, limit - 1) for number in numbers)
+        if not whole or numbers != sorted(set(numbers)):
+            raise Wrong(key, f"{key} must be lists of different {what} in 0..{limit - 1}, ascending")
+    return tuple(map(tuple, value))
+
+
+def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], limits: Limits) -> Ints:
+    """The workers of all jobs, of `shape` (directions, stages, microbatches)."""
+    value, names = raw.get(key), DIRECTIONS[shape[0]]
+    if not isinstance(value, dict) or names[0] not in value or not set(value) <= set(names):
+        raise Wrong(key, f"{key} must have {names[0]} and may have {', '.join(names[1:])}")
+    placement = np.empty(shape, np.int32)
+    for d, name in enumerate(names):
+        if name not in value:
+            placement[d] = placement[d - 1]
+            continue
+        stages = value[name]
+        if not isinstance(stages, list) or len(stages) != shape[1]:
+            raise Wrong(key, f"{key} {name} must list {shape[1]} stages")
+        for s, row in enumerate(stages):
+            workers = row if isinstance(row, list) else [row]
+            if isinstance(row, list) and len(row) != shape[2]:
+                raise Wrong(key, f"{key} {name}: stage {s} must be a worker or a list of {shape[2]}")
+            if not all(type(worker) is int and 0 <= worker < limits.workers for worker in workers):
+                raise Wrong(key, f"{key} {name}: stage {s} names a worker outside 0..{limits.workers - 1}")
+            placement[d, s] = workers
+    return placement
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    """Whether a value is a whole number, and no boolean, within these."""
+    return type(value) is int and least <= value <= most
+
+
+def _is_printable(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()

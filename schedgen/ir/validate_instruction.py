@@ -1,0 +1,87 @@
+"""An instruction from its JSON object: its operands are those of its opcode, and every number is below its limit."""
+
+from __future__ import annotations
+
+import re
+
+from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, VERSIONED, Instruction, Kind, Op
+from schedgen.ir.limits import Limits
+from schedgen.util.errors import clip
+
+_KIND = {name: kind for kind, name in KIND_NAME.items()}
+_BUFFER = re.compile(
+    r"(x|g|w|dw|t)((?:\.(?:0|[1-9][0-9]{0,9})){1,3})(?:@(0|[1-9][0-9]{0,9}))?(?:/(0|[1-9][0-9]{0,9}))?"
+)
+# How many numbers may follow the kind in a buffer's name.
+NAME_NUMBERS = {Kind.X: (2, 3), Kind.G: (2, 3), Kind.W: (1,), Kind.DW: (1,), Kind.T: (1,)}
+
+
+def instruction(item: object, limits: Limits) -> Instruction:
+    """One instruction from its JSON object; ValueError says what is wrong with it."""
+    if not isinstance(item, dict) or not isinstance(item.get("op"), str) or item["op"] not in Op.__members__:
+        raise ValueError("no such instruction")
+    op = Op[item["op"]]
+    operands = (*OPERANDS[op], *["version"] * (limits.versions > 0 and op in VERSIONED))
+    if not limits.divided(item.get("stage")):
+        operands = tuple(name for name in operands if name != "shard")
+    if set(item) != {"op", *operands}:
+        raise ValueError(f"{op.name} takes {', '.join(operands)}")
+    kind, stage, mb, via, peer = int(Kind.W if op == Op.FETCH_W else Kind.NONE), -1, -1, -1, -1
+    for operand in operands:
+        value = item[operand]
+        if operand == "buf":
+            kind, stage, mb, via, peer = _buffer(op, value, limits)
+        elif operand == "stage":
+            stage = _number(value, operand, limits.stages)
+        elif operand == "shard":
+            via = _number(value, operand, limits.parts[stage])
+        elif operand == "mb":
+            mb = _number(value, operand, limits.microbatches)
+        elif operand == "version":
+            peer = _number(value, operand, limits.versions)
+        else:
+            peer = _number(value, operand, limits.groups if operand == "group" else limits.workers)
+    return Instruction(int(op), kind, stage, mb, via, peer)
+
+
+def _number(value: object, what: str, limit: int) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{what} must be a number in 0..{limit - 1}, not {_quoted(value)}")
+    return value
+
+
+def _buffer(op: Op, value: object, limits: Limits) -> tuple[int, int, int, int, int]:
+    """Kind, stage, microbatch, consumer or part, and version of a buffer by its name; -1 for what it has not."""
+    match = _BUFFER.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"no buffer is called {_quoted(value)}")
+    kind, numbers = _KIND[match[1]], [int(part) for part in match[2].split(".")[1:]]
+    if len(numbers) not in NAME_NUMBERS[kind] or kind not in KINDS[op]:
+        raise ValueError(f"{op.name} takes no buffer {value}")
+    if kind == Kind.T and numbers[0] >= limits.ties:
+        raise ValueError(f"{value}: tied has no entry {numbers[0]}")
+    if (match[3] is not None) != (kind == Kind.W and limits.versions > 0):
+        raise ValueError(f"{value}: {'weights have a version here' if match[3] is None else 'it has no version'}")
+    version = -1
+    if match[3] is not None:
+        if op != Op.FREE:
+            raise ValueError(f"{op.name} takes no buffer {value}: weights that have versions do not travel")
+        version = _number(int(match[3]), f"{value}: version", limits.versions)
+    bounded = numbers if kind != Kind.T else []
+    for what, number, limit in zip(
+        ("stage", "microbatch", "consumer"), bounded, (limits.stages, limits.microbatches, limits.stages), strict=False
+    ):
+        if number >= limit:
+            raise ValueError(f"{value}: {what} {number} is not in 0..{limit - 1}")
+    stage, mb, via = [*numbers, -1, -1][:3]
+    divided = kind in (Kind.W, Kind.DW) and limits.divided(stage)
+    if (match[4] is not None) != divided:
+        raise ValueError(f"{value}: {'the weights of this stage have parts' if divided else 'it has no parts'}")
+    if match[4] is not None:
+        via = _number(int(match[4]), f"{value}: shard", limits.parts[stage])
+    return int(kind), stage, mb, via, version
+
+
+def _quoted(value: object) -> str:
+    """A value of the file, short; lists and objects may be nested deeper than repr can go."""
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else clip(repr(value))
