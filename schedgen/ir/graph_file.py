@@ -58,8 +58,8 @@ def read_graph(text: str, name: str) -> ModelGraph:
     stages = values["stages"]
     if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
         raise UsageError(f"{name}: stages should be a whole number of at least 1, not {clip(repr(stages))}")
-    edges, apart, tied, whole, layers = (values.get(key, []) for key in optional)
-    lists = [*_lists(edges), *_lists(tied), apart, whole]
+    edges, per_consumer, tied, replicated, layers = (values.get(key, []) for key in optional)
+    lists = [*_lists(edges), *_lists(tied), per_consumer, replicated]
     if not all(isinstance(entry, list) and all(type(stage) is int for stage in entry) for entry in lists):
         raise UsageError(f"{name}: edges and tied should be lists of lists of stages, apart and whole lists of stages")
     if not all(0 <= stage < stages for entry in lists for stage in entry):
@@ -70,10 +70,10 @@ def read_graph(text: str, name: str) -> ModelGraph:
         raise UsageError(f"{name}: layers has {len(layers)} numbers, but there are {stages} stages")
     try:
         edges = check_edges(edges, stages) if "edges" in values else None
-        per_consumer = check_per_consumer(apart, edges or ())
+        per_consumer = check_per_consumer(per_consumer, edges or ())
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
-    return ModelGraph(stages, edges, per_consumer, tuple(map(tuple, tied)), tuple(whole), tuple(layers))
+    return ModelGraph(stages, edges, per_consumer, tuple(map(tuple, tied)), tuple(replicated), tuple(layers))
 
 
 def _lists(value: Any) -> list[Any]:
