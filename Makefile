@@ -1,5 +1,5 @@
 # make run    train a GPT on 4 ranks by a 1F1B schedule and compare it with one process
-# make test   the tests      make lint   ruff and mypy      make traces   the golden schedules
+# make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
@@ -77,6 +77,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 # Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
 # first and the last stage are tied, in one the first of two stages has three replicas, in one each of two stages is
