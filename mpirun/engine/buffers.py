@@ -7,6 +7,7 @@ from typing import Any
 
 from mpirun.comm.transport import NO_ROW, Transport
 from mpirun.comm.waiting import Done
+from schedgen.ir.instructions import Instruction
 
 Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
 
@@ -35,6 +36,10 @@ class Buffers:
     def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> Buffer:
         """The buffer of a name, made when it is first asked for; `via`: a consumer of x or g, a part of w or dw."""
         return self.by_name.setdefault((kind, stage, mb, via), Buffer())
+
+    def named_by(self, i: Instruction) -> Buffer:
+        """The buffer that an instruction names."""
+        return self.get(i.kind, i.stage, i.mb, i.via)
 
     def wait_value(self, buffer: Buffer) -> Any:
         """The value of a buffer, once it has arrived."""

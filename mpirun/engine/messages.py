@@ -39,7 +39,7 @@ class Messages:
             span = stage.part_slices[i.part]
             memory = slots.received(i, (len(slots.keys(i.peer, i.stage, i.part)), span.stop - span.start), stage.dtype)
         else:
-            buffer = self.buffers.get(*i[1:5])
+            buffer = self.buffers.named_by(i)
             memory = slots.received(i, *self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec)
         return self._receive(row, i, i.kind, buffer, memory)
 
@@ -54,7 +54,7 @@ class Messages:
 
     def send(self, row: int, i: Instruction) -> Act:
         """SEND: start sending a buffer, once it has arrived if it was received."""
-        buffer, peer, kind = self.buffers.get(*i[1:5]), i.peer, i.kind
+        buffer, peer, kind = self.buffers.named_by(i), i.peer, i.kind
         prepare = None
         if kind == Kind.W:
             stage = self.context.stages[i.stage]
@@ -70,7 +70,7 @@ class Messages:
 
     def free(self, row: int, i: Instruction) -> Act:
         """FREE: wait until the buffer's transfers are done; an x or g then gives up its memory."""
-        buffer, keep = self.buffers.get(*i[1:5]), i.kind in (Kind.W, Kind.DW)
+        buffer, keep = self.buffers.named_by(i), i.kind in (Kind.W, Kind.DW)
         wait_sent, wait_value = self.buffers.wait_sent, self.buffers.wait_value
 
         def act() -> None:

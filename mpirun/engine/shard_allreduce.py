@@ -41,7 +41,7 @@ class ShardAllreduce:
             rows = torch.empty((1, key[1]), dtype=spec.dtype, device=self.context.slots.device)
             keys = [[ranks.index(rank)] for rank in header.groups[i.group]]
             self.shared[key] = OrderedAllreduce(transport, transport.group(i.group), rows, keys, tags=SHARD_TAGS)
-        buffer, allreduce, wait = self.context.buffers.get(*i[1:5]), self.shared[key], transport.wait
+        buffer, allreduce, wait = self.context.buffers.named_by(i), self.shared[key], transport.wait
 
         def done() -> bool:
             allreduce.advance()

@@ -20,10 +20,10 @@ from mpirun.comm.fail_together import on_rank_0
 from mpirun.engine.act import Act
 from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
-from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op, Small
+from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Instruction, Kind, Op, Small
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import trace_events, trace_file
-from schedgen.simulator.timeline import MEASURED, REDUCTION, SEND_CAUSE, Times, measured_timelines
+from schedgen.simulator.timeline import CAUSES, MEASURED, REDUCTION, SEND_CAUSE, Times, measured_timelines
 from schedgen.util.errors import RefusedFile
 from schedgen.util.files import open_output
 
@@ -99,7 +99,7 @@ class StepTrace:
         i = self.instructions[row]
         if i.op == Op.SEND:
             return SEND_CAUSE
-        return (Kind.W if i.op == Op.FETCH_W else i.kind) - 1
+        return CAUSES.index(KIND_WORDS[Kind.W if i.op == Op.FETCH_W else Kind(i.kind)])
 
     def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
         """Write the trace of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""
