@@ -12,7 +12,7 @@ from schedgen.ir.instructions import Instruction
 Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a buffer's name
 
 
-class Buffer:
+class LocalBuffer:
     """A named value, the receive that fills it, and the sends that read it, with the rows that began them."""
 
     __slots__ = ("arriving", "receive_row", "sends", "value")
@@ -25,35 +25,35 @@ class Buffer:
         self.sends: list[tuple[Done, int]] = []
 
 
-class Buffers:
+class LocalBuffers:
     """The buffers of a rank by name, and the waits for their transfers."""
 
     def __init__(self, transport: Transport) -> None:
         """`transport`: what moves the transfers while a wait lasts."""
         self.transport = transport
-        self.by_name: dict[Key, Buffer] = {}
+        self.by_name: dict[Key, LocalBuffer] = {}
 
-    def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> Buffer:
+    def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
         """The buffer of a name, made when it is first asked for; `via`: a consumer of x or g, a part of w or dw."""
-        return self.by_name.setdefault((kind, stage, mb, via), Buffer())
+        return self.by_name.setdefault((kind, stage, mb, via), LocalBuffer())
 
-    def named_by(self, i: Instruction) -> Buffer:
+    def named_by(self, i: Instruction) -> LocalBuffer:
         """The buffer that an instruction names."""
         return self.get(i.kind, i.stage, i.mb, i.via)
 
-    def wait_value(self, buffer: Buffer) -> Any:
+    def wait_value(self, buffer: LocalBuffer) -> Any:
         """The value of a buffer, once it has arrived."""
         if buffer.arriving is not None:
             self.transport.wait(buffer.arriving, buffer.receive_row)
             buffer.arriving = None
         return buffer.value
 
-    def wait_values(self, buffers: Sequence[Buffer]) -> None:
+    def wait_values(self, buffers: Sequence[LocalBuffer]) -> None:
         """Wait until all of them have arrived."""
         for buffer in buffers:
             self.wait_value(buffer)
 
-    def wait_sent(self, buffer: Buffer) -> None:
+    def wait_sent(self, buffer: LocalBuffer) -> None:
         """Wait until all sends of a buffer are done."""
         for done, row in buffer.sends:
             self.transport.wait(done, row)

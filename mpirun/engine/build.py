@@ -10,7 +10,7 @@ from mpirun.comm.fail_together import together
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW, make_transport
 from mpirun.engine.act import Position
-from mpirun.engine.buffers import Buffers
+from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.context import Context
 from mpirun.engine.grad_buffers import GradBuffers
 from mpirun.engine.interpreter import Interpreter
@@ -50,7 +50,7 @@ def build_interpreter(
     transport = make_transport(setup.device, comm, header.groups, setup.crowded, _show_waits(state))
     grad_buffers = GradBuffers(header, stages, slots, comm.rank)
     context = Context(
-        header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), Buffers(transport),
+        header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), LocalBuffers(transport),
         grad_buffers, Optimizer(setup.recipe, owned), Position(setup.passes),
     )  # fmt: skip
     return Interpreter(context, state)

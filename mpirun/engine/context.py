@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import Transport
 from mpirun.engine.act import Position
-from mpirun.engine.buffers import Buffers
+from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.grad_buffers import GradBuffers
 from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
@@ -29,7 +29,7 @@ class Context:
     slots: MemorySlots  # where received buffers lie
     transport: Transport
     allreduces: AllreduceQueue  # the sums of gradients under way
-    buffers: Buffers  # x, g and w by name
+    buffers: LocalBuffers  # x, g and w by name
     grad_buffers: GradBuffers  # dw
     optimizer: Optimizer
     position: Position  # which step and pass is executed

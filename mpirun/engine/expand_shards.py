@@ -35,7 +35,7 @@ def check_split_stages(model: Model, header: Header) -> None:
         raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: {how_to_compile(header)}")
 
 
-def expand_shards(model: Model, count: int) -> Model:
+def expand_model(model: Model, count: int) -> Model:
     """The model with `count` shards or replicas of every stage. UsageError if a stage cannot be split."""
     if count == 1:
         return model

@@ -15,7 +15,7 @@ from mpirun.engine.context import Context
 from mpirun.engine.loss import MinibatchLoss, scaled_loss
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
-from mpirun.engine.weight_versions import WeightVersions
+from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from schedgen.ir.instructions import Instruction, Kind, Op
 
@@ -31,7 +31,7 @@ class PendingBackward:
 class ForwardBackward:
     """Prepares the jobs. A method takes the row of an instruction and the instruction, and returns the act."""
 
-    def __init__(self, context: Context, versions: WeightVersions) -> None:
+    def __init__(self, context: Context, versions: StageVersions) -> None:
         """`versions`: of the stages' weights."""
         self.context, self.versions, self.buffers = context, versions, context.buffers
         header, setup = context.header, context.setup

@@ -15,12 +15,12 @@ from mpirun.comm.progress_thread import LONG, MessageProgress, layers
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
-from mpirun.engine.messages import Messages
+from mpirun.engine.messages import Transfers
 from mpirun.engine.optimizer_step import OptimizerStep, StepResult
 from mpirun.engine.owner_allreduce import OwnerAllreduce
 from mpirun.engine.shard_allreduce import ShardAllreduce
 from mpirun.engine.tied_stages import tied_allreduce
-from mpirun.engine.weight_versions import WeightVersions
+from mpirun.engine.weight_versions import StageVersions
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
 
@@ -33,9 +33,9 @@ class Interpreter:
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
         self.progress = MessageProgress(context.transport.comm, context.transport.poll)
-        self.versions = WeightVersions(context)
+        self.versions = StageVersions(context)
         self.forward_backward = ForwardBackward(context, self.versions)
-        messages = Messages(context)
+        messages = Transfers(context)
         self.owner_allreduce = OwnerAllreduce(context, messages.partial_sums)
         self.shard_allreduce = ShardAllreduce(context)
         self.optimizer_step = OptimizerStep(context, self.versions, self.forward_backward.losses)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from mpirun.engine.act import Act, in_order
-from mpirun.engine.buffers import Buffer
+from mpirun.engine.buffers import LocalBuffer
 from mpirun.engine.context import Context
 from mpirun.engine.weight_shards import first_fetches
 from schedgen.ir.instructions import Instruction, Kind
 
 
-class Messages:
+class Transfers:
     """Prepares the instructions that start transfers, and FREE, which waits for them.
 
     A method takes the row of an instruction and the instruction, and returns the act.
@@ -20,7 +20,7 @@ class Messages:
     def __init__(self, context: Context) -> None:
         """`partial_sums` will have the buffer of every dw that is received, by stage, part and sender."""
         self.context, self.buffers, self.transport = context, context.buffers, context.transport
-        self.partial_sums: dict[tuple[int, int, int], Buffer] = {}
+        self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}
         self.first_fetches = first_fetches(context.instructions)
 
     def fetch_w(self, row: int, i: Instruction) -> Act:
@@ -34,7 +34,7 @@ class Messages:
         """RECV: start receiving an x, a g or another rank's partial sum of a dw into its memory slot."""
         slots = self.context.slots
         if i.kind == Kind.DW:
-            buffer = self.partial_sums[i.stage, i.part, i.peer] = Buffer()
+            buffer = self.partial_sums[i.stage, i.part, i.peer] = LocalBuffer()
             stage = self.context.stages[i.stage]
             span = stage.part_slices[i.part]
             memory = slots.received(i, (len(slots.keys(i.peer, i.stage, i.part)), span.stop - span.start), stage.dtype)
@@ -43,7 +43,7 @@ class Messages:
             memory = slots.received(i, *self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec)
         return self._receive(row, i, i.kind, buffer, memory)
 
-    def _receive(self, row: int, i: Instruction, tag: int, buffer: Buffer, memory: Tensor) -> Act:
+    def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor) -> Act:
         start, done = self.transport.receive(memory, i.peer, tag)
 
         def act() -> None:

@@ -18,7 +18,7 @@ from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
 from mpirun.engine.weight_shards import Unit
-from mpirun.engine.weight_versions import WeightVersions
+from mpirun.engine.weight_versions import StageVersions
 from schedgen.ir.instructions import Instruction, Kind
 
 
@@ -32,9 +32,9 @@ class StepResult(NamedTuple):
 
 
 class OptimizerStep:
-    """Prepares NORM and STEP, as `Messages` does, and keeps what NORM has told."""
+    """Prepares NORM and STEP, as `Transfers` does, and keeps what NORM has told."""
 
-    def __init__(self, context: Context, versions: WeightVersions, losses: dict[int, Tensor]) -> None:
+    def __init__(self, context: Context, versions: StageVersions, losses: dict[int, Tensor]) -> None:
         """`losses`: by microbatch, where the forwards of this rank put them; NORM takes them out."""
         self.context, self.versions, self.losses = context, versions, losses
         setup = context.setup

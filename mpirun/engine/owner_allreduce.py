@@ -11,15 +11,15 @@ from collections.abc import Mapping
 
 from mpirun.comm.ordered_allreduce import OrderedAllreduce
 from mpirun.engine.act import Act
-from mpirun.engine.buffers import Buffer
+from mpirun.engine.buffers import LocalBuffer
 from mpirun.engine.context import Context
 from schedgen.ir.instructions import Instruction
 
 
 class OwnerAllreduce:
-    """Prepares ADD, and ALLREDUCE over the owners of a stage; methods as those of `Messages`."""
+    """Prepares ADD, and ALLREDUCE over the owners of a stage; methods as those of `Transfers`."""
 
-    def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], Buffer]) -> None:
+    def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], LocalBuffer]) -> None:
         """`partial_sums`: what RECVs fill, by stage, part and sender."""
         self.context, self.partial_sums = context, partial_sums
         self.by_stage: dict[int, OrderedAllreduce] = {}

@@ -14,7 +14,7 @@ from mpirun.comm.device import Device, choose_device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, together
 from mpirun.data.microbatches import Microbatches
 from mpirun.data.text import training_text
-from mpirun.engine.expand_shards import check_split_stages, expand_shards
+from mpirun.engine.expand_shards import check_split_stages, expand_model
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.optimizer import Recipe
 from mpirun.engine.options import SetupOptions
@@ -52,7 +52,7 @@ def set_up(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
     autocast_dtype = torch.bfloat16 if options.autocast else None
     with print_notes(comm):
         unsharded_model = together(comm, lambda: _load_model(options, header))
-    model = together(comm, lambda: _expand_shards(unsharded_model, header))
+    model = together(comm, lambda: _expanded_model(unsharded_model, header))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
     recipe = Recipe(
         options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
@@ -86,9 +86,9 @@ def _load_model(options: SetupOptions, header: Header) -> Model:
     return model
 
 
-def _expand_shards(unsharded_model: Model, header: Header) -> Model:
+def _expanded_model(unsharded_model: Model, header: Header) -> Model:
     """The model with shards; UsageError if it ties stages that the schedule does not."""
-    model = expand_shards(unsharded_model, header.tensor_parallel.degree)
+    model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
         if len(stages) > 1 and stages not in header.tied:

@@ -1,7 +1,7 @@
 """ALLREDUCE of an x or a g: the sum over the shards of a tensor-parallel stage of what each of them has computed.
 
 Summed are outputs after forwards and the gradients of inputs after backwards, in the order of the shards: the same
-bits on all of them and in every run. Messages need memory that stays where it is, so what is summed is copied there.
+bits on all of them and in every run. Transfers need memory that stays where it is, so what is summed is copied there.
 Sums over the same ranks, of the same size and type, share it, because a rank waits for each sum before the next.
 """
 

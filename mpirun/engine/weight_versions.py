@@ -17,7 +17,7 @@ from mpirun.model.build_stage import build_stage
 from schedgen.ir.instructions import Instruction, Op
 
 
-class WeightVersions:
+class StageVersions:
     """The versions of the stages that a rank owns, each with a module on its memory."""
 
     def __init__(self, context: Context) -> None:

@@ -15,11 +15,11 @@ import mpirun.engine.interpreter
 import mpirun.engine.read_schedule
 from mpirun.cli.main import main
 from mpirun.engine.act import Act
-from mpirun.engine.messages import Messages
+from mpirun.engine.messages import Transfers
 from schedgen.ir.instructions import Instruction
 
 
-class Forgetful(Messages):
+class Forgetful(Transfers):
     def send(self, row: int, i: Instruction) -> Act:
         act, steps = super().send(row, i), itertools.count()
         return (lambda: next(steps) == 1 or act()) if str(i) == LOST else act
@@ -28,7 +28,7 @@ class Forgetful(Messages):
 LOST = '{"op": "SEND", "buf": "x.1.7", "to": 2}'
 fault, *arguments = sys.argv[1:]
 if fault == "lost" and MPI.COMM_WORLD.rank == 1:
-    mpirun.engine.interpreter.Messages = Forgetful
+    mpirun.engine.interpreter.Transfers = Forgetful
 elif fault == "unchecked":
     mpirun.engine.read_schedule.check = lambda *_: None
 sys.exit(main(arguments))

@@ -11,7 +11,7 @@ from models_for_tests import Shifted, pair
 from torch import nn
 
 from mpirun.data.microbatches import Microbatches
-from mpirun.engine.expand_shards import expand_shards
+from mpirun.engine.expand_shards import expand_model
 from mpirun.model.build_stage import build_stage
 from mpirun.model.parallel_layers import (
     UNSHARDED,
@@ -240,7 +240,7 @@ def test_shards_of_a_layer_add_up_to_it(make, count):
 def test_weights_do_not_depend_on_the_number_of_shards():
     model = pair(2)
     unsharded = build_stage(model, 0, 5)
-    parts = [build_stage(expand_shards(model, 4), t, 5) for t in range(4)]
+    parts = [build_stage(expand_model(model, 4), t, 5) for t in range(4)]
     assert torch.equal(torch.cat([part.up.weight for part in parts]), unsharded.up.weight)
     assert torch.equal(torch.cat([part.down.weight for part in parts], dim=1), unsharded.down.weight)
 
@@ -248,7 +248,7 @@ def test_weights_do_not_depend_on_the_number_of_shards():
 def test_only_what_all_shards_have_is_shared():
     from models_for_tests import shards_of_a_dag
 
-    assert expand_shards(shards_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
+    assert expand_model(shards_of_a_dag(4), 2).tied == [[(2, "shift"), (3, "shift")], [(4, "shift"), (5, "shift")]]
 
 
 def test_what_does_not_divide_is_refused():
