@@ -1,10 +1,60 @@
 """schedgen: two functions, w and n, compiled to the instruction list of every rank.
 
-F, B, I, W are the values of d that `w` and `n` receive.
+    import schedgen
+    from schedgen.schemes import load
+
+    sizes = schedgen.Sizes(stages=4, microbatches=8)
+    program = schedgen.compile(load("1f1b", sizes), sizes, schedgen.Options(prefetch=0))
+    schedgen.check(program)
+
+compile   scheme, sizes and options to a program
+read      a schedule file to its program, and what is wrong with its hash
+write     a program to a schedule file
+check     proves a program right; gives every rank's peak memory
+simulate  a program and a cost model to when every instruction starts and ends
+stats     a program to latency, bubble, memory and messages, by name
+Scheme    w, n and what else a schedule is made from
+Sizes     stages, microbatches, workers, ...
+Options   how a scheme is compiled
+F, B, I, W  the values of d that `w` and `n` receive: forward, backward, and its halves
+
+Each is imported when it is asked for.
 """
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from schedgen.ir.instructions import B, F, I, W
+from schedgen.util.version import __version__
 
-__all__ = ["B", "F", "I", "W", "__version__"]
+if TYPE_CHECKING:
+    from schedgen.checker import check
+    from schedgen.compiler.compile import compile
+    from schedgen.compiler.options import Options
+    from schedgen.ir.file import read, write
+    from schedgen.ir.instructions import B, F, I, W
+    from schedgen.schemes.scheme import Scheme, Sizes
+    from schedgen.simulator.simulate import simulate
+    from schedgen.simulator.stats import stats
+
+__all__ = [
+    "B", "F", "I", "Options", "Scheme", "Sizes", "W", "__version__", "check", "compile", "read", "simulate", "stats",
+    "write",
+]  # fmt: skip
+
+_MODULES = {
+    **dict.fromkeys(("B", "F", "I", "W"), "schedgen.ir.instructions"),
+    **dict.fromkeys(("Scheme", "Sizes"), "schedgen.schemes.scheme"),
+    **dict.fromkeys(("read", "write"), "schedgen.ir.file"),
+    "Options": "schedgen.compiler.options",
+    "check": "schedgen.checker",
+    "compile": "schedgen.compiler.compile",
+    "simulate": "schedgen.simulator.simulate",
+    "stats": "schedgen.simulator.stats",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name; AttributeError for any other."""
+    if name not in _MODULES:
+        raise AttributeError(f"module schedgen has no attribute {name}")
+    return getattr(importlib.import_module(_MODULES[name]), name)

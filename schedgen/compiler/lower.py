@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedgen import __version__
 from schedgen.compiler.order import Times
 from schedgen.compiler.passes import PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.emit_jobs import emit_jobs
@@ -19,6 +18,7 @@ from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
+from schedgen.util.version import __version__
 
 
 def lower(placed: PlacedScheme, start: Times) -> Program:

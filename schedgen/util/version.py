@@ -1,0 +1,3 @@
+"""The version of schedgen, which the files that it writes name."""
+
+__version__ = "0.1.0"
