@@ -11,6 +11,7 @@ from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level, Partition, data_parallel_seconds
 from schedgen.planner.search import SearchResult
 from schedgen.util.errors import clip
+from schedgen.util.text_table import aligned
 
 
 def partition_as_json(
@@ -67,7 +68,7 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
         rows.append(
             (str(number), _name_range(stage["layers"]), replicas, compute, weight, in_flight, memory, time, transfer)
         )
-    yield from _aligned(rows, 2)
+    yield from aligned(rows, 2)
     slowest = numbers["bottleneck"]["stage"]
     cause = "itself" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
     yield ""
@@ -100,18 +101,10 @@ def search_as_text(result: SearchResult) -> Iterator[str]:
         recompute = "all" if schedule.recompute else "none"
         time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
         rows.append((schedule.scheme, str(schedule.stages), replicas, recompute, time, memory))
-    yield from _aligned(rows, 1)
+    yield from aligned(rows, 1)
     layers = "-".join(map(str, result.front[0].layers))
     yield ""
     yield f"{result.schedules} schedules, {result.simulated} simulated; the stages of the first have {layers} layers"
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """Rows of cells under each other, the first `left` columns aligned to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = enumerate(zip(row, widths, strict=True))
-        yield "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in cells)
 
 
 def _name_range(names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
+from schedgen.util.text_table import aligned
 
 
 class SchemeNumbers(NamedTuple):
@@ -168,11 +169,7 @@ def comparison_as_text(comparison: Comparison) -> Iterator[str]:
         percents = (f"{row.bubble:.1%}", f"{row.gap:.1%}")
         counts = (row.peak_activations, row.weights, row.activation_traffic, row.weight_traffic)
         cells.append(("*" if row.best else "", row.label, f"{row.latency:.6g}", *percents, *map(str, counts)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        pairs = list(zip(line, widths, strict=True))
-        left, right = [cell.ljust(width) for cell, width in pairs[:2]], [cell.rjust(width) for cell, width in pairs[2:]]
-        yield "  ".join([*left, *right]).rstrip()
+    yield from aligned(cells, 2)
     if comparison.left_out:
         yield ""
         yield from (f"left out: {scheme}: {reason}" for scheme, reason in comparison.left_out)

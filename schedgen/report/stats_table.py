@@ -7,6 +7,7 @@ from typing import Any
 
 from schedgen.ir.instructions import KIND_NAME, KIND_WORDS, Kind
 from schedgen.simulator.clock_cycles import Cycle
+from schedgen.util.text_table import aligned
 
 
 def stats_table(numbers: Mapping[str, Any]) -> str:
@@ -19,9 +20,7 @@ def stats_table(numbers: Mapping[str, Any]) -> str:
     lines.append(f"{'bound':22}{_short(limit)} ({name.replace('_', ' ')}); latency is {numbers['gap']:.1%} above")
     rows = [_columns(worker) for worker in numbers["workers"]]
     cells = [list(rows[0]), *([_short(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines += ["", *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *aligned(cells)])
 
 
 def _columns(worker: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,15 +36,6 @@ class _Action(NamedTuple):
     rank: int
 
 
-class _Jobs(NamedTuple):
-    """The jobs in the order of the file; a B of a split schedule is an I and, right behind it, a W."""
-
-    direction: NDArray[np.int64]
-    stage: NDArray[np.int64]
-    mb: NDArray[np.int64]
-    rank: NDArray[np.int64]
-
-
 def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     """The scheme by which every rank runs its row of the file `name` from left to right, and its sizes.
 
@@ -52,14 +43,14 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     """
     actions, ranks = _parse(text, name)
     split = any(action.letter in "IW" for action in actions)
-    jobs, unsplit = _jobs(actions, split)
-    S, batches, directions = int(jobs.stage.max()) + 1, int(jobs.mb.max()) + 1, 3 if split else 2
-    _check_complete(jobs, S, batches, directions, name)
+    direction, stage, mb, rank = _jobs(actions, split)
+    S, batches, directions = int(stage.max()) + 1, int(mb.max()) + 1, 3 if split else 2
+    _check_complete((direction * S + stage) * batches + mb, S, batches, directions, name)
     n, worker = np.empty((2, directions, S, batches), np.int64)
-    index = (jobs.direction, jobs.stage, jobs.mb)
-    n[index], worker[index] = np.arange(len(jobs.rank)), jobs.rank
+    n[direction, stage, mb], worker[direction, stage, mb] = np.arange(len(rank)), rank
+    unsplit = [(action.stage, action.mb) for action in actions if action.letter == "B"]
     is_unsplit = np.zeros((S, batches), np.bool_)
-    is_unsplit[unsplit[0], unsplit[1]] = True
+    is_unsplit[tuple(np.array(unsplit, np.int64).reshape(-1, 2).T)] = True
     stem = Path(name).stem
     if not stem.isprintable():
         raise RefusedFile(f"{clip(name)}: a scheme is called as its file is, and that is not printable")
@@ -101,20 +92,19 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
     return actions, len(lines)
 
 
-def _jobs(actions: list[_Action], split: bool) -> tuple[_Jobs, NDArray[np.int64]]:
-    """The jobs, and [stages, microbatches] of the backwards that a split schedule leaves unsplit, shape (2, n)."""
-    jobs, unsplit = [], []
+def _jobs(actions: list[_Action], split: bool) -> NDArray[np.int64]:
+    """Direction, stage, microbatch and rank of the jobs, shape (4, n); in a split schedule a B is an I and then a W."""
+    jobs = []
     for stage, letter, mb, rank in actions:
         jobs.append((_DIRECTION[letter], stage, mb, rank))
         if split and letter == "B":
             jobs.append((W, stage, mb, rank))
-            unsplit.append((stage, mb))
-    return _Jobs(*np.array(jobs, np.int64).T), np.array(unsplit, np.int64).reshape(-1, 2).T
+    return np.array(jobs, np.int64).T
 
 
-def _check_complete(jobs: _Jobs, S: int, batches: int, directions: int, name: str) -> None:
-    """Refuse the file unless every job of S stages and so many microbatches is in it exactly once."""
-    key = np.sort((jobs.direction * S + jobs.stage) * batches + jobs.mb)
+def _check_complete(key: NDArray[np.int64], S: int, batches: int, directions: int, name: str) -> None:
+    """Refuse the file unless every job of S stages and so many microbatches has its key in it exactly once."""
+    key = np.sort(key)
     twice = np.flatnonzero(key[1:] == key[:-1])
     missing = directions * S * batches > len(key)
     if not len(twice) and not missing:

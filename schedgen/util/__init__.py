@@ -1,1 +1,1 @@
-"""What every room may use: errors, files, progress bars, option types, compiled loops."""
+"""What every room may use: errors, files, progress bars, option types, text tables, compiled loops, heaps."""

@@ -28,20 +28,18 @@ def number(what: str, kind: type[T], lowest: float, limit: float) -> Callable[[s
     return parse
 
 
+def listed(parse: Callable[[str], T], separator: str = ",") -> Callable[[str], list[T]]:
+    """A type for lists of what `parse` reads."""
+    return lambda text: [parse(part) for part in text.split(separator)]
+
+
 count = number("a whole number of at least 1", int, 1, 2**31)
 natural = number("a whole number of at least 0", int, 0, 2**31)
 time = number("a time of at least 0", float, 0, 1e18)
 amount = number("a positive number", float, math.ulp(0.0), 1e18)
-
-
-def amounts(text: str) -> list[float]:
-    """Positive numbers, as in 1e10,1.25e9."""
-    return [amount(part) for part in text.split(",")]
-
-
-def topology(text: str) -> list[int]:
-    """Components by level, as in 4x2."""
-    return [count(part) for part in text.split("x")]
+amounts = listed(amount)  # 1e10,1.25e9
+topology = listed(count, "x")  # components by level: 4x2
+stage_list = listed(natural)  # 0,3
 
 
 def stages_or_all(text: str) -> str | list[int]:
@@ -49,11 +47,6 @@ def stages_or_all(text: str) -> str | list[int]:
     return text if text == "all" else stage_list(text)
 
 
-def stage_list(text: str) -> list[int]:
-    """Stages, as in 0,3."""
-    return [natural(part) for part in text.split(",")]
-
-
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers of at least 1, as in 3,3,2."""
-    return tuple(count(part) for part in text.split(","))
+    return tuple(listed(count)(text))

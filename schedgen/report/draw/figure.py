@@ -28,9 +28,7 @@ def figure(
 
     `transfers`: kinds of messages to draw; `bare`: without titles and legends.
     """
-    with matplotlib_style():
-        from matplotlib.figure import Figure
-
+    with matplotlib_style() as Figure:
         span = max(scene.makespan for scene in scenes)
         rows, width = [_row_height(scene) for scene in scenes], _width(scenes, span)
         inner = width - LEFT - RIGHT
@@ -61,9 +59,7 @@ def figure(
 
 def legend(scenes: Sequence[Scene], out: BinaryIO, by: str, transfers: Collection[str]) -> None:
     """Write the legends that `figure` would draw for all these scenes, as an SVG."""
-    with matplotlib_style():
-        from matplotlib.figure import Figure
-
+    with matplotlib_style() as Figure:
         above, below = legend_lines(scenes, by, transfers, True, NARROWEST - LEFT)
         lines = [*above, *below]
         drawing = Figure(figsize=(NARROWEST, LINE * len(lines)))

@@ -22,10 +22,11 @@ HATCH_OPACITY = 0.35
 
 
 @contextlib.contextmanager
-def matplotlib_style() -> Iterator[None]:
-    """Within it matplotlib draws as set here; UsageError where it is not installed."""
+def matplotlib_style() -> Iterator[type[Figure]]:
+    """Within it matplotlib's `Figure`, which it yields, draws as set here; UsageError where it is not installed."""
     try:
         import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("SVG and PNG need matplotlib: pip install 'schedgen[draw]'") from None
     settings: Any = {
@@ -44,7 +45,7 @@ def matplotlib_style() -> Iterator[None]:
     }
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a file's name may have letters that the font lacks
-        yield
+        yield Figure
 
 
 def save(drawing: Figure, out: BinaryIO, form: str) -> None:
