@@ -15,13 +15,13 @@ from __future__ import annotations
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
-from schedgen.analysis.liveness import Lifetimes, Memory, follow_buffers
+from schedgen.analysis.liveness import Lifetimes, Memory, MemoryTimeline, follow_buffers
 from schedgen.analysis.messages import Messages, match_messages
 from schedgen.analysis.waits import Waits, wait_graph
 from schedgen.ir.effects import Accesses, accesses
 from schedgen.ir.program import Program
 
-__all__ = ["Accesses", "Analysis", "Lifetimes", "Memory", "Messages", "Waits", "analyse"]
+__all__ = ["Accesses", "Analysis", "Lifetimes", "Memory", "MemoryTimeline", "Messages", "Waits", "analyse"]
 
 
 class Analysis:

@@ -50,6 +50,19 @@ class Memory(NamedTuple):
     half: Numbers
 
 
+class MemoryTimeline(NamedTuple):
+    """What every rank holds, by row."""
+
+    taken: Numbers  # by the row, when it starts
+    freed: Numbers  # by the row, when it ends
+
+    @property
+    def during(self) -> Numbers:
+        """What a rank holds while it executes the row: all that is taken is freed by the rank's end."""
+        level: Numbers = np.cumsum(self.taken - self.freed) + self.freed
+        return level
+
+
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
     """Every life of every buffer, in the order of their first accesses; arrays by life unless they say otherwise.
@@ -87,13 +100,12 @@ class Lifetimes:
         bytes: Numbers = sizes[self.buffer, self.size_column]
         return bytes
 
-    def during(self, amounts: Numbers) -> Numbers:
-        """By row: the sum of `amounts`, one a life, over what takes memory on the row's rank while it runs."""
-        taken, given = np.zeros((2, len(self.program) + 1), np.int64)
+    def timeline(self, amounts: Numbers) -> MemoryTimeline:
+        """What a rank holds while it executes its rows, counted in `amounts`, one a life."""
+        taken, freed = np.zeros((2, len(self.program) + 1), np.int64)
         np.add.at(taken, self.begin, amounts)  # -1 is the entry behind all rows
-        np.add.at(given, self.end, amounts)
-        level: Numbers = np.cumsum(taken[:-1] - np.append(0, given[:-2]))
-        return level
+        np.add.at(freed, self.end, amounts)
+        return MemoryTimeline(taken[:-1], freed[:-1])
 
     def peaks(self, sizes: Numbers | None = None) -> Memory:
         """The most of each kind at once: in bytes, `sizes` as for `amounts`; without, in numbers of buffers."""

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.subject import Numbers
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, Kind, Op
+from schedgen.ir.instructions import EXCHANGED, Kind, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.machine import Machine
 

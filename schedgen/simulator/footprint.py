@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import Lives
-from schedgen.analysis.subject import Numbers, Subject
+from schedgen.analysis import analyse
+from schedgen.ir.cost import DIRECTION
+from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F
+from schedgen.ir.instructions import B, F, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import BufferSizes
-from schedgen.simulator.memory_plan import follow, memory_plan
+from schedgen.simulator.memory_plan import memory_plan
 
 BOOKKEEPING = 16  # what an owner holds beside whole copies of the weights is bookkeeping below this part of them
 
@@ -37,11 +38,25 @@ class Footprint(NamedTuple):
         return self.owned + self.slots + self.computed
 
 
-def footprint(program: Program, sizes: BufferSizes, lifetimes: Lives | None = None) -> Footprint:
+def footprint(program: Program, sizes: BufferSizes) -> Footprint:
     """What every rank of a checked, projected program needs; it may hold some ranks' rows only, as in `memory_plan`."""
-    lifetimes = lifetimes or follow(Subject(program, ""), sizes)
-    slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes, lifetimes).sizes]
-    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), lifetimes.computed)
+    slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
+    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes))
+
+
+def _computed(program: Program, sizes: BufferSizes) -> Numbers:
+    """By rank: the most bytes at once of what jobs compute, with their workspaces."""
+    lifetimes, table = analyse(program).lifetimes, program.rows
+    computed = ~lifetimes.is_received & ~np.isin(lifetimes.buffer, (Buffer.W, Buffer.DW))
+    workspace = np.zeros((len(Op), program.header.stages), np.int64)
+    for op, direction in DIRECTION.items():
+        workspace[op] = sizes.workspace.get(direction, 0)
+    workspace[Op.RECOMPUTE] += sizes.activation  # its output, thrown away
+    amounts = lifetimes.amounts(sizes.by_kind(program.header)) * computed
+    during = lifetimes.timeline(amounts).during + workspace[table.op, table.stage]
+    most = np.zeros(program.header.workers, np.int64)
+    np.maximum.at(most, table.rank, during)
+    return most
 
 
 def _owned(header: Header, sizes: BufferSizes) -> Numbers:

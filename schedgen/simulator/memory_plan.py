@@ -6,8 +6,9 @@
    FETCH_W. Two stages share a slot if their copies are never live together (first fit, by first fetch). The slot of
    divided weights has room for all parts, the rank's own included, because a job reads them one behind the other.
 3. An owner's weight gradient is permanent and counts as owned. Elsewhere it has a slot from the first backward to its
-   FREE; if it is divided, to the FREE of its last part.
-4. The first version of an owner's weights lies in the owner's own memory. Each further live version takes one slot.
+   FREE; if it is divided, to the FREE of its last part. There is a free list per size.
+4. The first version of an owner's weights lies in the owner's own memory. Each further live version takes one slot,
+   from a free list per stage on which the owner's own memory is, too, once that is freed.
 
 Everything else a rank computes has no slot: `footprint` counts the most bytes of it that are live at once.
 """
@@ -18,15 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import Lives, Memory, lives
-from schedgen.analysis.subject import Numbers, Subject
-from schedgen.ir.cost import DIRECTION
-from schedgen.ir.instructions import Ints, Kind, Op, Small
+from schedgen.analysis import Lifetimes, analyse
+from schedgen.ir.effects import Buffer
+from schedgen.ir.instructions import Ints, Numbers, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes
+from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.util.jit import kernel
 
-MOST_TOGETHER = 2**24  # of a stage that is fetched and one held meanwhile, on a rank; with more, no stages share
+MOST_TOGETHER = 2**24  # pairs of a fetched copy and one live meanwhile, on a rank; with more, no stages share a slot
 
 
 class MemoryPlan(NamedTuple):
@@ -38,209 +38,175 @@ class MemoryPlan(NamedTuple):
     sizes: tuple[Numbers, ...]  # by rank: the bytes of each of its slots
 
 
-def follow(subject: Subject, sizes: BufferSizes) -> Lives:
-    """`lives`, in bytes."""
-    workspace = np.zeros((len(Op), subject.header.stages), np.int64)
-    for op, direction in DIRECTION.items():
-        workspace[op] = sizes.workspace.get(direction, 0)
-    workspace[Op.RECOMPUTE] += sizes.activation  # its output, thrown away
-    return lives(subject, sizes.by_kind(subject.header), workspace)
+class _Claims(NamedTuple):
+    """Claims to slots, arrays by claim. The claims of a rank to one pool share a free list."""
+
+    begin: Ints  # the row from which on it has a slot; -1: it has the owner's own memory, from the start
+    end: Ints  # the row that frees it; -1: it keeps its slot
+    pool: Numbers
+    size: Numbers  # bytes
 
 
-def peak_memory(program: Program, sizes: BufferSizes) -> Memory:
-    """The most bytes of each kind of buffer at once, by rank."""
-    return follow(Subject(program, ""), sizes).memory
-
-
-def memory_plan(program: Program, sizes: BufferSizes, lifetimes: Lives | None = None) -> MemoryPlan:
+def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     """The plan for a checked, projected program, or for the rows of some of its ranks: each rank's is its own."""
-    lifetimes = lifetimes or follow(Subject(program, ""), sizes)
+    lifetimes, header = analyse(program).lifetimes, program.header
+    is_weight = lifetimes.buffer == Buffer.W
+    fetched = np.flatnonzero(lifetimes.is_received & is_weight)
+    versions = np.flatnonzero(~lifetimes.is_received & is_weight)
+    received = np.flatnonzero(lifetimes.is_received & ~is_weight)
+    copies, copy_of_part = _merge_parts(lifetimes, fetched, sizes)
+    gradients, _ = _merge_parts(lifetimes, _foreign_gradients(lifetimes), sizes)
+    amounts = lifetimes.amounts(sizes.by_kind(header))[received]
+    stage = header.weight_shards.stage_of[lifetimes.size_column[versions]]
+    claims = _concatenate(
+        copies._replace(pool=_shared_slots(program, copies)),
+        _Claims(lifetimes.begin[received], lifetimes.end[received], amounts, amounts),
+        gradients._replace(pool=gradients.size),
+        _Claims(lifetimes.begin[versions], lifetimes.end[versions], stage, sizes.weight[stage]),
+    )
+    slot_of_claim, counts = _assign_slots.sized(len(program))(
+        program.bounds, _by_row(claims.begin, len(program)), _by_row(claims.end, len(program)), claims.pool
+    )
+    slot, slotted = np.full(len(program), -1, np.int32), slot_of_claim >= 0
+    slot[claims.begin[slotted]] = slot_of_claim[slotted]
+    slot[lifetimes.begin[fetched]] = slot_of_claim[copy_of_part]
+    _continue_versions(program, lifetimes.begin[versions], slot)
+    offset = np.append(0, np.cumsum(counts))
+    slot_sizes = np.zeros(offset[-1], np.int64)
+    rank = program.rows.rank[claims.begin[slotted]]
+    np.maximum.at(slot_sizes, offset[rank] + slot_of_claim[slotted], claims.size[slotted])
+    return MemoryPlan(slot, tuple(np.split(slot_sizes, offset[1:-1])))
+
+
+def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
+    """The lives of gradients of weights that their rank does not own."""
+    header, lives = lifetimes.program.header, np.flatnonzero(lifetimes.buffer == Buffer.DW)
+    is_owner = header.weight_shards.is_owner(header.workers)
+    return lives[~is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
+
+
+def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
+    """Lives of parts of weights, or of their gradients, as claims for all parts of a stage; of each life, the claim.
+
+    A claim lasts as long as any part is live; its pool is the stage.
+    """
+    header, rows = lifetimes.program.header, len(lifetimes.program) + 1
+    stage = header.weight_shards.stage_of[lifetimes.size_column[lives]]
+    pair = np.unique(lifetimes.rank[lives] * header.stages + stage, return_inverse=True)[1]
+    order = np.lexsort((lifetimes.begin[lives], pair))
+    begin, end = (pair[order] * rows + column[lives[order]] for column in (lifetimes.begin, lifetimes.end))
+    last = np.maximum.accumulate(end)
+    first = np.flatnonzero(np.append(True, begin[1:] > last[:-1])[: len(lives)])
+    claim = np.empty(len(lives), np.int64)
+    claim[order] = np.searchsorted(first, np.arange(len(lives)), side="right") - 1
+    of_claim, final = order[first], np.append(first[1:], len(lives))[: len(first)] - 1
+    claims = _Claims(
+        lifetimes.begin[lives[of_claim]],
+        (last[final] % rows).astype(np.int32),
+        stage[of_claim],
+        sizes.weight[stage[of_claim]],
+    )
+    return claims, claim
+
+
+def _concatenate(*kinds: _Claims) -> _Claims:
+    """All claims; the pools of one kind are no pools of another."""
+    numbered, pools = [], 0
+    for claims in kinds:
+        distinct, pool = np.unique(claims.pool, return_inverse=True)
+        numbered.append(claims._replace(pool=pool + pools))
+        pools += len(distinct)
+    return _Claims(*(np.concatenate(columns) for columns in zip(*numbered, strict=True)))
+
+
+def _by_row(rows: Ints, length: int) -> Ints:
+    """By row of the program: its place in `rows`, where none but -1 stands twice; -1: it is not there."""
+    places = np.full(length + 1, -1, np.int32)
+    places[rows] = np.arange(len(rows))
+    return places[:-1]
+
+
+def _continue_versions(program: Program, begins: Ints, slot: Ints) -> None:
+    """Give a STEP that changes a version in place the slot of that version; `begins`: the rows that fill others."""
     table = program.rows
-    receives = np.flatnonzero((table.op == Op.RECV) | (table.op == Op.FETCH_W))
-    size = np.zeros(len(program), np.int64)
-    size[receives] = message_bytes(program, sizes, receives)
-    fetches = receives[table.op[receives] == Op.FETCH_W]
-    size[fetches] = sizes.weight[table.stage[fetches]]  # the slot of a part is in that of them all
-    pools = np.full(len(program), -1, np.int32)  # by RECV row: the number of its size
-    pooled = receives[table.op[receives] == Op.RECV]
-    pool_sizes, pools[pooled] = np.unique(size[pooled], return_inverse=True)
-    slot, slot_sizes, counts = _plan.sized(2 * len(program))(
-        table.op, table.stage, program.bounds, size, pools, lifetimes.ended, len(pool_sizes), program.header.stages,
-        len(receives),
-    )  # fmt: skip
-    parts = np.split(slot_sizes[: counts.sum()], np.cumsum(counts)[:-1])
-    more = _versions if program.header.weight_versions else _gradients
-    others = [more(program, rank, len(parts[rank]), sizes.weight, slot) for rank in range(len(parts))]
-    return MemoryPlan(slot, tuple(np.concatenate(both) for both in zip(parts, others, strict=True)))
-
-
-def _gradients(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:
-    """Bytes of the places, numbered from `count`, for gradients of weights that a rank does not own; fills `row`."""
-    table, begin = program.rows, int(program.bounds[rank])
-    part = table.take(slice(begin, int(program.bounds[rank + 1])))
-    adds = np.isin(part.op, (Op.BWD, Op.BWD_W, Op.ADD)) | ((part.op == Op.FREE) & (part.kind == Kind.DW))
-    sizes: list[int] = []
-    held: dict[int, int] = {}  # by stage: its place
-    alive: dict[int, set[int]] = {}  # by stage: the parts in it that are not freed
-    foreign: dict[int, set[int]] = {}  # by stage: the parts that the rank does not own
-    given_back: dict[int, list[int]] = {}  # places by size
-    for at in np.flatnonzero(adds).tolist():
-        stage, via = int(part.stage[at]), int(part.via[at])
-        if stage not in foreign:
-            header = program.header
-            foreign[stage] = {
-                one for one in header.weight_shards.parts(stage) if rank not in header.weight_shards.holders(stage, one)
-            }
-        jobs = part.op[at] != Op.ADD and part.op[at] != Op.FREE
-        touched = foreign[stage] if jobs else foreign[stage] & {via}
-        if not touched:
-            continue
-        size = int(weight[stage])
-        if part.op[at] == Op.FREE:
-            alive[stage] -= touched
-            if not alive[stage]:
-                given_back.setdefault(size, []).append(held.pop(stage))
-            continue
-        if stage not in held:
-            if not given_back.get(size):
-                given_back.setdefault(size, []).append(count + len(sizes))
-                sizes.append(size)
-            held[stage], alive[stage] = given_back[size].pop(), set()
-            row[begin + at] = held[stage]
-        alive[stage] |= touched
-    return np.array(sizes, np.int64)
-
-
-def _versions(program: Program, rank: int, count: int, weight: Numbers, row: Ints) -> Numbers:
-    """Bytes of the places, numbered from `count`, for versions of a rank's weights; fills `row`."""
-    table, begin = program.rows, int(program.bounds[rank])
-    part = table.take(slice(begin, int(program.bounds[rank + 1])))
-    changes = np.flatnonzero((part.op == Op.STEP) | ((part.op == Op.FREE) & (part.kind == Kind.W))).tolist()
-    freed = {(int(part.stage[at]), int(part.peer[at])) for at in changes if part.op[at] == Op.FREE}
-    sizes: list[int] = []
-    held: dict[int, dict[int, int]] = {}  # by stage and version: its place; -1: the owner's own weights
-    given_back: dict[int, list[int]] = {}  # by stage
-    for at in changes:
-        stage, version = int(part.stage[at]), int(part.peer[at])
-        alive = held.setdefault(stage, {0: -1})
-        if part.op[at] == Op.FREE:
-            given_back.setdefault(stage, []).append(alive.pop(version))
-        elif (stage, version - 1) not in freed:
-            row[begin + at] = alive[version] = alive.pop(version - 1)
-        else:
-            if not given_back.get(stage):
-                given_back.setdefault(stage, []).append(count + len(sizes))
-                sizes.append(int(weight[stage]))
-            row[begin + at] = alive[version] = given_back[stage].pop()
-    return np.array(sizes, np.int64)
+    steps = np.flatnonzero(table.op == Op.STEP)
+    pair = table.rank[steps].astype(np.int64) * program.header.stages + table.stage[steps]
+    order = np.argsort(pair, kind="stable")
+    steps, pair = steps[order], pair[order]
+    place = np.arange(len(steps))
+    source = np.maximum.accumulate(np.where(np.isin(steps, begins), place, -1))
+    same = (source >= 0) & (pair[source] == pair)
+    slot[steps[same]] = slot[steps[source[same]]]
 
 
 @kernel
-def _plan(
-    op: Small, stage: Ints, bounds: Numbers, size: Numbers, pools: Ints, ended: Ints, many: int, stages: int,
-    receives: int,
-) -> tuple[Ints, Numbers, Numbers]:  # fmt: skip
-    """(place by row, bytes of all ranks' places one after another, how many each rank has)."""
-    place = np.full(len(op), -1, np.int32)
-    sizes, counts = np.zeros(receives, np.int64), np.zeros(len(bounds) - 1, np.int64)
-    top, below = np.full(many, -1, np.int32), np.empty(receives, np.int32)  # places given back, by pool
-    shared = np.full(stages, -1, np.int32)  # by shared place of stages: its number
-    begin = 0
-    for rank in range(len(bounds) - 1):
-        rows = bounds[rank], bounds[rank + 1]
-        group = _shared(op, stage, rows, ended, stages)
-        count = 0
-        for row in range(rows[0], rows[1]):
-            if op[row] == Op.RECV:
-                one = top[pools[row]]
-                if one >= 0:
-                    top[pools[row]] = below[one]
-                else:
-                    one = count
-                    count += 1
-                place[row] = one
-            elif op[row] == Op.FETCH_W:
-                if shared[group[stage[row]]] < 0:
-                    shared[group[stage[row]]] = count
-                    count += 1
-                place[row] = shared[group[stage[row]]]
-            if place[row] >= 0:
-                sizes[begin + place[row]] = max(sizes[begin + place[row]], size[row])
-            if ended[row] >= 0 and op[ended[row]] == Op.RECV:
-                below[place[ended[row]]] = top[pools[ended[row]]]
-                top[pools[ended[row]]] = place[ended[row]]
-        for row in range(rows[0], rows[1]):  # the next rank has places of its own
-            if op[row] == Op.RECV:
-                top[pools[row]] = -1
-            elif op[row] == Op.FETCH_W:
-                shared[group[stage[row]]] = -1
-        counts[rank] = count
-        begin += count
-    return place, sizes, counts
+def _assign_slots(row_offsets: Numbers, begins: Ints, ends: Ints, pool: Numbers) -> tuple[Ints, Numbers]:
+    """(slot by claim, how many slots each rank has), from the claim that begins, and that ends, at every row."""
+    slot, below = np.full(len(pool), -1, np.int32), np.full(len(pool), -1, np.int32)
+    pools = pool.max() + 1 if len(pool) else 0
+    top, rank_of = np.full(pools, -1, np.int32), np.full(pools, -1, np.int32)  # of a pool: the claim freed last
+    counts = np.zeros(len(row_offsets) - 1, np.int64)
+    for rank in range(len(counts)):
+        for row in range(row_offsets[rank], row_offsets[rank + 1]):
+            for claim in (begins[row], ends[row]):
+                if claim >= 0 and rank_of[pool[claim]] != rank:
+                    rank_of[pool[claim]], top[pool[claim]] = rank, -1  # another rank's slots
+            claim = begins[row]
+            if claim >= 0 and top[pool[claim]] >= 0:
+                slot[claim] = slot[top[pool[claim]]]
+                top[pool[claim]] = below[top[pool[claim]]]
+            elif claim >= 0:
+                slot[claim] = counts[rank]
+                counts[rank] += 1
+            claim = ends[row]
+            if claim >= 0:
+                below[claim] = top[pool[claim]]
+                top[pool[claim]] = claim
+    return slot, counts
+
+
+def _shared_slots(program: Program, copies: _Claims) -> Numbers:
+    """By copy of fetched weights: the number, on its rank, of the slot that its stage shares with others."""
+    shared, order = np.empty(len(copies.begin), np.int64), np.argsort(copies.begin)
+    by_rank = np.split(order, np.searchsorted(copies.begin[order], program.bounds[1:-1]))
+    for lives in filter(len, by_rank):  # the copies of a rank, by first row
+        begin, end = copies.begin[lives], copies.end[lives]
+        stages, first, stage = np.unique(copies.pool[lives], return_index=True, return_inverse=True)
+        number = np.argsort(np.argsort(first))[stage]  # stages by first fetch
+        pairs = int((np.arange(len(lives)) - np.searchsorted(np.sort(end), begin)).sum())
+        if pairs <= MOST_TOGETHER:
+            number = _first_fit.sized(pairs + len(lives))(number, begin, end, len(stages), pairs)[number]
+        shared[lives] = number
+    return shared
 
 
 @kernel
-def _shared(op: Small, stage: Ints, rows: tuple[int, int], ended: Ints, stages: int) -> Ints:
-    """By stage that one rank fetches: the number of the place it shares with others; a greedy colouring."""
-    held = np.empty(stages, np.int32)  # the stages held at a row
-    order, number = np.empty(stages, np.int32), np.full(stages, -1, np.int32)  # stages by first fetch, and back
-    few, fetched, pairs = 0, 0, 0
-    parts = np.zeros(stages, np.int32)  # held of each stage
-    # Twice through the rows: how many pairs of stages are held together, then which.
-    for row in range(rows[0], rows[1]):
-        if op[row] == Op.FETCH_W:
-            parts[stage[row]] += 1
-            if parts[stage[row]] > 1:
-                continue
-            pairs += few
-            few += 1
-            if number[stage[row]] < 0:
-                order[fetched] = stage[row]
-                number[stage[row]] = fetched
-                fetched += 1
-        elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
-            parts[stage[row]] -= 1
-            if parts[stage[row]] == 0:
-                few -= 1
-    group = np.full(stages, -1, np.int32)
-    if pairs > MOST_TOGETHER:
-        for a in range(fetched):
-            group[order[a]] = a
-        return group
-    # By stage, a list of those before it in `order` that it is held together with.
-    head, following = np.full(fetched, -1, np.int32), np.empty(pairs, np.int32)
-    other = np.empty(pairs, np.int32)
-    pairs = 0
-    for row in range(rows[0], rows[1]):
-        if op[row] == Op.FETCH_W:
-            parts[stage[row]] += 1
-            if parts[stage[row]] > 1:
-                continue
-            for k in range(few):
-                a, b = number[stage[row]], number[held[k]]
-                other[pairs] = min(a, b)
-                following[pairs] = head[max(a, b)]
-                head[max(a, b)] = pairs
-                pairs += 1
-            held[few] = stage[row]
-            few += 1
-        elif ended[row] >= 0 and op[ended[row]] == Op.FETCH_W:
-            parts[stage[row]] -= 1
-            if parts[stage[row]] > 0:
-                continue
-            k = 0
-            while held[k] != stage[row]:
-                k += 1
-            few -= 1
-            held[k] = held[few]
-    taken = np.full(fetched + 1, -1, np.int32)  # by place: the last stage that could not have it
-    for a in range(fetched):
-        pair = head[a]
+def _first_fit(number: Numbers, begin: Ints, end: Ints, stages: int, pairs: int) -> Numbers:
+    """By stage: the first slot without a stage of which a copy is live together with one of its own.
+
+    Copies of `number`ed stages stand in the order of `begin`; so many `pairs` of them are live together.
+    """
+    live, count = np.empty(stages, np.int64), 0  # copies
+    # By stage, a list of the stages before it that it is live together with.
+    head, following, other = np.full(stages, -1), np.empty(pairs, np.int64), np.empty(pairs, np.int64)
+    listed = 0
+    for copy in range(len(number)):
+        remaining = 0
+        for k in range(count):
+            if end[live[k]] > begin[copy]:
+                live[remaining] = live[k]
+                remaining += 1
+                a, b = number[copy], number[live[k]]
+                other[listed], following[listed], head[max(a, b)] = min(a, b), head[max(a, b)], listed
+                listed += 1
+        live[remaining] = copy
+        count = remaining + 1
+    slot, taken = np.zeros(stages, np.int64), np.full(stages + 1, -1)  # by slot: the last stage that cannot have it
+    for stage in range(stages):
+        pair = head[stage]
         while pair >= 0:
-            taken[group[order[other[pair]]]] = a
+            taken[slot[other[pair]]] = stage
             pair = following[pair]
-        one = 0
-        while taken[one] == a:
-            one += 1
-        group[order[a]] = one
-    return group
+        while taken[slot[stage]] == stage:
+            slot[stage] += 1
+    return slot

@@ -18,17 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import Memory, lives
-from schedgen.analysis.subject import Numbers, Subject
-from schedgen.checker.deadlock import Waits, waits
-from schedgen.checker.messages import rule_3
+from schedgen.analysis import Memory, Waits, analyse
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations
-from schedgen.ir.instructions import Ints, Kind, Op, Small
+from schedgen.ir.instructions import Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.memory_plan import peak_memory
 from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, Timeline, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import least_leaf, set_leaf
@@ -62,11 +58,11 @@ class Simulation:
     @cached_property
     def memory(self) -> Memory:
         """The most bytes of each kind of buffer at once, by rank."""
-        return peak_memory(self.program, self.sizes)
+        return analyse(self.program).lifetimes.peaks(self.sizes.by_kind(self.program.header))
 
     @cached_property
     def footprint(self) -> Footprint:
-        """The bytes that each rank needs."""
+        """The bytes that each rank waits."""
         return footprint(self.program, self.sizes)
 
     def timeline(self, unit: float = 1.0) -> Timeline:
@@ -86,16 +82,14 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     sends = np.flatnonzero(table.op == Op.SEND)
     sent, summed = np.zeros(len(program), np.int64), summed_bytes(program, sizes)
     sent[sends] = message_bytes(program, sizes, sends)
-    subject = Subject(program, "")
     with steps("simulate", 3) as step:
-        lifetimes = step(lives, subject)
-        needs = waits(subject, lifetimes, step(rule_3, subject))
-        waiting = _Waits(needs.first, needs.sends, needs.receiver, lifetimes.chain, needs.collective, needs.members,
-                         _awaited_sums(program, needs.collective))  # fmt: skip
+        analysis = analyse(program)
+        waits, send_before = step(lambda: analysis.waits), analysis.lifetimes.send_before
+        waiting = _Waiting(*waits, send_before, step(_awaited_sums, program, waits.collective))
         times = _Times(
             _durations(program, cost, machine),
             np.where(sent > 0, machine.alpha + machine.beta * sent, 0.0),
-            _rings(program, needs, summed, machine),
+            _rings(program, waits, summed, machine),
             machine.has_free_messages,
         )
         listed = _Listed(table.op, table.rank, table.kind, table.peer, program.bounds)
@@ -125,11 +119,11 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -
     return duration
 
 
-def _rings(program: Program, needs: Waits, summed: Numbers, machine: Machine) -> Times:
+def _rings(program: Program, waits: Waits, summed: Numbers, machine: Machine) -> Times:
     """How long each collective takes; `summed`: bytes by row. NORM takes no time."""
-    entered, sizes = np.flatnonzero(program.rows.op == Op.ALLREDUCE), np.zeros(len(needs.members))
-    sizes[needs.collective[entered]] = summed[entered]
-    times: Times = 2 * (needs.members - 1) * (machine.alpha + machine.beta * sizes / np.maximum(needs.members, 1))
+    entered, sizes = np.flatnonzero(program.rows.op == Op.ALLREDUCE), np.zeros(len(waits.members))
+    sizes[waits.collective[entered]] = summed[entered]
+    times: Times = 2 * (waits.members - 1) * (machine.alpha + machine.beta * sizes / np.maximum(waits.members, 1))
     return times
 
 
@@ -161,16 +155,16 @@ class _Listed(NamedTuple):
     row_offsets: Numbers  # by rank, and the end
 
 
-class _Waits(NamedTuple):
-    """What rows wait for, apart from the row before."""
+class _Waiting(NamedTuple):
+    """What rows wait for, apart from the row before: the columns of `Waits`, and two more by row; -1: none."""
 
-    first: Numbers  # row r uses what the SENDs in sends[first[r]:first[r + 1]] brought
+    first: Numbers
     sends: Numbers
-    receiver: Ints  # by row: the RECV or FETCH_W of a SEND; -1 for other rows
-    send_before: Ints  # by row, of SEND, FREE and STEP: the SEND of the same buffer before it; -1: none
-    collective: Ints  # by row: the collective that it enters; -1: none
-    members: Numbers  # how many rows enter each collective
-    awaited_sum: Ints  # by row: the collective that must be done before the row is; -1: none
+    receiver: Ints
+    collective: Ints
+    members: Numbers
+    send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
+    awaited_sum: Ints  # the collective that must be done before the row is
 
 
 class _Times(NamedTuple):
@@ -184,7 +178,7 @@ class _Times(NamedTuple):
 
 @kernel
 def _execute(
-    listed: _Listed, waits: _Waits, times: _Times, causes: int
+    listed: _Listed, waiting: _Waiting, times: _Times, causes: int
 ) -> tuple[Times, Times, Times, Times, Small]:  # fmt: skip
     """(start, end, arrival, idle, cause) as in `Simulation`.
 
@@ -192,7 +186,7 @@ def _execute(
     what has no time yet sleeps on it: on a SEND's row, or on a collective, numbered behind all rows.
     """
     op, rank, kind, peer, row_offsets = listed
-    first, sends, receiver, send_before, collective, members, awaited_sum = waits
+    first, sends, receiver, collective, members, send_before, awaited_sum = waiting
     duration, message, ring, free = times
     rows, workers = len(op), len(row_offsets) - 1
     start, end, arrival = np.zeros(rows), np.zeros(rows), np.full(rows, -1.0)

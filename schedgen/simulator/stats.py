@@ -35,12 +35,11 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import Memory, lives
-from schedgen.analysis.subject import Numbers, Subject
-from schedgen.checker.weight_versions import staleness
+from schedgen.analysis import Memory, analyse
 from schedgen.ir.cost import Amount
+from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Op
+from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
@@ -56,7 +55,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     header, table = program.header, program.rows
     cost = header.cost if cost is None else cost
     run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
-    memory = lives(Subject(program, "")).memory
+    memory = analyse(program).memory
     busy, longest_bubble, latency = _work(program, run)
     limits = lower_bounds(header, cost, int(memory.saved.sum()))
     numbers: dict[str, Any] = {
@@ -76,7 +75,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         numbers["exchanges"] = len(program.exchanges()) // header.tensor_parallel.degree
     numbers |= {"instructions": len(program), "workers": _workers(program, busy, memory)}
     if header.weight_versions:
-        numbers["versions"], numbers["staleness"] = staleness(Subject(program, ""))
+        numbers |= {"versions": _most_versions(program).tolist(), "staleness": _staleness(program).tolist()}
     if machine is not None:
         kinds = {**run.memory._asdict(), "places": run.footprint.slots, "owned": run.footprint.owned}
         numbers["peak_bytes"] = int(run.footprint.peak.max())
@@ -152,3 +151,31 @@ def _stages_owned(header: Header) -> Times:
     for stage, part in shards.units:
         stored[list(shards.holders(stage, part))] += 1 / len(shards.parts(stage))
     return stored
+
+
+def _most_versions(program: Program) -> Numbers:
+    """By stage: the most versions of its weights that an owner holds at once."""
+    lifetimes, stages = analyse(program).lifetimes, program.header.stages
+    lives = np.flatnonzero(lifetimes.buffer == Buffer.W)
+    pair = lifetimes.rank[lives] * stages + lifetimes.size_column[lives]
+    begins, ends = lifetimes.begin[lives], lifetimes.end[lives]
+    rows = np.concatenate([begins, ends[ends >= 0]])
+    pairs = np.concatenate([pair, pair[ends >= 0]])
+    order = np.lexsort((rows, pairs))
+    held = np.cumsum(np.where(order < len(lives), 1, -1))
+    # Each pair ends with one version, its newest.
+    number = np.unique(pairs[order], return_inverse=True)[1]
+    most = np.zeros(stages, np.int64)
+    np.maximum.at(most, pairs[order] % stages, held - number)
+    return most
+
+
+def _staleness(program: Program) -> Numbers:
+    """By stage: the most updates between the weights a gradient was computed with and those that it changes."""
+    header, table = program.header, program.rows
+    forwards = np.flatnonzero(table.op == Op.FWD)
+    stage = table.stage[forwards]
+    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.version[forwards]
+    most = np.zeros(header.stages, np.int64)
+    np.maximum.at(most, stage, late)
+    return most

@@ -11,11 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import lives
-from schedgen.analysis.subject import Numbers, Subject
-from schedgen.checker.deadlock import Waits, waits
-from schedgen.checker.messages import rule_3
-from schedgen.ir.instructions import COMPUTE, Op, Small
+from schedgen.analysis import Waits, analyse
+from schedgen.ir.instructions import COMPUTE, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline, Times
 
@@ -44,13 +41,11 @@ class TimeBreakdown(NamedTuple):
     early: Small  # what the first part counts as, an index of SHARES ...
     late: Small  # ... and what the second
     awaited: Numbers  # the SEND whose message the row waited for last; -1: for none
-    needs: Waits  # which SENDs each row needs, which RECV belongs to a SEND
 
 
 def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
     """Account for all time of one walk through a checked, projected program."""
-    subject, table = Subject(program, ""), program.rows
-    needs = waits(subject, lives(subject), rule_3(subject))
+    needs, table = analyse(program).waits, program.rows
     begin, awaited = walk.start - walk.wait, _last_to_come(needs, walk)
     until = _first_part(needs, walk, awaited)
     jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
@@ -72,7 +67,7 @@ def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
     rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
     time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
     shares = early.astype(np.int8), late.astype(np.int8)
-    return TimeBreakdown(time, origin, finish - origin, until, *shares, awaited, needs)
+    return TimeBreakdown(time, origin, finish - origin, until, *shares, awaited)
 
 
 def _first_part(needs: Waits, walk: Timeline, awaited: Numbers) -> Times:

@@ -10,10 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.analysis.lifetimes import lives
-from schedgen.analysis.subject import Subject
-from schedgen.checker.deadlock import waits
-from schedgen.checker.messages import rule_3
+from schedgen.analysis import analyse
 from schedgen.ir.instructions import Small
 from schedgen.ir.program import Program
 
@@ -42,8 +39,6 @@ def measured_timelines(program: Program, start: Times, length: Times, wait: Time
     A message arrives when the first row that uses it starts its work. A rank may come to an instruction, be kept from
     its core, and find there what was sent meanwhile: the message then arrives when it is sent.
     """
-    subject = Subject(program, "")
-    lifetimes = lives(subject)
-    arrival, sends = np.full(start.shape, -1.0), waits(subject, lifetimes, rule_3(subject)).sends
-    arrival[:, sends] = np.maximum(start[:, lifetimes.used], start[:, sends])
+    analysis, arrival = analyse(program), np.full(start.shape, -1.0)
+    arrival[:, analysis.waits.sends] = np.maximum(start[:, analysis.lifetimes.users], start[:, analysis.waits.sends])
     return [Timeline(*columns) for columns in zip(start, length, wait, cause, arrival, strict=True)]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+from schedgen.ir.effects import Buffer
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE, part_offsets
@@ -214,11 +215,12 @@ def peaks_of_timeline(program, data):
     by_edge = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=edges, max_size=edges))
     amounts = {key: data.draw(sizes) for key in ("activation", "weight", "saved", "half")}
     machine = Machine(**amounts, edge_activation=by_edge)
-    found = memory_timeline(program, buffer_sizes(machine, stages, edges))
-    peak = np.zeros((program.header.workers, found.taken.shape[1]), np.int64)
-    np.maximum.at(peak, program.rows.rank, found.during)
-    assert peak.T.tolist() == [kind.tolist() for kind in simulate(program, program.header.cost, machine).memory]
-    assert found.taken.min() >= 0 and found.freed.min() >= 0
-    for kind in range(found.taken.shape[1]):
-        net = np.bincount(program.rows.rank, (found.taken - found.freed)[:, kind], minlength=program.header.workers)
+    memory = simulate(program, program.header.cost, machine).memory
+    for kind, most in zip(Buffer, memory, strict=True):
+        series = memory_timeline(program, buffer_sizes(machine, stages, edges), kind)
+        peak = np.zeros(program.header.workers, np.int64)
+        np.maximum.at(peak, program.rows.rank, series.during)
+        assert peak.tolist() == most.tolist()
+        assert series.taken.min() >= 0 and series.freed.min() >= 0
+        net = np.bincount(program.rows.rank, series.taken - series.freed, minlength=program.header.workers)
         assert not net.any()

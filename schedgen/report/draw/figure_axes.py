@@ -96,10 +96,10 @@ def _corners(x: float, y: float, width: float, height: float) -> list[tuple[floa
 
 def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
     """Below every worker's bars, what it holds over time; the worker that holds most fills its strip."""
-    held = scene.held_bytes if scene.sized else scene.held_activations()
+    held = scene.held(in_bytes=True) if scene.sized else scene.held_activations()
     bounds, start, end = scene.program.bounds, scene.timeline.start, scene.timeline.start + scene.timeline.length
-    during = held.during.sum(axis=1)
-    after = during - held.freed.sum(axis=1)
+    during = held.during
+    after = during - held.freed
     most = max(int(during.max()), 1)
     for rank in range(scene.program.header.workers):
         rows = slice(bounds[rank], bounds[rank + 1])

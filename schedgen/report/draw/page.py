@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.analysis.lifetimes import SAVED
+from schedgen.analysis import analyse
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import LOOK_OF_OP, Scene, colour_count, joint_title
-from schedgen.simulator.memory_timeline import MemoryTimeline
 from schedgen.simulator.time_breakdown import MEANING, SHARES
 from schedgen.simulator.timeline import CAUSES
 
@@ -73,7 +72,7 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
 def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]:
     """A scene as JSON; its columns are appended to `packed`, the widest first, each padded to a multiple of 8 bytes."""
     header, shares = scene.program.header, scene.shares()
-    columns = _columns(scene, scene.held_bytes if sized else scene.held_buffers)
+    columns = _columns(scene, sized)
     for column in columns.values():
         data = column.tobytes()
         packed.append(data + bytes(-len(data) % 8))
@@ -94,7 +93,7 @@ def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]
     }
 
 
-def _columns(scene: Scene, held: MemoryTimeline) -> Columns:
+def _columns(scene: Scene, sized: bool) -> Columns:
     """The columns in little-endian types; those of a SEND have a number for each SEND, the others for each row.
 
     gap       from the end of the row before to the row's start
@@ -105,18 +104,19 @@ def _columns(scene: Scene, held: MemoryTimeline) -> Columns:
     receiver  of a SEND: the row that receives its message; user: the first row that uses it; -1: none
     """
     table, timeline, idle, bounds = scene.program.rows, scene.timeline, scene.idle, scene.program.bounds
+    waits, held, saved = analyse(scene.program).waits, scene.held(in_bytes=sized), scene.held_activations()
     begin = timeline.start - timeline.wait
     end_before = np.append(0.0, (timeline.start + timeline.length)[:-1])
     end_before[bounds[:-1][np.diff(bounds) > 0]] = 0.0
     send = np.flatnonzero(table.op == Op.SEND)
     user = np.full(len(table.op), -1)
-    user[idle.needs.sends] = np.repeat(np.arange(len(table.op)), np.diff(idle.needs.first))
+    user[waits.sends] = np.repeat(np.arange(len(table.op)), np.diff(waits.first))
     floats: Columns = {
         "gap": np.maximum(timeline.start - end_before, 0.0),
         "length": timeline.length,
         "first": np.maximum(idle.until - begin, 0.0),
-        "taken": held.taken.sum(axis=1),
-        "given": held.freed.sum(axis=1),
+        "taken": held.taken,
+        "given": held.freed,
         "arrival": timeline.arrival[send],
     }
     integers: Columns = {
@@ -127,7 +127,7 @@ def _columns(scene: Scene, held: MemoryTimeline) -> Columns:
         "peer": table.peer,
         "awaited": idle.awaited,
         "send": send,
-        "receiver": idle.needs.receiver[send],
+        "receiver": waits.receiver[send],
         "user": user[send],
     }
     small: Columns = {
@@ -137,7 +137,7 @@ def _columns(scene: Scene, held: MemoryTimeline) -> Columns:
         "cause": timeline.cause,
         "early": idle.early,
         "late": idle.late,
-        "saved": np.sign(scene.held_buffers.taken[:, SAVED]) - np.sign(scene.held_buffers.freed[:, SAVED]),
+        "saved": np.sign(saved.taken) - np.sign(saved.freed),
     }
     types = ((floats, "<f8"), (integers, "<i4"), (small, "<i1"))
     return {name: column.astype(form) for columns, form in types for name, column in columns.items()}

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import SAVED
-from schedgen.analysis.subject import Numbers
-from schedgen.ir.instructions import COMPUTE, Ints, Op, Small
+from schedgen.analysis import MemoryTimeline, analyse
+from schedgen.ir.effects import Buffer
+from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
-from schedgen.simulator.memory_timeline import MemoryTimeline, memory_timeline
+from schedgen.simulator.memory_timeline import memory_timeline
 from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
 from schedgen.simulator.timeline import Timeline, Times
 
@@ -54,8 +54,7 @@ class Scene(NamedTuple):
     program: Program
     timeline: Timeline
     idle: TimeBreakdown
-    held_bytes: MemoryTimeline
-    held_buffers: MemoryTimeline  # numbers of buffers instead of bytes
+    sizes: BufferSizes
     seconds: bool  # whether times are seconds
     bars: Bars
 
@@ -73,7 +72,8 @@ class Scene(NamedTuple):
     @property
     def sized(self) -> bool:
         """Whether the costs have sizes in bytes; without them, memory is counted in buffers."""
-        return bool((self.held_bytes.taken > self.held_buffers.taken).any())
+        lifetimes = analyse(self.program).lifetimes
+        return bool((lifetimes.amounts(self.sizes.by_kind(self.program.header)) > 1).any())
 
     @property
     def looks(self) -> list[int]:
@@ -92,10 +92,13 @@ class Scene(NamedTuple):
         some = last > first
         return Gaps(worker[some], first[some], last[some], share[some])
 
+    def held(self, in_bytes: bool) -> MemoryTimeline:
+        """Bytes, or numbers of buffers."""
+        return memory_timeline(self.program, self.sizes if in_bytes else None)
+
     def held_activations(self) -> MemoryTimeline:
         """Numbers of saved forwards."""
-        saved = slice(SAVED, SAVED + 1)
-        return MemoryTimeline(self.held_buffers.taken[:, saved], self.held_buffers.freed[:, saved])
+        return memory_timeline(self.program, None, Buffer.SAVED)
 
     def shares(self) -> Times:
         """The parts of each worker's time, shape (workers, SHARES); rows add up to 1."""
@@ -105,7 +108,7 @@ class Scene(NamedTuple):
     def peak_activations(self) -> Numbers:
         """By worker: the most forwards at once whose backward is still to come."""
         peak = np.zeros(self.program.header.workers, np.int64)
-        np.maximum.at(peak, self.program.rows.rank, self.held_activations().during[:, 0])
+        np.maximum.at(peak, self.program.rows.rank, self.held_activations().during)
         return peak
 
 
@@ -120,10 +123,7 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, size
     row = np.flatnonzero(np.isin(table.op, COMPUTE) | ((table.op == Op.STEP) & (length > 0)))
     look = LOOK_OF_OP[table.op[row]]
     bars = Bars(row, table.rank[row], start[row], length[row], look, table.stage[row], table.mb[row])
-    ones = np.ones(program.header.stages, np.int64)
-    buffers = sizes._replace(activation=ones, weight=ones, partial=ones, saved=ones, half=ones, edge_activation=None)
-    memory = memory_timeline(program, sizes), memory_timeline(program, buffers)
-    return Scene(name, file, program, timeline, time_breakdown(program, timeline), *memory, seconds, bars)
+    return Scene(name, file, program, timeline, time_breakdown(program, timeline), sizes, seconds, bars)
 
 
 def size_text(scene: Scene) -> str:
