@@ -42,8 +42,8 @@ def measure(schedule: str) -> None:
         output = torch.zeros(()) if loss else torch.zeros(stage.shape.outputs[0].size)
         leaf = torch.zeros(interpreter.context.slots.shapes[0].outputs[0].size, requires_grad=True)
         leaf.grad = torch.zeros_like(leaf)
-        given = ([output], SavedForward([leaf], [None]))
-        stage.forward = lambda values, loss, save, arguments, specs, given=given: given
+        outputs = ([output], SavedForward([leaf], [None]))
+        stage.forward = lambda values, loss, save, arguments, specs, outputs=outputs: outputs
         stage.backward = lambda saved, gradient: None
     spent: dict[int, list[float]] = defaultdict(list)
 

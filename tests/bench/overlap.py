@@ -115,14 +115,14 @@ def main() -> None:
             numbers = call([sys.executable, "-m", "schedgen", "simulate", schedule, "--profile", profile, "--json"])
             times[name] = json.loads(numbers.stdout)["makespan"]
     seconds, waits = (
-        {name: statistics.median(x[k] for x in found) / 2 for name, found in laps.items()} for k in (0, 1)
+        {name: statistics.median(x[k] for x in steps) / 2 for name, steps in laps.items()} for k in (0, 1)
     )
     rounds = list(zip(laps["ours"], laps["blocking"], laps["free"], strict=True))
     hidden = [statistics.median((b[k] - o[k]) / (b[k] - f[k]) for o, b, f in rounds) for k in (0, 1)]
     exposed = (times["links"] - times["free"]) / (seconds["blocking"] - seconds["free"])
     print("4 MiB messages, ms a step and rank: as it is, every SEND waited for, messages for nothing")
-    for name, found, share in (("waits", waits, hidden[1]), ("step", seconds, hidden[0])):
-        each = "  ".join(f"{1e3 * found[way]:7.1f}" for way in ("ours", "blocking", "free"))
+    for name, by_way, share in (("waits", waits, hidden[1]), ("step", seconds, hidden[0])):
+        each = "  ".join(f"{1e3 * by_way[way]:7.1f}" for way in ("ours", "blocking", "free"))
         print(f"  {name:6} {each}   hidden {share:.0%}")
     print(f"  the simulator says {1 - exposed:.0%} can be; its messages take no core's time, these do")
 

@@ -67,10 +67,10 @@ def measure() -> None:
     behind = progress.with_thread(compute)
     for size in SIZES:
         row, other = torch.zeros(1, size), torch.empty(size)
-        one, ring = OrderedAllreduce(transport, transport.comm, row, keys), Ring(transport, torch.zeros(size))
+        allreduce, ring = OrderedAllreduce(transport, transport.comm, row, keys), Ring(transport, torch.zeros(size))
 
-        def ours(between: Callable[[], None], one: OrderedAllreduce = one) -> None:
-            sums.start(one)
+        def ours(between: Callable[[], None], allreduce: OrderedAllreduce = allreduce) -> None:
+            sums.start(allreduce)
             between()
             sums.finish()
 

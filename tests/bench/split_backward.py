@@ -50,10 +50,10 @@ def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float
 def main() -> None:
     torch.set_num_threads(1)
     for width, length, sequences in ((256, 256, 4), (64, 64, 4)):
-        found = ratio(width, length, sequences)
+        ratios = ratio(width, length, sequences)
         print(
-            f"GPT block d={width}, T={length}, {sequences} sequences: I + W takes {statistics.median(found):.3f} of B "
-            f"({min(found):.3f} to {max(found):.3f})"
+            f"GPT block d={width}, T={length}, {sequences} sequences: I + W takes {statistics.median(ratios):.3f} of B "
+            f"({min(ratios):.3f} to {max(ratios):.3f})"
         )
 
 

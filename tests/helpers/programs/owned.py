@@ -11,19 +11,19 @@ from mpi4py import MPI
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 
-one = Run(MPI.COMM_WORLD, run_options(MPI.COMM_WORLD, sys.argv[1:])).interpreter
-one.run_first(0)
-units = [(stage, via) for stage, of in one.optimizer.stages.items() for via in of.owned]
-mine = {
-    "weights": sum(one.stages[stage].owned[via].untyped_storage().nbytes() for stage, via in units),
+interpreter = Run(MPI.COMM_WORLD, run_options(MPI.COMM_WORLD, sys.argv[1:])).interpreter
+interpreter.run_first(0)
+units = [(index, part) for index, stage in interpreter.stages.items() for part in stage.owned]
+owned = {
+    "weights": sum(interpreter.stages[stage].owned[part].untyped_storage().nbytes() for stage, part in units),
     "state": sum(
         value.untyped_storage().nbytes()
         for unit in units
-        for kept in one.optimizer.state(unit)
-        for value in kept.values()
+        for state in interpreter.optimizer.state(unit)
+        for value in state.values()
     ),
-    "gradient": sum(one.context.grad_buffers.of_unit(unit).total.untyped_storage().nbytes() for unit in units),
+    "gradient": sum(interpreter.context.grad_buffers.of_unit(unit).total.untyped_storage().nbytes() for unit in units),
 }
-every = MPI.COMM_WORLD.gather(mine)
-if every is not None:
-    print(json.dumps(every))
+by_rank = MPI.COMM_WORLD.gather(owned)
+if by_rank is not None:
+    print(json.dumps(by_rank))

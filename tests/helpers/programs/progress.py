@@ -100,7 +100,7 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
     progress.add_hooks(module)
     x = torch.rand(256, 256)
-    found: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
+    by_way: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
     for repetition in range(-1, REPETITIONS):
         times = {
             "transfer": behind(pair, transport, lambda: None),
@@ -110,8 +110,8 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
         }
         if repetition >= 0:  # the first warms up
             for what, seconds in times.items():
-                found[what].append(seconds)
-    return found
+                by_way[what].append(seconds)
+    return by_way
 
 
 if __name__ == "__main__":

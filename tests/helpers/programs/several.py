@@ -48,17 +48,17 @@ def command(arguments: list[str]) -> list[Any]:
     codes = WORLD.allgather(code)
     if len(set(codes)) > 1:
         sys.exit(f"{arguments}: the ranks end with different codes: {codes}")
-    outs, errs = (WORLD.gather(one.getvalue()) for one in (out, err))
+    outs, errs = (WORLD.gather(stream.getvalue()) for stream in (out, err))
     return [code, "".join(outs or ()), "".join(errs or ())]
 
 
 sys.path.insert(0, str(Path.cwd()))
-for one in asked(sys.argv[1]):
-    if isinstance(one, list):
-        result = command(one)
+for request in asked(sys.argv[1]):
+    if isinstance(request, list):
+        result = command(request)
     else:
         import inside
 
-        result = inside.execute(one)
+        result = inside.execute(request)
     if WORLD.rank == 0:
         print(f"run: {json.dumps(result)}", flush=True)

@@ -32,7 +32,7 @@ def row(key: int, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_key_order(keys: list[list[int]], length: int, dtype: torch.dtype) -> Tensor:
-    first, *others = sorted(key for one in keys for key in one)
+    first, *others = sorted(key for member in keys for key in member)
     total = row(first, length, dtype)
     for key in others:
         total = total + row(key, length, dtype)
@@ -54,21 +54,21 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
     ]
     made: list[tuple[OrderedAllreduce, Tensor]] = []
     for group, keys, length in cases:
-        mine = keys[transport.group(group).rank]
-        rows = torch.empty((len(mine), length), dtype=dtype)
-        total = None if mine else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
+        own_keys = keys[transport.group(group).rank]
+        rows = torch.empty((len(own_keys), length), dtype=dtype)
+        total = None if own_keys else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
         made.append((OrderedAllreduce(transport, transport.group(group), rows, keys, total), rows))
     under_way = AllreduceQueue(transport)
     for again in range(2):
-        for (group, keys, length), (one, rows) in zip(cases, made, strict=True):
+        for (group, keys, length), (allreduce, rows) in zip(cases, made, strict=True):
             for place, key in zip(rows, keys[transport.group(group).rank], strict=True):
                 place.copy_(row(key + again, length, dtype))
-            under_way.start(one)
+            under_way.start(allreduce)
         under_way.finish()
-        for (group, keys, length), (one, _) in zip(cases, made, strict=True):
+        for (group, keys, length), (allreduce, _) in zip(cases, made, strict=True):
             expected = in_key_order([[key + again for key in member] for member in keys], length, dtype)
-            assert data(one.total) == data(expected), (WORLD.rank, again, group, keys, length)
-            assert len(set(transport.group(group).allgather(data(one.total)))) == 1
+            assert data(allreduce.total) == data(expected), (WORLD.rank, again, group, keys, length)
+            assert len(set(transport.group(group).allgather(data(allreduce.total)))) == 1
 
 
 def in_the_background(transport: Transport) -> None:
@@ -97,7 +97,7 @@ def messages(transport: Transport) -> None:
             torch.rand(9, generator=generator) < 0.5,
         ]
 
-    mine, expected = tensors(WORLD.rank), tensors(before)
+    sent, expected = tensors(WORLD.rank), tensors(before)
     got = [torch.empty_like(tensor) for tensor in expected]
     receives = [transport.receive(tensor, before, 1) for tensor in got]
     for _ in range(2):
@@ -105,9 +105,9 @@ def messages(transport: Transport) -> None:
             tensor.zero_()
         for receive in receives:
             receive.start()
-        wait_for_all(transport, [receive.done for receive in receives] + [transport.send(x, after, 1) for x in mine])
-        for ours, theirs in zip(got, expected, strict=True):
-            assert torch.equal(ours, theirs), (WORLD.rank, theirs.dtype, theirs.shape)
+        wait_for_all(transport, [receive.done for receive in receives] + [transport.send(x, after, 1) for x in sent])
+        for received, tensor in zip(got, expected, strict=True):
+            assert torch.equal(received, tensor), (WORLD.rank, tensor.dtype, tensor.shape)
 
 
 def wait_for_all(transport: Transport, dones: list[Done]) -> None:
