@@ -98,6 +98,7 @@ class Instruction(NamedTuple):
     peer: int
 
     def __str__(self) -> str:
+        """The instruction as its line in a file."""
         fields = [f'"op": "{Op(self.op).name}"']
         for name in OPERANDS[Op(self.op)]:
             if name == "buf":

@@ -61,9 +61,11 @@ class Rows(NamedTuple):
         return self.peer
 
     def take(self, index: NDArray[np.int64] | slice) -> Rows:
+        """The rows at these indices."""
         return Rows(*(column[index] for column in self.columns()))
 
     def columns(self) -> list[NDArray[Any]]:
+        """All columns, in the order of the fields."""
         return list(self)
 
 
@@ -87,6 +89,7 @@ def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
 
 
 def concatenate(parts: list[Rows]) -> Rows:
+    """The rows of all parts, one part behind the other."""
     return Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -99,6 +102,7 @@ class Program:
     time: NDArray[np.float64] | None = None  # global order only: when each row happens, ascending
 
     def __len__(self) -> int:
+        """How many instructions all ranks have together."""
         return len(self.rows.op)
 
     def insert(self, new: Rows, after: NDArray[np.int64]) -> Program:
@@ -110,13 +114,13 @@ class Program:
         old = np.ones(len(self) + len(after), bool)
         old[after + 1 + np.arange(len(after))] = False
 
-        def merge(mine: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
-            merged = np.empty(len(old), mine.dtype)
-            merged[old], merged[~old] = mine, theirs
+        def merge(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
+            merged = np.empty(len(old), column.dtype)
+            merged[old], merged[~old] = column, inserted
             return merged
 
         pairs = zip(self.rows.columns(), new.columns(), strict=True)
-        rows = Rows(*(merge(mine, theirs[order]) for mine, theirs in pairs))
+        rows = Rows(*(merge(column, inserted[order]) for column, inserted in pairs))
         time = None if self.time is None else merge(self.time, self.time[np.maximum(after, 0)])
         return Program(self.header, rows, time)
 
@@ -132,6 +136,7 @@ class Program:
         return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
 
     def instruction(self, row: int) -> Instruction:
+        """The instruction of one row."""
         return Instruction(*(int(column[row]) for column in self.rows[1:]))
 
     def exchanges(self) -> NDArray[np.int64]:

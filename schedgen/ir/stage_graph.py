@@ -69,6 +69,7 @@ class StageGraph:
 
 
 def chain(stages: int) -> tuple[tuple[int, int], ...]:
+    """The edges of stages each of which reads the one before it."""
     return tuple((s, s + 1) for s in range(stages - 1))
 
 
