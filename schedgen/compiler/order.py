@@ -63,17 +63,14 @@ def greedy(
     by_rank = np.lexsort((np.arange(jobs), n))
     rank = np.empty(jobs, np.int64)
     rank[by_rank] = np.arange(jobs)
-    forward = worker[: graph.stages * graph.microbatches]
-    limits = np.full(graph.stages, jobs if caps is None else 0, np.int64)
-    if caps is not None:
-        limits[:] = caps
+    limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
     start = _greedy.sized(jobs)(
-        worker.astype(np.int64), forward.astype(np.int64), rank, by_rank, *_edges(graph), length, graph.stages,
-        graph.microbatches, limits, jobs if memory is None else memory,
+        worker.astype(np.int64), rank, by_rank, *_edges(graph), length, graph.stages, graph.microbatches, limits,
+        jobs if memory is None else memory,
     )  # fmt: skip
     if (start < 0).any():
         what = "cap" if memory is None else "memory limit" if caps is None else "cap and memory limit"
-        raise UsageError(f"{what} stops the schedule: {_cycle(graph, worker, start, None)}")
+        raise UsageError(f"{what} stops the schedule: {_cycle(graph, worker, start, np.full(jobs, -1))}")
     return start
 
 
@@ -82,26 +79,23 @@ def strict(
 ) -> Times:
     """When each job starts. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
     order = by_worker(worker, n)
-    within = worker[order][1:] == worker[order][:-1]
-    same = np.flatnonzero(within & (n[order][1:] == n[order][:-1]))
-    if len(same):
-        first, second = (graph.job_name(int(order[same[0] + k])) for k in (0, 1))
+    same_worker = worker[order[:-1]] == worker[order[1:]]
+    former, latter = order[:-1][same_worker], order[1:][same_worker]
+    for i in np.flatnonzero(n[former] == n[latter])[:1]:
+        a, b = int(former[i]), int(latter[i])
         raise UsageError(
-            f"strict n must differ within a worker, but {first} and {second} "
-            f"on worker {worker[order[same[0]]]} both have n = {n[order[same[0]]]}"
+            f"strict n must differ within a worker, but {graph.job_name(a)} and {graph.job_name(b)} "
+            f"on worker {worker[a]} both have n = {n[a]}"
         )
-    # The next and the previous job of the same worker; -1 where there is none.
-    following = np.full(len(worker), -1)
-    following[order[:-1][within]] = order[1:][within]
-    previous = np.full(len(worker), -1)
-    previous[order[1:][within]] = order[:-1][within]
+    following, previous = np.full((2, len(worker)), -1)  # on the same worker; -1 where there is none
+    following[former], previous[latter] = latter, former
     waits, first_after, after = _edges(graph)
-    waits[order[1:][within]] += 1
+    waits[latter] += 1
     delayed = np.zeros(len(worker), bool) if delayed_send is None else delayed_send & (following >= 0)
     run = _strict.sized(len(worker))
     start: Times = run(following, previous, delayed, waits, first_after, after, length, graph.microbatches)
     if (start < 0).any():
-        raise UsageError(f"n stops the schedule: {_cycle(graph, worker, start, order)}")
+        raise UsageError(f"n stops the schedule: {_cycle(graph, worker, start, previous)}")
     return start
 
 
@@ -162,7 +156,7 @@ def _strict(
 
 @kernel
 def _greedy(
-    worker: Numbers, forward: Numbers, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers,
+    worker: Numbers, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers,
     length: Times, stages: int, batches: int, caps: Numbers, memory: int,
 ) -> Times:  # fmt: skip
     """When each job starts; -1 for those that a limit holds back for ever.
@@ -181,7 +175,7 @@ def _greedy(
     base = np.zeros(workers + 1, np.int64)
     for job in range(jobs):
         base[worker[job] + 1] += 1
-        if limited and job < len(forward):
+        if limited and job < stages * batches:
             base[worker[job] + 1] += 2
     base = np.cumsum(base)
     now, later, blocked = np.empty(base[-1], np.int64), np.empty(base[-1], np.int64), np.empty(base[-1], np.int64)
@@ -245,7 +239,7 @@ def _greedy(
                 in_flight[v, s] += 1
                 saved[v] += 1
             elif limited:
-                u = forward[s * batches + b]
+                u = worker[s * batches + b]  # where its forward ran
                 ready[jobs + job] = end
                 push(later[base[u] : base[u + 1]], later_size[u], jobs + job, ready, by_rank)
                 later_size[u] += 1
@@ -270,15 +264,11 @@ def _greedy(
     return start
 
 
-def _cycle(graph: JobGraph, worker: Ints, start: Times, order: Numbers | None) -> str:
+def _cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
     """Jobs that wait for each other, in words, found from a job that never started.
 
-    `order`: the jobs by worker and n, where that order is strict.
+    `previous`: by job, the one that its worker must run before it; -1 where there is none.
     """
-    previous = np.full(len(worker), -1)
-    if order is not None:
-        within = worker[order][1:] == worker[order][:-1]
-        previous[order[1:][within]] = order[:-1][within]
     job = int(np.flatnonzero(start < 0)[0])
     path: list[int] = []
     words: list[str] = []

@@ -27,33 +27,27 @@ def refine(placed: PlacedScheme) -> PlacedScheme:
 
 def _parts(placed: PlacedScheme) -> PlacedScheme:
     """That of the model's stages. Parts of a stage run on its worker, one directly behind the other."""
-    P, stages = placed.options.parts, placed.graph.stages
-    if P == 1:
-        return _of_model(placed)
-    rank = np.unique(placed.n, return_inverse=True)[1].reshape(placed.n.shape).astype(np.int64) * P
-    part = np.tile(np.arange(P), stages)[:, None]
-    backward = np.arange(len(placed.n))[:, None, None] != F
+    P, stages, options = placed.options.parts, placed.graph.stages, placed.options
+    n, part = placed.n, np.tile(np.arange(P), stages)[:, None]
+    if P > 1:
+        rank = np.unique(n, return_inverse=True)[1].reshape(n.shape).astype(np.int64) * P
+        backward = np.arange(len(n))[:, None, None] != F
+        n = np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - part, part)
     within = [(s * P + p, s * P + p + 1) for s in range(stages) for p in range(P - 1)]
     between = [(producer * P + P - 1, consumer * P) for producer, consumer in placed.graph.edges]
-    last = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
-    return _of_model(
-        replace(
-            placed,
-            weights=np.repeat(placed.weights, P, axis=1),
-            compute=np.repeat(placed.compute, P, axis=1),
-            n=np.repeat(rank, P, axis=1) + np.where(backward, P - 1 - part, part),
-            graph=StageGraph(stages * P, tuple(sorted(within + between)), last),
-            caps=None if placed.caps is None else np.repeat(placed.caps, P),
-            unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
-            delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (part == P - 1),
-        )
+    last_parts = tuple(stage * P + P - 1 for stage in placed.graph.per_consumer)
+    return replace(
+        placed,
+        weights=np.repeat(placed.weights, P, axis=1),
+        compute=np.repeat(placed.compute, P, axis=1),
+        n=n,
+        graph=StageGraph(stages * P, tuple(sorted(within + between)), last_parts),
+        caps=None if placed.caps is None else np.repeat(placed.caps, P),
+        unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
+        delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (part == P - 1),
+        recompute=np.isin(np.arange(stages * P), list(options.recompute)),
+        tied=tuple(tuple(sorted(tie)) for tie in options.tied),
     )
-
-
-def _of_model(placed: PlacedScheme) -> PlacedScheme:
-    """With what the options say of the model's stages: which are redone, and which are tied."""
-    recompute = np.isin(np.arange(placed.graph.stages), list(placed.options.recompute))
-    return replace(placed, recompute=recompute, tied=tuple(tuple(sorted(tie)) for tie in placed.options.tied))
 
 
 def _shards(placed: PlacedScheme) -> PlacedScheme:
