@@ -1,6 +1,7 @@
 """What a list does, computed once for everyone: checker, simulator, planner and reports share one `Analysis`.
 
     analysis = analyse(program)     projected; the same object every time
+    analysis.accesses               what every row does to which buffers
     analysis.lifetimes              from where to where every buffer lives, and the first fault
     analysis.messages               which receive each SEND belongs to
     analysis.waits                  the graph of what rows wait for
@@ -32,9 +33,14 @@ class Analysis:
         self._program = Program(program.header, program.rows)  # a twin: what refers to its own key is never forgotten
 
     @cached_property
+    def accesses(self) -> Accesses:
+        """What every row does to which buffers."""
+        return accesses(self._program)
+
+    @cached_property
     def lifetimes(self) -> Lifetimes:
         """Every life of every buffer on every rank."""
-        return follow_buffers(self._program, accesses(self._program))
+        return follow_buffers(self._program, self.accesses)
 
     @cached_property
     def messages(self) -> Messages:

@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from schedgen.analysis import Analysis, analyse
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
@@ -38,6 +39,12 @@ class Subject:
     def having(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""
         return np.flatnonzero(np.isin(self.op, ops))
+
+    rows_of = having
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        return analyse(self.program)
 
     @cached_property
     def owner(self) -> NDArray[np.bool_]:

@@ -1,30 +1,29 @@
-"""The total checker: proves a projected program right without running it.
+"""The total checker: proves a projected program right without running it, or refuses it.
 
-It trusts nothing but the header and shares no code with the passes. `check`
-raises `RefusedFile` with file, line, rank, instruction, reason and rule at
-the first thing that is not so, and returns the exact peak memory otherwise.
-Time grows with the length of the program, and with its logarithm where it
-sorts.
+It trusts nothing but the header and shares no code with the passes. What an instruction does to which buffers it reads
+from `ir.effects`, what follows from the list from `analysis`. A refusal is a `RefusedFile` with file, line, rank,
+instruction, reason and rule. Time grows with the length of the program, and with its logarithm where it sorts.
 
-subject.py    the program under proof, and how a refusal is worded
-jobs.py       rule 1
-lives.py      rules 2, 7 and 8: what each instruction does to which buffer
-ties.py       what the sum of a tie does to which buffer
-messages.py   rules 3 and 6
-deadlock.py   rule 4
-gradients.py  rule 5
-updates.py    rule 9, and rule 5 where weights have versions
-exchanges.py  rule 10
+proof.py            the program under proof, and how a refusal is worded
+jobs.py             rule 1
+buffers.py          rules 2 and 7; rule 8, the exact peak memory, is then `analysis.memory`
+messages.py         rules 3 and 6
+deadlock.py         rule 4
+gradient_sums.py    rule 5
+weight_versions.py  rule 9, and rule 5 where weights have versions
+shard_sums.py       rule 10
+files.py            schedule files by name
 """
 
 from __future__ import annotations
 
-from schedgen.analysis.lifetimes import Memory, lives, rule_2, rule_7
-from schedgen.analysis.subject import RULES, Subject
-from schedgen.checker.deadlock import rule_4, waits
-from schedgen.checker.gradients import rule_5
+from schedgen.analysis import Memory
+from schedgen.checker.buffers import rule_2, rule_7
+from schedgen.checker.deadlock import rule_4
+from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
 from schedgen.checker.messages import rule_3, rule_6
+from schedgen.checker.proof import RULES, Proof
 from schedgen.checker.shard_sums import rule_10
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
@@ -35,20 +34,14 @@ __all__ = ["RULES", "Memory", "check", "check_compiled"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
-    """Prove the ten rules for a projected program; `name` stands in errors."""
-    subject = Subject(program, name)
-    with steps("check", 10) as step:
-        step(rule_1, subject)
-        step(rule_9, subject)
-        found = step(lives, subject)
-        step(rule_2, subject, found)
-        pairs = step(rule_3, subject)
-        step(rule_10, subject)
-        step(rule_6, subject)
-        step(rule_7, subject, found)
-        step(rule_5, subject)
-        step(rule_4, subject, waits(subject, found, pairs))
-    return found.memory
+    """Prove the ten rules for a projected program; `name` stands in errors. Gives the exact peak memory."""
+    proof = Proof(program, name)
+    rules = (rule_1, rule_9, ties_entered_once, rule_2, rule_3, rule_10, rule_6, rule_7, rule_5)
+    with steps("check", len(rules) + 1) as step:
+        for rule in rules:
+            step(rule, proof)
+        step(rule_4, proof, proof.analysis.waits)
+    return proof.analysis.memory
 
 
 def check_compiled(program: Program) -> None:

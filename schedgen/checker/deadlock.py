@@ -1,69 +1,41 @@
 """Rule 4: every rank reaches its end even if every SEND is a rendezvous.
 
-A SEND waits until its receiver has come to the RECV; a RECV posts and goes
-on; the first use of what arrives waits until its SEND is past; a collective
-waits for all members. Every rank's list is walked as far as these allow. In
-which order does not matter: what can be reached does not depend on it.
+Every rank's list is executed as far as the wait graph allows. In which order does not matter: what can be reached
+does not depend on it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from schedgen.analysis.lifetimes import Lives
-from schedgen.analysis.subject import Numbers, Subject
-from schedgen.ir.instructions import Ints, Op
+from schedgen.analysis import Waits as Waits
+from schedgen.checker.proof import Proof
+from schedgen.ir.instructions import Ints, Numbers
 from schedgen.util.jit import kernel
+
+
+def waits(subject: Any, found: Any, pairs: Any) -> Waits:
+    waits: Waits = subject.analysis.waits
+    return waits
+
 
 SHOWN = 4  # rows of a circle that are named
 
 
-class Waits(NamedTuple):
-    """What the rows of a program wait for, apart from the row before."""
-
-    first: Numbers  # row r uses what the SENDs in sends[first[r]:first[r + 1]] brought
-    sends: Numbers
-    receiver: Ints  # by row: the RECV or FETCH_W of a SEND; -1 for other rows
-    collective: Ints  # by row: which collective it enters; -1 for other rows
-    members: Numbers  # how many rows enter each collective
-
-
-def waits(subject: Subject, found: Lives, pairs: tuple[Numbers, Numbers]) -> Waits:
-    """For a program with rules 3, 6 and 7 proved; `pairs` from rule 3."""
-    sends, receives = pairs
-    length = len(subject.program)
-    receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
-    receiver[sends], sender[receives] = receives, sends
-    # `found.used` is ascending: rows are followed in order.
-    first = np.searchsorted(found.used, np.arange(length + 1))
-    rows = subject.having(Op.ALLREDUCE, Op.NORM)
-    rows = rows[np.argsort(subject.peer[rows], kind="stable")]
-    collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
-    groups, bounds = np.unique(subject.peer[rows], return_index=True)
-    begin = 0
-    for group, mine in zip(groups.tolist(), np.split(rows, bounds[1:]), strict=False):
-        ranks = subject.header.groups[group]
-        rounds = len(mine) // len(ranks)  # rows stand by rank, and all ranks enter equally often
-        collective[mine] = np.tile(np.arange(begin, begin + rounds), len(ranks))
-        members.append(np.full(rounds, len(ranks)))
-        begin += rounds
-    return Waits(first, sender[found.received].astype(np.int64), receiver, collective, np.concatenate(members))
-
-
-def rule_4(subject: Subject, needs: Waits) -> None:
-    bounds = subject.program.bounds
-    at = _walk.sized(len(subject.program))(subject.rank, bounds, *needs)
-    circle = _circle(subject, needs, at)
+def rule_4(proof: Proof, waits: Waits) -> None:
+    """Refuse a program with rules 3, 6 and 7 proved whose ranks wait for one another in a circle."""
+    reached = _advance.sized(len(proof.program))(proof.rank, proof.program.bounds, *waits)
+    circle = _circle(proof, waits, reached)
     if circle:
-        others = "; ".join(f"line {subject.where(row)}" for row in circle[1:SHOWN])
+        others = "; ".join(f"line {proof.where(row)}" for row in circle[1:SHOWN])
         others += f"; and {len(circle) - SHOWN} more" if len(circle) > SHOWN else ""
-        subject.refuse(4, circle[0], f"waits for ever, in a circle with {others}")
+        proof.refuse(4, circle[0], f"waits for ever, in a circle with {others}")
 
 
 @kernel
-def _walk(
+def _advance(
     rank: Ints, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, collective: Ints, members: Numbers
 ) -> Numbers:
     """Take every rank as far as it gets; the row each ends up at."""
@@ -82,13 +54,13 @@ def _walk(
         while at[r] < bounds[r + 1]:
             row = at[r]
             wait = -1
-            if collective[row] >= 0:
-                one = collective[row]
-                outside[one] -= 1
-                if outside[one] > 0:
-                    wait = len(rank) + one
+            entered = collective[row]
+            if entered >= 0:
+                outside[entered] -= 1
+                if outside[entered] > 0:
+                    wait = len(rank) + entered
                 else:
-                    woken = asleep[len(rank) + one]
+                    woken = asleep[len(rank) + entered]
                     while woken >= 0:
                         at[woken] += 1
                         runnable[top] = woken
@@ -115,23 +87,23 @@ def _walk(
     return at
 
 
-def _circle(subject: Subject, needs: Waits, at: Numbers) -> list[int]:
-    """The rows that wait for one another; empty where every rank has ended."""
-    stuck = np.flatnonzero(at < subject.program.bounds[1:])
+def _circle(proof: Proof, waits: Waits, at: Numbers) -> list[int]:
+    """The rows that wait for one another, `at` being what each rank has reached; empty where every rank has ended."""
+    stuck = np.flatnonzero(at < proof.program.bounds[1:])
     if not len(stuck):
         return []
-    entering = np.argsort(needs.collective, kind="stable")
-    begin = np.searchsorted(needs.collective[entering], np.arange(len(needs.members) + 1))
+    entering = np.argsort(waits.collective, kind="stable")
+    begin = np.searchsorted(waits.collective[entering], np.arange(len(waits.members) + 1))
     path: dict[int, int] = {}  # rows, and how many are before
     row = int(at[stuck[0]])
     while row not in path:
         path[row] = len(path)
-        collective = needs.collective[row]
+        collective = waits.collective[row]
         if collective >= 0:
             awaited = entering[begin[collective] : begin[collective + 1]]
-            awaited = awaited[at[subject.rank[awaited]] < awaited]
+            awaited = awaited[at[proof.rank[awaited]] < awaited]
         else:
-            awaited = np.append(needs.sends[needs.first[row] : needs.first[row + 1]], needs.receiver[row])
-            awaited = awaited[(awaited >= 0) & (at[subject.rank[awaited]] <= awaited)]
-        row = int(at[subject.rank[awaited[0]]])
+            awaited = np.append(waits.sends[waits.first[row] : waits.first[row + 1]], waits.receiver[row])
+            awaited = awaited[(awaited >= 0) & (at[proof.rank[awaited]] <= awaited)]
+        row = int(at[proof.rank[awaited[0]]])
     return list(path)[path[row] :]

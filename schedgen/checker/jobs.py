@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.analysis.subject import Subject
+from schedgen.checker.proof import Proof
 from schedgen.ir.instructions import B, Ints, Op, W
 
 
-def rule_1(subject: Subject) -> None:
-    compute = subject.header.compute
+def rule_1(proof: Proof) -> None:
+    compute = proof.header.compute
     split = len(compute) == 3
     wanted = (Op.FWD, Op.BWD_I, Op.BWD_W) if split else (Op.FWD, Op.BWD)
     if not split:
-        for row in subject.having(Op.BWD_I, Op.BWD_W)[:1]:
-            subject.refuse(1, int(row), "the backward is not split in this file")
+        for row in proof.rows_of(Op.BWD_I, Op.BWD_W)[:1]:
+            proof.refuse(1, int(row), "the backward is not split in this file")
     for d, op in enumerate(wanted):
         # A BWD stands for its two halves.
-        _once(subject, (op, Op.BWD) if d else (op,), compute[d], every=True)
-    _once(subject, (Op.RECOMPUTE,), compute[B], every=False)
+        _once(proof, (op, Op.BWD) if d else (op,), compute[d], every=True)
+    _once(proof, (Op.RECOMPUTE,), compute[B], every=False)
     if split:
         for s, b in np.argwhere(compute[W] != compute[B])[:1]:
-            subject.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
+            proof.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
 
 
-def _once(subject: Subject, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
+def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
     """Each (s, b) under one of `ops` at most once, and where `every`, at least once; `worker` is (S, B)."""
-    rows = subject.having(*ops)
-    job = subject.stage[rows].astype(np.int64) * subject.header.microbatches + subject.mb[rows]
-    for row in rows[worker.ravel()[job] != subject.rank[rows]][:1]:
-        subject.refuse(1, int(row), f"w puts this job on worker {worker[subject.stage[row], subject.mb[row]]}")
+    rows = proof.rows_of(*ops)
+    job = proof.stage[rows].astype(np.int64) * proof.header.microbatches + proof.mb[rows]
+    for row in rows[worker.ravel()[job] != proof.rank[rows]][:1]:
+        proof.refuse(1, int(row), f"w puts this job on worker {worker[proof.stage[row], proof.mb[row]]}")
     order = np.argsort(job, kind="stable")
     again = order[1:][job[order][1:] == job[order][:-1]]
     if len(again):
-        subject.refuse(1, int(rows[again].min()), "this job is there twice")
+        proof.refuse(1, int(rows[again].min()), "this job is there twice")
     if every and len(rows) < worker.size:
-        s, b = divmod(int(np.setdiff1d(np.arange(worker.size), job)[0]), subject.header.microbatches)
-        subject.refuse_rank(1, int(worker[s, b]), f"{ops[0].name} of stage {s}, microbatch {b} is missing")
+        s, b = divmod(int(np.setdiff1d(np.arange(worker.size), job)[0]), proof.header.microbatches)
+        proof.refuse_rank(1, int(worker[s, b]), f"{ops[0].name} of stage {s}, microbatch {b} is missing")

@@ -14,9 +14,10 @@ import pytest
 import schedgen.ir.file
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
-from schedgen.analysis.subject import Subject
+from schedgen.analysis import Waits
 from schedgen.checker import check
-from schedgen.checker.deadlock import Waits, rule_4
+from schedgen.checker.deadlock import rule_4
+from schedgen.checker.proof import Proof
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
@@ -152,7 +153,7 @@ def test_a_long_circle_is_one_short_sentence():
     none = np.zeros(0, np.int64)
     waits = Waits(np.zeros(2 * ranks + 1, np.int64), none, receiver, np.full(2 * ranks, -1, np.int32), none)
     with pytest.raises(RefusedFile, match=r"waits for ever, in a circle with line .*; and 296 more") as error:
-        rule_4(Subject(program, "f"), waits)
+        rule_4(Proof(program, "f"), waits)
     assert len(str(error.value)) < 600
 
 

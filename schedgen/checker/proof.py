@@ -1,0 +1,91 @@
+"""The program under proof: what the rules read of it, and how a refusal is worded."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.analysis import analyse
+from schedgen.ir.effects import Buffer, Effect
+from schedgen.ir.file import line_of
+from schedgen.ir.instructions import Ints, Numbers, Op
+from schedgen.ir.program import Program
+from schedgen.util.errors import RefusedFile
+
+RULES = {
+    1: "every job exactly once, on the worker w names",
+    2: "every operand is defined before it is used",
+    3: "every SEND has its RECV or FETCH_W, in order",
+    4: "no deadlock, even if every SEND blocks until it is matched",
+    5: "every gradient reaches every owner exactly once, every owner steps once",
+    6: "collectives are entered in one order by all members",
+    7: "everything defined is freed once, nothing is used after that",
+    8: "exact peak memory",
+    9: "every job uses the version of its weights that the schedule's updates say",
+    10: "every output and gradient of a split stage is summed over its shards once, before it is used",
+}
+
+
+class Touches(NamedTuple):
+    """Accesses to buffers of one kind, in the order of the list: the row of each, its rank, the buffer's number."""
+
+    rows: Numbers
+    rank: Ints
+    number: Ints  # as in `effects.Accesses`: of a dw, its unit
+
+    def by(self, chosen: NDArray[np.bool_]) -> Touches:
+        """Those that are chosen."""
+        return Touches(self.rows[chosen], self.rank[chosen], self.number[chosen])
+
+    def last(self, shape: tuple[int, int]) -> Ints:
+        """The last row for every (rank, number), as an array of that shape; -1 where there is none."""
+        last = np.full(shape, -1, np.int32)
+        np.maximum.at(last, (self.rank, self.number), self.rows)
+        return last
+
+
+class Proof:
+    """A projected program and what the rules share."""
+
+    def __init__(self, program: Program, name: str) -> None:
+        """`name` stands in front of every refusal."""
+        self.program, self.header, self.name = program, program.header, name
+        self.analysis = analyse(program)
+        self.rank, self.op, self.kind, self.stage, self.mb, self.via, self.peer = program.rows
+
+    def rows_of(self, *ops: Op) -> Numbers:
+        """The rows with one of these opcodes, ascending."""
+        return np.flatnonzero(np.isin(self.op, ops))
+
+    def touches(self, buffer: Buffer, *effects: Effect) -> Touches:
+        """What has one of these effects on buffers of a kind."""
+        accesses = self.analysis.accesses
+        at = np.flatnonzero((accesses.buffer == buffer) & np.isin(accesses.effect, effects))
+        rows = self._row_of_access[at]
+        return Touches(rows, self.rank[rows], accesses.number[at])
+
+    @cached_property
+    def _row_of_access(self) -> Numbers:
+        return np.repeat(np.arange(len(self.program)), np.diff(self.analysis.accesses.first))
+
+    @cached_property
+    def owner(self) -> NDArray[np.bool_]:
+        """Whether a rank owns a unit, a stage or one part of its weights; shape (workers, units)."""
+        return self.header.weight_shards.is_owner(self.header.workers)
+
+    def where(self, row: int) -> str:
+        """Line, rank and text of an instruction."""
+        return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"
+
+    def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
+        """Raise RefusedFile for an instruction that breaks a rule."""
+        raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})", rule)
+
+    def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
+        """Raise RefusedFile for a rank that lacks an instruction; the line is that of its list's end."""
+        end = int(self.program.bounds[rank + 1])
+        line = line_of(self.program, end - 1, rank) + 1
+        raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)
