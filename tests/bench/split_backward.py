@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from mpirun.comm.device import Device
-from mpirun.engine.grad_buffers import GradBuffer
-from mpirun.engine.stage import LocalStage
+from mpirun.engine.grad_buffers import StageGradBuffer
+from mpirun.engine.stage import LocalStage, SavedForward
+from mpirun.model.dataflow import TensorSpec
 from mpirun.model.shapes import StageShape
 from mpirun.models.gpt import Block
 
@@ -28,23 +28,25 @@ def timed(function: Callable[[], object]) -> float:
 def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float]:
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
-    stage = LocalStage(Block(width, 8), 0, StageShape(tuple(x.shape), x.dtype, ()), Device(), owns_all=True)
-    gathered = GradBuffer(stage, [0], torch.zeros(stage.size))
+    stage = LocalStage(
+        Block(width, 8), 0, StageShape((TensorSpec(tuple(x.shape), x.dtype),), ()), Device(), owns_all=True
+    )
+    gathered = StageGradBuffer(stage, [0], torch.zeros(stage.size))
     gathered.attach(0, stage)
 
-    def saved() -> tuple[Tensor, ...]:
+    def saved() -> SavedForward:
         return stage.forward([x], None, save=True)[1]
 
-    def whole() -> float:
+    def unsplit() -> float:
         kept = saved()
-        return timed(lambda: stage.backward(kept, gradient))
+        return timed(lambda: stage.backward(kept, [gradient]))
 
     def halves() -> float:
         kept = saved()
-        return timed(lambda: gathered.add(0, stage.backward_weight(stage.backward_input(kept, gradient))))
+        return timed(lambda: gathered.add(0, stage.backward_weight(stage.backward_input(kept, [gradient]))))
 
-    whole(), halves()
-    return [halves() / whole() for _ in range(runs)]
+    unsplit(), halves()
+    return [halves() / unsplit() for _ in range(runs)]
 
 
 def main() -> None:
