@@ -35,7 +35,8 @@ def measure(schedule: str) -> None:
     from schedgen.ir.instructions import Op
 
     comm = MPI.COMM_WORLD
-    run = Run(comm, run_options(comm, [schedule, "--model", "cases:overhead", "--threads", "1"]))
+    arguments = [schedule, "--model", "cases:overhead", "--threads", "1", "--timeout", "0"]
+    run = Run(comm, run_options(comm, arguments))
     interpreter = run.interpreter
     for stage in interpreter.stages.values():
         loss = not interpreter.header.graph.consumers[stage.index]

@@ -76,7 +76,7 @@ class Tiny(Transport):
 
 def measure(schedule: str) -> None:
     comm = MPI.COMM_WORLD
-    arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--steps", str(STEPS)]
+    arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--timeout", "0", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
         mpirun.engine.build.make_transport = lambda device, *arguments, kind=kind: kind(*arguments)

@@ -186,7 +186,8 @@ def main() -> None:
         dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
     theirs = PEERS[options.peer](task)
     common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]
-    ours = Run(comm, run_options(comm, [options.schedule, *common, "--threads", "1"])).interpreter
+    arguments = [options.schedule, *common, "--threads", "1", "--timeout", "0"]
+    ours = Run(comm, run_options(comm, arguments)).interpreter
     laps: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 
