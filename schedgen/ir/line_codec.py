@@ -230,6 +230,7 @@ def _read(
             for o in range(len(begin)):
                 if here + length[o, 0] < stop and matches(data, here, letters, begin[o, 0], length[o, 0]):
                     opcode = o
+                    break
         if opcode < 0:
             return here, count, row, r, inside, before, True
         at = here + length[opcode, 0]

@@ -45,19 +45,18 @@ class TimeBreakdown(NamedTuple):
 
 def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
     """Account for all time of one walk through a checked, projected program."""
-    needs, table = analyse(program).waits, program.rows
-    begin, awaited = walk.start - walk.wait, _last_to_come(needs, walk)
-    until = _first_part(needs, walk, awaited)
+    waits, table = analyse(program).waits, program.rows
+    begin, awaited = walk.start - walk.wait, _last_to_come(waits, walk)
+    until = _first_part(waits, walk, awaited)
     jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
     early = _early(program, jobs)
     late = np.select([walk.cause == SEND_CAUSE, walk.cause == REDUCTION], [SEND, SUM], TRANSFER)
 
-    time = np.zeros((program.header.workers, len(SHARES)))
     share = np.full(len(program), OVERHEAD)
     share[jobs], share[table.op == Op.STEP] = BUSY, STEP
-    np.add.at(time, (table.rank, share), walk.length)
-    np.add.at(time, (table.rank, early), until - begin)
-    np.add.at(time, (table.rank, late), walk.start - until)
+    lengths = np.concatenate([walk.length, until - begin, walk.start - until])
+    entry = np.tile(table.rank * len(SHARES), 3) + np.concatenate([share, early, late])
+    time = np.bincount(entry, lengths, program.header.workers * len(SHARES)).reshape(-1, len(SHARES)).astype(float)
     row_offsets = program.bounds
     ranks = np.flatnonzero(np.diff(row_offsets))
     begins, ends = begin[row_offsets[ranks]], (walk.start + walk.length)[row_offsets[ranks + 1] - 1]
@@ -70,17 +69,17 @@ def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
     return TimeBreakdown(time, origin, finish - origin, until, *shares, awaited)
 
 
-def _first_part(needs: Waits, walk: Timeline, awaited: Numbers) -> Times:
+def _first_part(waits: Waits, walk: Timeline, awaited: Numbers) -> Times:
     """By row: when what it waits for is sent, or the last rank comes to its sum, within its wait."""
     begin = walk.start - walk.wait
     until = begin.copy()
     message = (walk.cause >= 0) & (walk.cause < SEND_CAUSE) & (awaited >= 0)
     until[message] = walk.start[awaited[message]]
-    entering = np.flatnonzero(needs.collective >= 0)
-    entered = np.full(len(needs.members), -np.inf)  # when the last member comes
-    np.maximum.at(entered, needs.collective[entering], begin[entering])
+    entering = np.flatnonzero(waits.collective >= 0)
+    entered = np.full(len(waits.members), -np.inf)  # when the last member comes
+    np.maximum.at(entered, waits.collective[entering], begin[entering])
     at_sum = entering[walk.cause[entering] == REDUCTION]
-    until[at_sum] = entered[needs.collective[at_sum]]
+    until[at_sum] = entered[waits.collective[at_sum]]
     return np.clip(until, begin, walk.start)
 
 
@@ -94,12 +93,14 @@ def _early(program: Program, jobs: Numbers) -> Numbers:
     return np.where(row > last[rank], COOL_DOWN, early)
 
 
-def _last_to_come(needs: Waits, walk: Timeline) -> Numbers:
+def _last_to_come(waits: Waits, walk: Timeline) -> Numbers:
     """By row: of the SENDs whose messages it uses first, the one that arrives last; -1 where it uses none."""
-    awaited = np.full(len(walk.start), -1)
-    row = np.repeat(np.arange(len(walk.start)), np.diff(needs.first))
-    start = walk.start[needs.sends]
-    order = np.lexsort((start, np.maximum(walk.arrival[needs.sends], start), row))
-    last = np.append(np.diff(row[order]) > 0, True)[: len(row)]
-    awaited[row[order][last]] = needs.sends[order][last]
+    awaited, count = np.full(len(walk.start), -1), np.diff(waits.first)
+    awaited[count > 0] = waits.sends[waits.first[1:][count > 0] - 1]
+    users = np.repeat(np.arange(len(count)), count)
+    several = np.flatnonzero(count[users] > 1)
+    row, sends = users[several], waits.sends[several]
+    start = walk.start[sends]
+    order = np.lexsort((start, np.maximum(walk.arrival[sends], start), row))
+    awaited[row[order]] = sends[order]  # the last of a row stays
     return awaited
