@@ -14,7 +14,7 @@ from operator import getitem
 from torch import fx, nn
 
 from mpirun.frontend.balance import NEVER, balanced_starts
-from mpirun.frontend.errors import line_of, unknown_name
+from mpirun.frontend.errors import line_of_node, unknown_name
 from mpirun.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
@@ -30,9 +30,9 @@ def starts_at_pipe_splits(dependencies: Dependencies) -> list[fx.Node]:
             position = dependencies.position
             behind = [node for node in dependencies.body if position[node] > position[mark]]
             if not behind:
-                raise UsageError(f"{line_of(mark)}: the stage that begins here would have no computation")
+                raise UsageError(f"{line_of_node(mark)}: the stage that begins here would have no computation")
             if behind[0] is dependencies.body[0] or behind[0] in starts:
-                raise _empty_stage(line_of(mark))
+                raise _empty_stage(line_of_node(mark))
             starts.append(behind[0])
     return starts
 
@@ -49,7 +49,7 @@ def starts_at_modules(dependencies: Dependencies, module: nn.Module, points: Col
             raise UsageError(f"points: {point!r} computes nothing when the example runs")
         calls = {key for node in inside for key, (path, *_) in module_calls(node).items() if path == point}
         if len(calls) > 1:
-            where = line_of(inside[0])
+            where = line_of_node(inside[0])
             raise UsageError(f"points: {point!r} runs {len(calls)} times ({where}), so it does not say where to cut")
         if inside[0] in starts:
             raise UsageError(f"points: {starts[inside[0]]!r} and {point!r} begin at the same place")
@@ -111,7 +111,7 @@ def _longest_uncut_range(dependencies: Dependencies) -> str:
     if root is None or last == first:
         return ""
     what = f"the buffer {root.target}" if is_buffer(root) else "a tensor"
-    where = line_of(dependencies.writes[root][0])
+    where = line_of_node(dependencies.writes[root][0])
     return f": {last - first + 1} operations stay together, since {what} is changed in place at {where}"
 
 

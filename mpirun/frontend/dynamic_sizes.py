@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from mpirun.data.microbatches import Dims, leaf_dims, sample_count
-from mpirun.frontend.errors import line_of
+from mpirun.frontend.errors import line_of_node
 from mpirun.frontend.export_graph import ExportedGraph
 from mpirun.frontend.module_io import Call, Example
 from mpirun.frontend.subgraphs import attributes
@@ -93,7 +93,7 @@ def _merged(node: fx.Node, value: Any, other: Any, node_of: dict[fx.Node, fx.Nod
 
 
 def _differs(node: fx.Node) -> UsageError:
-    where = line_of(node.prev if node.op == "output" else node)
+    where = line_of_node(node.prev if node.op == "output" else node)
     return UsageError(f"{where}: does something else for a microbatch with a sample less")
 
 

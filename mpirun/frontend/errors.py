@@ -46,7 +46,7 @@ class SourceLine(NamedTuple):
         return f"{name}:{self.line}: in {self.function}" + (f": `{text}`" if text else "")
 
 
-def line_of(node: fx.Node) -> str:
+def line_of_node(node: fx.Node) -> str:
     """The user's line that a node of an exported graph comes from; the node itself where none is known."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     lines = [SourceLine(file, int(line), name) for file, line, name in frames]

@@ -19,7 +19,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
-from mpirun.frontend.errors import called_by_user, check_example, check_hooks, export_error, line_of, line_of_forward
+from mpirun.frontend.errors import (
+    called_by_user,
+    check_example,
+    check_hooks,
+    export_error,
+    line_of_forward,
+    line_of_node,
+)
 from mpirun.frontend.meta_device import is_on_meta
 from mpirun.frontend.module_io import Example, ModuleOutput
 from mpirun.frontend.subgraphs import attribute
@@ -61,7 +68,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
-        with _silent(), _refusing(), where:
+        with _silent(), _refusing_untraced(), where:
             program = export(module, args, kwargs, strict=False)
             exported = program.module()
     except Exception as error:
@@ -108,14 +115,16 @@ def _check_nodes(graph: fx.Graph) -> None:
         for operand in [operand.meta.get("val") for operand in node.all_input_nodes]:
             if isinstance(operand, CustomObjArgument):
                 name = operand.class_fqn.rpartition(".")[2]
-                raise UsageError(f"{line_of(node)}: a {name} is no part of a stage; use tensors")
+                raise UsageError(f"{line_of_node(node)}: a {name} is no part of a stage; use tensors")
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise UsageError(
-                f"{line_of(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"
+                f"{line_of_node(node)}: a number is taken out of a tensor, which tracing cannot follow; use tensors"
             )
         if isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
-            raise UsageError(f"{line_of(node)}: the shape depends on data, but should be the same for every microbatch")
+            raise UsageError(
+                f"{line_of_node(node)}: the shape depends on data, but should be the same for every microbatch"
+            )
 
 
 def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:
@@ -142,12 +151,12 @@ def _check_values(module: nn.Module, state: dict[str, Any], graph: fx.Graph) -> 
     for node in graph.find_nodes(op="get_attr"):
         value = state.get(node.target)
         if node.target not in names and isinstance(value, Tensor) and value.is_meta:
-            where = line_of(next(iter(node.users), node))
+            where = line_of_node(next(iter(node.users), node))
             raise UsageError(f"{where}: a tensor of numbers is lost on the meta device; make it a buffer")
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _refusing_untraced() -> Iterator[None]:
     """Errors for what torch.export would drop though gradients depend on it: it traces the forward's operations."""
     autocast_depth = 0
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
@@ -186,7 +195,7 @@ def _refusing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without what torch prints of an error besides raising it."""
+    """Errors that torch raises are not printed as well."""
     levels = [(logger, logger.level) for logger in map(logging.getLogger, LOGS)]
     for logger, _ in levels:
         logger.setLevel(logging.CRITICAL)

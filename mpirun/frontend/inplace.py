@@ -12,7 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from mpirun.frontend.cut_points import uncut_ranges
-from mpirun.frontend.errors import line_of
+from mpirun.frontend.errors import line_of_node
 from mpirun.frontend.node_dependencies import Dependencies, is_buffer
 from schedgen.util.errors import UsageError
 
@@ -55,7 +55,7 @@ def copy_at_cuts(dependencies: Dependencies, starts: Sequence[fx.Node]) -> tuple
         if not any(start in dependencies.body[first + 1 : last + 1] for start in new_starts):
             continue
         if is_buffer(root):
-            where = line_of(dependencies.writes[root][0])
+            where = line_of_node(dependencies.writes[root][0])
             raise UsageError(
                 f"{where}: changes the buffer {root.target}, which several stages would use; cut elsewhere"
             )
@@ -91,7 +91,7 @@ def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[
     aliases = [root, *(node for node, viewed in dependencies.views.items() if viewed is root)]
     if any(node not in writes for node in aliases[1:]):
         raise UsageError(
-            f"{line_of(writes[0])}: {why}, and there are views of it; write it out of place, or cut elsewhere"
+            f"{line_of_node(writes[0])}: {why}, and there are views of it; write it out of place, or cut elsewhere"
         )
     copies = {}
     for write in writes:

@@ -43,9 +43,9 @@ class Example(NamedTuple):
 
     def check(self, leaves: Sequence[Any]) -> None:
         """UsageError where the leaves of a microbatch are neither like the example nor like `smaller`."""
-        if self.smaller is not None and _difference(leaves, self.smaller) is None:
+        if self.smaller is not None and _unlike_example(leaves, self.smaller) is None:
             return
-        if (difference := _difference(leaves, (self.args, self.kwargs))) is not None:
+        if (difference := _unlike_example(leaves, (self.args, self.kwargs))) is not None:
             shapes = "every microbatch has the example's shapes" + (
                 "; split with dims, it may have a sample less" if self.smaller is None else ", or a sample less"
             )
@@ -69,7 +69,7 @@ class ModuleOutput(NamedTuple):
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _difference(leaves: Sequence[Any], example: Call) -> str | None:
+def _unlike_example(leaves: Sequence[Any], example: Call) -> str | None:
     """The first leaf that is not like the example's."""
     for (path, expected), leaf in zip(pytree.tree_leaves_with_path(example), leaves, strict=True):
         if _traced_part(leaf) != _traced_part(expected):

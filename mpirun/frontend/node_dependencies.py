@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpirun.frontend.errors import line_of
+from mpirun.frontend.errors import line_of_node
 from mpirun.frontend.export_graph import ExportedGraph
 from mpirun.frontend.subgraphs import any_inside, attributes, subgraphs
 from schedgen.util.errors import UsageError, raised
@@ -52,7 +52,7 @@ class Dependencies:
             written = [self.root(argument) for argument in _written(node, exported.state)]
             last = [self.writes[root][-1] for root in map(self.root, node.all_input_nodes) if root in self.writes]
             self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *last]))
-            for argument in _aliased(node):
+            for argument in _viewed(node):
                 self.views[node] = self.root(argument)
             for root in written:
                 self.writes.setdefault(root, []).append(node)
@@ -150,7 +150,7 @@ def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     return written
 
 
-def _aliased(node: fx.Node) -> list[fx.Node]:
+def _viewed(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory its result may share."""
     if node.target is getitem:
         return [node.all_input_nodes[0]]
@@ -184,7 +184,7 @@ def _count_flops(exported: ExportedGraph) -> dict[fx.Node, int]:
                 try:
                     node.target(*args, **kwargs)
                 except Exception as error:
-                    raise UsageError(f"{line_of(node)}: cannot be run by itself: {raised(error)[:200]}") from None
+                    raise UsageError(f"{line_of_node(node)}: cannot be run by itself: {raised(error)[:200]}") from None
                 by_call[call] = counter.get_total_flops() - before
             if by_call[call]:
                 flops[node] = by_call[call]

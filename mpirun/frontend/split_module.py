@@ -49,8 +49,8 @@ def split(
     none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimate
     of what they cost, flops and bytes of parameters; others then cost nothing. `shared`: whether a parameter
     that several stages use is sent by the first ("transmit") or copied and tied ("replicate"), or that by name.
-    `dims`: along which dimension the example's samples lie, a number, or nested as args, kwargs or (args, kwargs),
-    None for what is not of samples: it is traced a second time, and microbatches may have a sample less.
+    `dims`: the dimension of the example's samples, a number, or nested as args, kwargs or (args, kwargs), with None
+    for what has no samples: the module is traced a second time, and microbatches may have a sample less.
     `init`: of a module on the meta device, what gives a submodule its own parameters and buffers, in place, on the
     ranks that build them (the default is its reset_parameters). UsageError, with the line of the model that is the
     reason, where the module cannot be split.

@@ -48,7 +48,7 @@ def split_sequential(
         raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")
     names = list(module._modules)
     if isinstance(stages, int):
-        starts = _starts(names, stages, None if costs is None else _costs(costs, len(names)))
+        starts = _counted_starts(names, stages, None if costs is None else _costs(costs, len(names)))
     elif costs is not None:
         raise UsageError("costs choose where stages begin, but the stages are named")
     else:
@@ -67,7 +67,7 @@ def split_sequential(
     )
 
 
-def _starts(names: Sequence[str], stages: int, costs: Sequence[float] | None) -> list[int]:
+def _counted_starts(names: Sequence[str], stages: int, costs: Sequence[float] | None) -> list[int]:
     if stages < 1:
         raise UsageError(f"{stages} stages: there should be one at least")
     if stages > len(names):

@@ -136,7 +136,7 @@ class StageBuilder:
         return graph.create_node("call_module", f"{RANDOM_OPS}.{node.name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
-        """Give a stage a parameter, itself in the first stage that has it, else a copy; or a copy of what is none."""
+        """Give a stage what `name` refers to: a parameter itself where no stage has it yet, else a copy."""
         value = self.exported.state[name]
         owner, _, attribute = name.rpartition(".")
         for part in owner.split(".") if owner else ():

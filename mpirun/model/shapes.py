@@ -83,7 +83,7 @@ def infer_shapes(
         for source in sources:
             if isinstance(source, Input) and source.leaf >= len(batch.leaves):
                 raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(batch.leaves)}")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it logs is raised besides
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     fake = fake_mode()
     outputs: list[Sequence[Tensor]] = []
     shapes: list[StageShape] = []
@@ -94,14 +94,14 @@ def infer_shapes(
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             inputs = [_argument(source, outputs, batch.leaves, stage) for source in reads[stage]]
             inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
-            versions = _versions(inputs)
+            write_counts = _write_counts(inputs)
             with autocast("cpu", autocast_dtype), finder:
                 outputs.append(_outputs(module, inputs, stage))
         shapes.append(
             _parameter_shape(module)._replace(
                 outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
-                overwrites_inputs=versions != _versions(inputs),
-                aliased_outputs=_aliased(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
+                overwrites_inputs=write_counts != _write_counts(inputs),
+                aliased_outputs=_aliased_outputs(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
                 random_layers=tuple(finder.random_layers),
                 model_stage=stage // model.tensor_parallel,
             )
@@ -138,8 +138,8 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
     return produced[source.output]
 
 
-def _versions(values: Sequence[Any]) -> list[int]:
-    """What of each tensor increases whenever it is changed in place."""
+def _write_counts(values: Sequence[Any]) -> list[int]:
+    """By tensor, how often it has been changed in place."""
     return [x._version for x in values if isinstance(x, Tensor)]
 
 
@@ -154,7 +154,7 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     return outputs
 
 
-def _aliased(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
+def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
     storages = {x.untyped_storage()._cdata for x in others if isinstance(x, Tensor)}
     return tuple(index for index, x in enumerate(outputs) if x.untyped_storage()._cdata in storages)
 
