@@ -57,7 +57,7 @@ class MessageProgress:
 
     # In a thread
 
-    def with_thread(self, act: Callable[[], None]) -> Callable[[], None]:
+    def with_thread(self, act: Callable[[], object]) -> Callable[[], object]:
         """`act`, during which the thread calls MPI; `act` unchanged if MPI does not allow several threads."""
         if not self.threads_allowed:
             return act

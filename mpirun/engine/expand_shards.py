@@ -31,8 +31,12 @@ def check_split_stages(model: Model, header: Header) -> None:
     if list(header.tensor_parallel.replicated) != replicated:
         if not model.split:
             raise UsageError("the schedule has shards, but no stage of the model can be split")
-        ours, theirs = (",".join(map(str, stages)) for stages in (replicated, header.tensor_parallel.replicated))
-        raise UsageError(f"the model is whole in stages {ours}, the schedule in {theirs}: {how_to_compile(header)}")
+        in_model, in_schedule = (
+            ",".join(map(str, stages)) for stages in (replicated, header.tensor_parallel.replicated)
+        )
+        raise UsageError(
+            f"the model is whole in stages {in_model}, the schedule in {in_schedule}: {how_to_compile(header)}"
+        )
 
 
 def expand_model(model: Model, count: int) -> Model:

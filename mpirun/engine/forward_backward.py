@@ -80,12 +80,7 @@ class ForwardBackward:
 
     def recompute(self, row: int, i: Instruction) -> Act:
         """RECOMPUTE: do the forward again, only for what its backward needs."""
-        forward = self._forward(i, save=True)
-
-        def act() -> None:
-            forward()
-
-        return act
+        return self._forward(i, save=True)
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         """What computes the outputs of a forward job, and saves for its backward if `save`."""
@@ -213,8 +208,8 @@ class ForwardBackward:
         if not consumers:  # of the loss with respect to itself
             if self.loss_gradient is None:
                 self.loss_gradient = torch.ones((), device=self.device)
-            one = self.loss_gradient
-            return lambda: [one]
+            loss_gradient = self.loss_gradient
+            return lambda: [loss_gradient]
         buffers = [self.buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
         bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
         wait_value, count = self.buffers.wait_value, len(self.setup.shapes[i.stage].outputs)
