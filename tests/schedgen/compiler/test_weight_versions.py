@@ -13,7 +13,7 @@ import pytest
 from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, swap, twice
 from hypothesis import assume, event, given, settings
 from hypothesis.extra.numpy import arrays
-from slow_memory_plan import peaks_of_held
+from slow_memory_plan import peaks_of_timeline
 
 from schedgen.checker import RULES, check, check_compiled
 from schedgen.compiler.compile import compile
@@ -149,7 +149,7 @@ def test_whatever_compiles_is_right(program, execute):
 @given(program=versioned(), data=st.data())
 @settings(max_examples=60)
 def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
-    peaks_of_held(program, data)
+    peaks_of_timeline(program, data)
 
 
 @given(program=versioned())
