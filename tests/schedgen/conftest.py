@@ -33,7 +33,7 @@ settings.register_profile(
 )
 settings.load_profile("schedgen")
 
-# The six schemes at W=4, S=4, B=8, the sizes of the seed's pictures.
+# The six schemes at W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
 FOUR_STAGES = (
     "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
     "pipedream",
@@ -129,7 +129,7 @@ class Case(NamedTuple):
     compute: np.ndarray
     n: np.ndarray
     edges: tuple[tuple[int, int], ...]
-    apart: tuple[int, ...]
+    per_consumer: tuple[int, ...]
     cost: dict[str, int]
     weight_slots: int
     fan_out: int
@@ -147,7 +147,7 @@ class Case(NamedTuple):
             "greedy",
             split=len(self.cost) == 3,
             edges=self.edges,
-            per_consumer=self.apart,
+            per_consumer=self.per_consumer,
         )
 
     def options(self, **more):

@@ -30,7 +30,7 @@ def lengths(jobs):
 
 
 def pred(job, stages, directions, edges):
-    """What job (d, s, b) waits for, by the seed's formulas; W after I where the backward is split."""
+    """What job (d, s, b) waits for, by the formulas of Rahimi 2025; W after I where the backward is split."""
     d, s, b = job
     if d == F:
         return [(F, p, b) for p, c in edges if c == s]
@@ -93,12 +93,12 @@ def test_greedy_is_work_conserving_and_takes_the_smallest_n(cases, data):
     case = data.draw(cases)
     jobs = ordered(greedy, case, case.n)
     for worker in range(case.sizes.workers):
-        mine = jobs.on(worker)
-        for job in mine:
+        on_worker = jobs.on(worker)
+        for job in on_worker:
             ready, start = jobs.ready[job], jobs.start[job]
-            busy = sum(max(0, min(jobs.end[o], start) - max(jobs.start[o], ready)) for o in mine if o != job)
+            busy = sum(max(0, min(jobs.end[o], start) - max(jobs.start[o], ready)) for o in on_worker if o != job)
             assert busy == start - ready, f"worker {worker} idles while {job} is ready"
-            overtaken = [o for o in mine if jobs.ready[o] <= start < jobs.start[o] and case.n[o] < case.n[job]]
+            overtaken = [o for o in on_worker if jobs.ready[o] <= start < jobs.start[o] and case.n[o] < case.n[job]]
             assert not overtaken, f"worker {worker} takes {job} before {overtaken}"
 
 
@@ -108,11 +108,11 @@ def test_strict_runs_in_increasing_n_as_early_as_it_can(cases, data):
     n = topological(data.draw, case)  # such an n never deadlocks
     jobs = ordered(strict, case, n)
     for worker in range(case.sizes.workers):
-        mine = jobs.on(worker)
-        assert mine == sorted(mine, key=lambda job: n[job])
-        free = [0, *(jobs.end[job] for job in mine)]
-        assert [jobs.start[job] for job in mine] == [
-            max(jobs.ready[job], at) for job, at in zip(mine, free, strict=False)
+        on_worker = jobs.on(worker)
+        assert on_worker == sorted(on_worker, key=lambda job: n[job])
+        free = [0, *(jobs.end[job] for job in on_worker)]
+        assert [jobs.start[job] for job in on_worker] == [
+            max(jobs.ready[job], at) for job, at in zip(on_worker, free, strict=False)
         ]
 
 
@@ -140,8 +140,8 @@ def test_every_worker_runs_the_textbook_list(scheme, S):
 
 def in_flight(jobs, s, worker):
     """The most microbatches of stage s that `worker` has begun and whose backward has not ended."""
-    mine = [b for b in range(jobs.case.sizes.microbatches) if jobs.case.compute[F, s, b] == worker]
-    times = [(jobs.end[B, s, b], -1) for b in mine] + [(jobs.start[F, s, b], 1) for b in mine]
+    microbatches = [b for b in range(jobs.case.sizes.microbatches) if jobs.case.compute[F, s, b] == worker]
+    times = [(jobs.end[B, s, b], -1) for b in microbatches] + [(jobs.start[F, s, b], 1) for b in microbatches]
     return max(itertools.accumulate(change for _, change in sorted(times)), default=0)
 
 

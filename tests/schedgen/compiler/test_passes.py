@@ -43,8 +43,8 @@ def test_jobs_stand_where_w_puts_them_in_the_order_they_start(cases, data):
     for rank in range(case.sizes.workers):
         jobs = [i for i in program.instructions(rank) if i.op in COMPUTE and i.op != Op.RECOMPUTE]
         direction = {Op.FWD: 0, Op.BWD: 1, Op.BWD_I: 1, Op.BWD_W: 2}
-        found = Counter((direction[i.op], i.stage, i.mb) for i in jobs)
-        assert found == Counter(zip(*map(np.ndarray.tolist, np.nonzero(case.compute == rank)), strict=True))
+        emitted = Counter((direction[i.op], i.stage, i.mb) for i in jobs)
+        assert emitted == Counter(zip(*map(np.ndarray.tolist, np.nonzero(case.compute == rank)), strict=True))
 
 
 @given(st.data())
@@ -56,16 +56,18 @@ def test_only_what_w_separates_travels_and_only_once(cases, data):
         for b in batches:
             if w[B, c, b] != w[B, p, b]:
                 expected[Kind.G, int(w[B, c, b]), int(w[B, p, b])] += 1
-    # An activation goes once to a worker, however many consumers run there; where it is apart, each part of it.
-    parts = {(p, c * (p in case.apart), b, int(w[d, c, b])) for p, c in case.edges for b in batches for d in (F, B)}
+    # An activation goes once to a worker, however many consumers run there; per consumer, each of its outputs.
+    parts = {
+        (p, c * (p in case.per_consumer), b, int(w[d, c, b])) for p, c in case.edges for b in batches for d in (F, B)
+    }
     for p, _, b, to in parts:
         if to != w[F, p, b]:
             expected[Kind.X, int(w[F, p, b]), to] += 1
     program = case.compile()
     rows = program.rows
     sends = [i for i in range(len(program)) if rows.op[i] == Op.SEND]
-    found = Counter((int(rows.kind[i]), int(rows.rank[i]), int(rows.peer[i])) for i in sends)
-    assert {key: count for key, count in found.items() if key[0] in (Kind.X, Kind.G)} == dict(expected)
+    sent = Counter((int(rows.kind[i]), int(rows.rank[i]), int(rows.peer[i])) for i in sends)
+    assert {key: count for key, count in sent.items() if key[0] in (Kind.X, Kind.G)} == dict(expected)
     # A worker returns the gradient of a foreign stage once, after its last backward of it.
     foreign = {
         (s, rank)
@@ -97,9 +99,9 @@ def fewest_fetches(uses, slots):
 
 def assert_fewest_fetches(program):
     for rank in range(program.header.workers):
-        mine = program.instructions(rank)
-        uses = [i.stage for i in mine if i.op in COMPUTE and rank not in program.header.owners[i.stage]]
-        fetches = sum(i.op == Op.FETCH_W for i in mine)
+        listed = program.instructions(rank)
+        uses = [i.stage for i in listed if i.op in COMPUTE and rank not in program.header.owners[i.stage]]
+        fetches = sum(i.op == Op.FETCH_W for i in listed)
         assert fetches == fewest_fetches(uses, program.header.lowering["weight_slots"])
 
 

@@ -56,7 +56,7 @@ def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
         (1,),
     )
     assert header.graph.edges == ((0, 2), (1, 3)) and header.owners == ((0,), (1,), (2,), (3,))
-    assert header.tied == ((0, 1),)  # shards share what is not cut; a whole stage's are copies
+    assert header.tied == ((0, 1),)  # shards share what is not cut; a replicated stage's are copies
     assert header.groups == ((0, 1, 2, 3), (0, 1))
     assert listed(program, 1) == [
         '{"op": "FWD", "stage": 1, "mb": 0}',
@@ -94,11 +94,11 @@ def test_shards_and_parts_of_one_are_what_was_compiled_without():
 def test_parts_of_a_stage_run_one_behind_the_other():
     program = compiled("1f1b", 2, 3, tensor=1, parts=3)
     assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
-    whole = compiled("1f1b", 2, 3, tensor=1)
+    undivided = compiled("1f1b", 2, 3, tensor=1)
     for rank in range(2):
         order = [
             (op, 3 * s + p, b)
-            for op, s, b in jobs(whole, rank)
+            for op, s, b in jobs(undivided, rank)
             for p in (range(3) if op == Op.FWD else reversed(range(3)))
         ]
         assert jobs(program, rank) == order
@@ -118,17 +118,17 @@ def test_every_scheme_has_parts_and_shards(name):
 
 
 def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("def w(s, b, d, t):\n    return 3 - 2 * s - t, 3 - 2 * s - t\n\n\ndef n(s, b, d):\n    return b\n")
-    given = ("compile", mine, "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", tmp_path / "out.json")
-    assert run(*given) == (0, "", "")
+    path = tmp_path / "mine.py"
+    path.write_text("def w(s, b, d, t):\n    return 3 - 2 * s - t, 3 - 2 * s - t\n\n\ndef n(s, b, d):\n    return b\n")
+    command = ("compile", path, "--stages", 2, "--microbatches", 2, "--tensor", 2, "-o", tmp_path / "out.json")
+    assert run(*command) == (0, "", "")
     header = json.loads((tmp_path / "out.json").read_text())
     assert header["owners"] == [[3], [2], [1], [0]] and header["tensor"] == {"degree": 2, "whole": [1]}
     # Without t, of two workers; with one shard, t is 0.
-    mine.write_text(
+    path.write_text(
         "def w(s, b, d, *, workers):\n    return s % workers, s % workers\n\n\ndef n(s, b, d):\n    return b\n"
     )
-    assert run(*given, "--workers", 4).code == 0
+    assert run(*command, "--workers", 4).code == 0
     assert json.loads((tmp_path / "out.json").read_text())["owners"] == [[0], [1], [2], [3]]
 
 
@@ -173,11 +173,12 @@ def programs(draw, cases):
     case = draw(cases)
     T, P = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     S = case.sizes.stages
-    whole = sorted(draw(st.sets(st.integers(0, S * P - 1)))) if T > 1 else []
+    replicated = sorted(draw(st.sets(st.integers(0, S * P - 1)))) if T > 1 else []
     if T > 1:  # what a split stage gives is one sum
-        case = case._replace(apart=tuple(s for s in case.apart if s * P + P - 1 in whole))
+        shared = tuple(s for s in case.per_consumer if s * P + P - 1 in replicated)
+        case = case._replace(per_consumer=shared)
     if draw(st.booleans()):
-        return case.compile(tensor=T, parts=P, replicated_stages=whole)
+        return case.compile(tensor=T, parts=P, replicated_stages=replicated)
     shuffled = np.random.default_rng(draw(st.integers(0, 2**16)))
     jobs = case.compute.shape
     compute = np.array([shuffled.permutation(T + 1)[:T] for _ in range(np.prod(jobs[1:]))]).reshape(*jobs[1:], T)
@@ -189,10 +190,12 @@ def programs(draw, cases):
 
     scheme = Scheme(
         "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
-        split=len(case.cost) == 3, edges=case.edges, per_consumer=case.apart, by_shard=True,
+        split=len(case.cost) == 3, edges=case.edges, per_consumer=case.per_consumer, by_shard=True,
     )  # fmt: skip
     return compile(
-        scheme, case.sizes, Options(cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, replicated_stages=whole)
+        scheme,
+        case.sizes,
+        Options(cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, replicated_stages=replicated),
     )
 
 
@@ -344,17 +347,19 @@ def test_an_exchange_of_something_else_is_refused(run, refused, graph_file, judg
     sizes = ("--stages", 2, "--graph", graph_file(stages=4), "--microbatches", 1)
     assert run("compile", "1f1b", *sizes, "--tensor", 2, "-o", path).code == 0
     file = json.loads(path.read_text())
-    one = next(i for i in file["programs"][0] if i.get("buf") == "x.2.0" and i["op"] == "ALLREDUCE")
-    one |= edit
+    instruction = next(i for i in file["programs"][0] if i.get("buf") == "x.2.0" and i["op"] == "ALLREDUCE")
+    instruction |= edit
     if edit.get("buf") in ("x.6.0", "g.4.0"):  # defined where it is asked for, else that is what is wrong
-        whole = file["programs"][2]
+        replicated = file["programs"][2]
         at = next(
-            k for k, i in enumerate(whole) if i["op"] == ("FWD" if edit["buf"][0] == "x" else "BWD") and i["stage"] == 6
+            k
+            for k, i in enumerate(replicated)
+            if i["op"] == ("FWD" if edit["buf"][0] == "x" else "BWD") and i["stage"] == 6
         )
-        whole.insert(at + 1, dict(one))
-        one["buf"] = "x.2.0"
-        one["group"] = 1
-        whole[at + 1]["group"] = 2
+        replicated.insert(at + 1, dict(instruction))
+        instruction["buf"] = "x.2.0"
+        instruction["group"] = 1
+        replicated[at + 1]["group"] = 2
     words = "is not defined" if edit.get("buf") == "x.4.0" else words
     assert words in refused(judge(file)[0], 1)
 
@@ -376,7 +381,7 @@ def test_an_exchange_takes_what_a_ring_takes_and_the_rank_waits_for_it():
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha, beta, activation=size))
     ring = 2 * (T - 1) * (alpha + beta * size / T)
     numbers = simulation_numbers(program, run)
-    assert numbers["latency"] == pytest.approx(6 + ring)  # x of stage 0; the last stage is whole
+    assert numbers["latency"] == pytest.approx(6 + ring)  # x of stage 0; the last stage is replicated
     assert numbers["idle"]["reduction"] == pytest.approx(T * (ring + 2 * (T - 1) * alpha))  # and its tie's sum
     assert numbers["exchanges"] == {"sums": 1, "bytes": 2 * (T - 1) * size}
 
@@ -397,7 +402,7 @@ def test_other_commands_know_exchanges(run, graph_file, tmp_path):
     text = path.read_bytes()
     assert run("seal", path) == (0, "", "") and path.read_bytes() == text
     numbers = json.loads(run("stats", path, "--json").out)
-    assert numbers["exchanges"] == sum(one["exchanges"] for one in numbers["workers"]) // 2 == 10
+    assert numbers["exchanges"] == sum(worker["exchanges"] for worker in numbers["workers"]) // 2 == 10
     assert "exchanges" in run("stats", path).out and "sums 10" in run("simulate", path).out
     assert "4 workers, 8 stages (4 in 2 shards each), 2 microbatches" in run("draw", path).out
     assert run("draw", path, "-o", tmp_path / "a.html").code == 0

@@ -64,9 +64,9 @@ def test_first_and_last_stage_tied_in_every_scheme(scheme, execute):
     header, rows = program.header, program.rows
     assert header.tied == ((0, last),)
     owners = sorted({*header.owners[0], *header.owners[last]})
-    found = ties(program)
-    assert rows.rank[found].tolist() == owners
-    for row in found.tolist():
+    sums = ties(program)
+    assert rows.rank[sums].tolist() == owners
+    for row in sums.tolist():
         rank = int(rows.rank[row])
         assert header.groups[rows.peer[row]] == tuple(owners)
         own = [stage for stage in (0, last) if rank in header.owners[stage]]
@@ -83,10 +83,10 @@ def test_a_tie_adds_its_sum_and_changes_nothing_else(scheme):
     plain, program = compiled(scheme, []), compiled(scheme, [[0, sizes_of(scheme).stages - 1]])
     rest = taken(program, np.delete(np.arange(len(program)), ties(program)))
 
-    def lists(one):
+    def lists(program):
         return [
-            [(*i[:-1], one.header.groups[i.peer] if i.op in (Op.ALLREDUCE, Op.NORM) else i.peer) for i in part]
-            for part in map(one.instructions, range(one.header.workers))
+            [(*i[:-1], program.header.groups[i.group] if i.op in (Op.ALLREDUCE, Op.NORM) else i.peer) for i in part]
+            for part in map(program.instructions, range(program.header.workers))
         ]
 
     assert lists(rest) == lists(plain)
@@ -136,8 +136,8 @@ def test_there_may_be_more_ties_than_stages(execute):
 
 def everywhere(program, k):
     """The rows of all members that sum up tie k."""
-    found = ties(program)
-    return found[program.rows.stage[found] == k]
+    sums = ties(program)
+    return sums[program.rows.tie[sums] == k]
 
 
 def without(program, rows):
@@ -250,8 +250,8 @@ def test_a_tie_less_or_twice_is_refused(cases, data):
     damage, words = data.draw(st.sampled_from([(without, f"ALLREDUCE of t.{k} is missing"), (twice, "summed twice")]))
     assert words in refused(damage(program, rows), 5)
     if len(rows) > 1:
-        one = rows[[data.draw(st.integers(0, len(rows) - 1))]]
-        refused(damage(program, one), 5 if damage is twice else 6)
+        row = rows[[data.draw(st.integers(0, len(rows) - 1))]]
+        refused(damage(program, row), 5 if damage is twice else 6)
 
 
 @given(data=st.data())
@@ -288,12 +288,12 @@ def test_a_tie_behind_norm_is_refused(cases, data):
 def test_norm_waits_for_the_ring_of_a_tie(scheme, bytes_of_stages, ring):
     machine = Machine(alpha=0.5, beta=0.25, weight=bytes_of_stages)
     cost = {"F": 1, "B": 2}
-    plain, tied = (simulate(compiled(scheme, one), cost, machine).end.max() for one in ([], [[0, 3]]))
+    plain, tied = (simulate(compiled(scheme, ties), cost, machine).end.max() for ties in ([], [[0, 3]]))
     assert tied == plain + ring
 
 
 def test_a_tie_on_one_worker_takes_no_time():
     machine = Machine(alpha=0.5, beta=0.25, weight=8)
     cost = {"F": 1, "I": 1, "W": 1}
-    plain, tied = (simulate(compiled("zb-v", one), cost, machine).end.max() for one in ([], [[0, 7]]))
+    plain, tied = (simulate(compiled("zb-v", ties), cost, machine).end.max() for ties in ([], [[0, 7]]))
     assert tied == plain

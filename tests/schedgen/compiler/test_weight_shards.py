@@ -166,16 +166,16 @@ def test_two_uneven_stages_leave_every_worker_a_quarter():
     program = compiled("fsdp", sizes)
     weight = np.array([1_000_000, 123_456])
     zero = np.zeros(2, np.int64)
-    found = footprint(program, BufferSizes(zero, weight, weight, zero, zero, {}, 3 * weight))
-    assert found.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
+    memory = footprint(program, BufferSizes(zero, weight, weight, zero, zero, {}, 3 * weight))
+    assert memory.owned == pytest.approx([weight.sum()] * 4, rel=0.05)  # three copies and a gradient, a quarter each
     # Beside them the two stages as they are computed with, a gradient or two, and what is received of them.
-    assert (found.slots <= 4 * weight.sum() + 2 * weight.max()).all()
+    assert (memory.slots <= 4 * weight.sum() + 2 * weight.max()).all()
     owners = program.header.part_owners
     assert owners == ((0, 1, 2, 3), (1, 2, 3, 0)) and program.header.owners == ((0, 1, 2, 3),) * 2
     numbers = stats(program)
-    assert [one["weight_storage"] for one in numbers["workers"]] == [0.5] * 4
-    assert [one["receives"]["weight"] for one in numbers["workers"]] == [6] * 4
-    assert [one["receives"]["weight_gradient"] for one in numbers["workers"]] == [6] * 4
+    assert [worker["weight_storage"] for worker in numbers["workers"]] == [0.5] * 4
+    assert [worker["receives"]["weight"] for worker in numbers["workers"]] == [6] * 4
+    assert [worker["receives"]["weight_gradient"] for worker in numbers["workers"]] == [6] * 4
 
 
 def test_no_two_workers_ask_the_same_one_first():

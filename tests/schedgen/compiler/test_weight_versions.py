@@ -73,7 +73,7 @@ def test_a_straight_pipeline_uses_the_versions_of_the_papers_formulas(stages, up
         for late, most in zip(delay, numbers["versions"], strict=True):
             # Behind the step to version k: that one, and all older ones that microbatches from k on use.
             ahead = ({max(0, b - late) for b in range(k, microbatches)} for k in range(1, microbatches + 1))
-            assert most == max(1 + sum(v < k for v in one) for k, one in enumerate(ahead, start=1))
+            assert most == max(1 + sum(v < k for v in versions) for k, versions in enumerate(ahead, start=1))
             assert most == late + 1 or microbatches <= 2 * late
 
 
@@ -459,10 +459,10 @@ def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judg
 def slow(line, sizes):
     """What `validate_instruction.instruction` reads from a line, or None; only the writer's own spelling counts."""
     try:
-        found = instruction(json.loads(line), Limits(*sizes))
+        row = instruction(json.loads(line), Limits(*sizes))
     except (ValueError, RecursionError):
         return None
-    return found if str(found) == line else None
+    return row if str(row) == line else None
 
 
 def fast(line, sizes):

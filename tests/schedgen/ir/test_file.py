@@ -79,7 +79,7 @@ def test_one_instruction_more_is_one_line_more(cases, data):
 COMPILE_ALL = """
 import json, sys
 from schedgen.cli.main import main
-sys.exit(any([main(one) for one in json.load(sys.stdin)]))
+sys.exit(any([main(command) for command in json.load(sys.stdin)]))
 """
 
 
@@ -217,7 +217,7 @@ def test_huge_sizes_take_no_memory(small, key, command, run, refused, tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 10**9 / 8  # one bit for each of them would be more
+    assert peak < 10**9 / 8  # a bit for each of them would be more
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"{}", b"[]", b"null", b"\xff\xfe\0", b"[" * 100_000, b"1" * 5000])

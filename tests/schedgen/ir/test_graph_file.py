@@ -29,8 +29,8 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
     assert judge(file)[0].code == 0
     for wrong, right in (("x.0.0", "x.0.0.3"), ("x.0.0.2", "x.0.0.3"), ("x.1.0.2", "x.1.0")):
         program = json.loads(json.dumps(file["programs"]).replace(f'"{right}"', f'"{wrong}"'))
-        found, _ = judge({**file, "programs": program})
-        assert found.code == 1 and f"{wrong} is asked for, but there is no such buffer (rule 2" in found.err
+        result, _ = judge({**file, "programs": program})
+        assert result.code == 1 and f"{wrong} is asked for, but there is no such buffer (rule 2" in result.err
     del file["apart"]
     assert judge(file)[0].code == 1
 
@@ -96,9 +96,9 @@ def test_a_graph_says_what_shards_compute_alike_and_how_many_layers_stages_have(
 
 
 def test_a_graph_without_edges_leaves_a_scheme_its_own(run, graph_file, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("edges = [(0, 2), (1, 2)]\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b\n")
+    scheme = tmp_path / "mine.py"
+    scheme.write_text("edges = [(0, 2), (1, 2)]\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b\n")
     for graph, edges in (({}, ((0, 2), (1, 2))), ({"edges": [[0, 1], [1, 2]]}, ((0, 1), (1, 2)))):
         path = graph_file(stages=3, **graph)
-        out = run("compile", mine, "--graph", path, "--microbatches", 2, "-o", "-").out
+        out = run("compile", scheme, "--graph", path, "--microbatches", 2, "-o", "-").out
         assert parse(out, "-").header.graph.edges == edges

@@ -18,7 +18,7 @@ def n(s, b, d):
 
 @pytest.fixture
 def scheme(tmp_path):
-    """Write a scheme file: the good one, with the given definitions behind it."""
+    """Write a scheme file: the good one, with definitions behind it."""
 
     def scheme(text="", base=GOOD, name="mine"):
         path = tmp_path / f"{name}.py"
@@ -134,7 +134,7 @@ def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
     assert "dir.py" in refused(compiled(tmp_path / "dir.py"), 2)
 
 
-# The conditions under which each scheme's w is defined [seed, "Formal definitions"], at S = 4, B = 4.
+# The conditions under which each scheme's w is defined [Rahimi 2025, "Formal definitions"], at S = 4, B = 4.
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -241,7 +241,7 @@ def test_a_scheme_file_leaves_nothing_behind(scheme, compiled, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
-def test_the_seeds_definitions_are_one_liners(scheme, compiled, golden):
+def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
     """A user's file with the paper's formula of lpp compiles to the built-in scheme's instructions."""
     path = scheme(
         base="",
@@ -252,5 +252,5 @@ def test_the_seeds_definitions_are_one_liners(scheme, compiled, golden):
         def n(s, b, d): return b * 2 * S + s * (d == 0) + (2 * S - 1 - s) * (d == 1)
         """,
     )
-    mine = json.loads(compiled(path, "--workers", 4, microbatches=8).out)
-    assert mine["programs"] == json.loads(golden["lpp"])["programs"]
+    own = json.loads(compiled(path, "--workers", 4, microbatches=8).out)
+    assert own["programs"] == json.loads(golden["lpp"])["programs"]
