@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
-from schedgen.analysis.liveness import Lifetimes, Memory, MemoryTimeline, follow_buffers
+from schedgen.analysis.lifetimes import Lifetimes, Memory, MemoryTimeline, follow_buffers
 from schedgen.analysis.messages import Messages, match_messages
 from schedgen.analysis.waits import Waits, wait_graph
 from schedgen.ir.effects import Accesses, accesses

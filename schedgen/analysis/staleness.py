@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.analysis.liveness import Lifetimes
+from schedgen.analysis.lifetimes import Lifetimes
 from schedgen.ir.effects import Buffer
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.liveness import Lifetimes
+from schedgen.analysis.lifetimes import Lifetimes
 from schedgen.analysis.messages import Messages, entries
 from schedgen.ir.instructions import Ints, Numbers
 from schedgen.ir.program import Program

@@ -1,8 +1,8 @@
-"""Rules 2 and 7: every buffer is defined before it is used and ended once, as `analysis.liveness` has followed it."""
+"""Rules 2 and 7: every buffer is defined before it is used and ended once, as `analysis.lifetimes` has followed it."""
 
 from __future__ import annotations
 
-from schedgen.analysis.liveness import AGAIN, LEFT, NOTHING, OWNED, TWICE, UNDEFINED, Fault
+from schedgen.analysis.lifetimes import AGAIN, LEFT, NOTHING, OWNED, TWICE, UNDEFINED, Fault
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import Buffer, numbers_per_size
 from schedgen.ir.instructions import Kind, buffer_name

@@ -15,18 +15,18 @@ github.com/mlcommons/chakra, version 1.0.0.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from schedgen.analysis.subject import Subject
-from schedgen.checker.messages import rule_3
+from schedgen.analysis import analyse
 from schedgen.ir.cost import Amount
+from schedgen.ir.effects import RECEIVERS, SENDERS, Effect
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, EXCHANGED, VERSIONED, Instruction, Kind, Op
+from schedgen.ir.instructions import EXCHANGED, Instruction, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import event_name
 from schedgen.simulator.machine import Machine
@@ -60,7 +60,8 @@ _SCHEMA = {
 }
 _WIDE = ("comm_size", "comm_type")  # attributes of 64 bits
 
-Name = tuple[Any, ...]
+_WRITES = (Effect.DEFINE, Effect.RECEIVE)  # needs nothing that is there
+_UPDATES = (Effect.ADD, Effect.CHANGE)
 
 
 def chakra_traces(
@@ -74,7 +75,7 @@ def chakra_traces(
     messages = _messages()
     table, run = program.rows, simulate(program, cost, machine)
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
-    sends, receives = rule_3(Subject(program, ""))
+    sends, receives, _ = analyse(program).messages
     size, tag = run.message_bytes.copy(), np.zeros(len(program), np.int64)
     pair = table.rank[sends].astype(np.int64) * program.header.workers + table.peer[sends]
     order = np.lexsort((sends, pair))
@@ -86,7 +87,7 @@ def chakra_traces(
     for rank, (start, stop) in enumerate(pairwise(program.bounds.tolist())):
         columns = (column[start:stop].tolist() for column in (begin, length, size, tag))
         instructions = program.instructions(rank)
-        nodes = zip(instructions, dependencies(program.header, instructions), *columns, strict=True)
+        nodes = zip(instructions, dependencies(program, rank), *columns, strict=True)
         out = BytesIO()
         _put(out, messages["GlobalMetadata"](version=VERSION))
         for index, (i, edges, *numbers) in enumerate(nodes):
@@ -97,90 +98,42 @@ def chakra_traces(
     yield ".groups.json", f"{json.dumps(groups)}\n".encode()
 
 
-def dependencies(header: Header, listed: Sequence[Instruction]) -> Iterator[tuple[list[int], list[int]] | None]:
+def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
     """For every instruction of a rank's list the places of those it needs: (data, control); None for FREE."""
-    defined: dict[Name, int] = {}
-    sent: dict[Name, list[int]] = {}  # SENDs that may still be under way
+    start, stop = program.bounds[rank : rank + 2].tolist()
+    accesses = analyse(program).accesses
+    first = accesses.first[start : stop + 1].tolist()
+    touched = slice(first[0], first[-1])
+    effects = accesses.effect[touched].tolist()
+    buffers = list(zip(accesses.buffer[touched].tolist(), accesses.number[touched].tolist(), strict=True))
+    defined: dict[tuple[int, int], int] = {}
+    sent: dict[tuple[int, int], list[int]] = {}  # SENDs that may still be under way
     received: set[int] = set()
     reductions: list[int] = []
-    behind: list[int] = []  # the last that blocked, and what a FREE or SEND since then waited for
-    for at, i in enumerate(listed):
-        reads, writes = _operands(header, i)
+    blocking: list[int] = []  # the last instruction that blocked, and the SENDs that a FREE or STEP since waited for
+    for place, i in enumerate(program.instructions(rank)):
+        does = [(effects[k - first[0]], buffers[k - first[0]]) for k in range(first[place], first[place + 1])]
         if i.op in (Op.FREE, Op.STEP):
-            behind += sent.pop(reads[0], [])
+            for effect, buffer in does:
+                blocking += sent.pop(buffer, []) if effect in (Effect.END, Effect.CHANGE) else []
         if i.op == Op.FREE:
-            defined.pop(reads[0], None)
+            defined.pop(does[0][1], None)
             yield None
             continue
-        data = {defined[name] for name in reads if name in defined}
+        data = {defined[buffer] for effect, buffer in does if effect not in _WRITES and buffer in defined}
         if i.op == Op.NORM:
             data.update(reductions)
-        yield sorted(data), sorted(set(behind) - data)
-        if i.op == Op.SEND:
-            sent.setdefault(reads[0], []).append(at)
-            behind += data & received  # it passes on what comes in
+        yield sorted(data), sorted(set(blocking) - data)
+        if i.op in SENDERS:
+            sent.setdefault(does[0][1], []).append(place)
+            blocking += data & received  # it passes on what comes in
         elif i.op == Op.ALLREDUCE and i.kind not in EXCHANGED:
-            reductions.append(at)
-        elif i.op in (Op.RECV, Op.FETCH_W):
-            received.add(at)
+            reductions.append(place)
+        elif i.op in RECEIVERS:
+            received.add(place)
         else:
-            behind = [at]
-        defined.update(dict.fromkeys(writes, at))
-
-
-def _operands(header: Header, i: Instruction) -> tuple[list[Name], list[Name]]:
-    """What an instruction reads, and what it defines or changes."""
-    s, b = i.stage, i.mb
-    version = i.peer if i.op in (*VERSIONED, Op.FREE) else -1
-    weights, gradient, saved, half = (Kind.W, s, version, i.via), (Kind.DW, s, i.via), ("saved", s, b), ("half", s, b)
-    sums = [(Kind.DW, s, part) for part in header.weight_shards.parts(s)] if s >= 0 and i.kind != Kind.T else []
-    inputs: list[Name] = []
-    back: list[Name] = []
-    given: list[Name] = []
-    if i.op in COMPUTE:
-        inputs = [
-            *((Kind.W, s, version, part) for part in header.weight_shards.parts(s)),
-            *((Kind.X, p, b, header.graph.output_consumer(p, s)) for p in header.graph.producers[s]),
-        ]
-        back = [
-            *inputs,
-            saved,
-            *((Kind.G, s, b, header.graph.gradient_consumer(s, c)) for c in header.graph.consumers[s]),
-        ]
-        given = [(Kind.G, p, b, header.graph.gradient_consumer(p, s)) for p in header.graph.producers[s]]
-    named: Name = (i.kind, s, i.via)
-    if i.kind in (Kind.X, Kind.G):
-        named = (i.kind, s, b, i.via)
-    elif i.kind == Kind.W:
-        named = weights
-    partial: Name = ("partial", s, i.via, i.peer)
-    match i.op:
-        case Op.FWD:
-            return inputs, [*((Kind.X, s, b, via) for via in header.graph.output_consumers(s)), saved]
-        case Op.RECOMPUTE:
-            return inputs, [saved]
-        case Op.BWD:
-            return [*back, *sums], [*given, *sums]
-        case Op.BWD_I:
-            return back, [*given, half]
-        case Op.BWD_W:
-            return [*back, half, *sums], [*sums]
-        case Op.RECV | Op.FETCH_W:
-            return [], [partial if i.kind == Kind.DW else named]
-        case Op.SEND | Op.FREE:
-            return [named], []
-        case Op.ADD:
-            return [gradient, partial], [gradient]
-        case Op.ALLREDUCE if i.kind == Kind.T:
-            summed: list[Name] = [(Kind.DW, stage, -1) for stage in header.tied[s]]
-            return summed, summed
-        case Op.ALLREDUCE if i.kind in EXCHANGED:
-            return [named], [named]
-        case Op.ALLREDUCE:
-            return [gradient], [gradient]
-        case Op.STEP:
-            return [(Kind.W, s, max(version - 1, -1), i.via), gradient], [weights]
-    return [], []  # NORM
+            blocking = [place]
+        defined.update({buffer: place for effect, buffer in does if effect in (*_WRITES, *_UPDATES)})
 
 
 def _node(

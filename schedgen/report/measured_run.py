@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.subject import Numbers
 from schedgen.ir.cost import DIRECTION
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import COMPUTE, Op
+from schedgen.ir.instructions import COMPUTE, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import CAUSES, MEASURED, SIMULATED, Timeline, Times, measured_timelines
 from schedgen.util.errors import RefusedFile, clip

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from schedgen.analysis.subject import Numbers
-from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.instructions import Kind, Numbers, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
 from schedgen.report.draw.figure_style import HATCH_OPACITY, HATCHES, LABEL, SMALL, text_width
 from schedgen.report.draw.scene import Scene, format_time

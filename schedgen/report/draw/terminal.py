@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis.subject import Numbers
+from schedgen.ir.instructions import Numbers
 from schedgen.report.draw.colours import LOOKS, colours
 from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
 from schedgen.simulator.time_breakdown import SHARES

@@ -579,7 +579,7 @@ def test_a_chakra_node_depends_on_the_step_that_made_its_version(updates):
     for rank in range(program.header.workers):
         listed = program.instructions(rank)
         made = {(i.stage, i.peer): at for at, i in enumerate(listed) if i.op == Op.STEP}
-        for i, edges in zip(listed, dependencies(program.header, listed), strict=True):
+        for i, edges in zip(listed, dependencies(program, rank), strict=True):
             if i.op in (Op.FWD, Op.BWD) and i.peer:
                 others = {at for key, at in made.items() if key != (i.stage, i.peer)}
                 assert made[i.stage, i.peer] in edges[0] and not others & set(edges[0])
