@@ -6,20 +6,12 @@ does not depend on it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from schedgen.analysis import Waits as Waits
+from schedgen.analysis import Waits
 from schedgen.checker.proof import Proof
 from schedgen.ir.instructions import Ints, Numbers
 from schedgen.util.jit import kernel
-
-
-def waits(subject: Any, found: Any, pairs: Any) -> Waits:
-    waits: Waits = subject.analysis.waits
-    return waits
-
 
 SHOWN = 4  # rows of a circle that are named
 

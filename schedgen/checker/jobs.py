@@ -9,6 +9,7 @@ from schedgen.ir.instructions import B, Ints, Op, W
 
 
 def rule_1(proof: Proof) -> None:
+    """Every job exactly once, on the worker that the header's `compute` names."""
     compute = proof.header.compute
     split = len(compute) == 3
     wanted = (Op.FWD, Op.BWD_I, Op.BWD_W) if split else (Op.FWD, Op.BWD)

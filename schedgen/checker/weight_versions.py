@@ -7,22 +7,13 @@ every gradient is in exactly one update, at every owner.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from schedgen.analysis.staleness import staleness as staleness_
-from schedgen.analysis.staleness import versions_held
 from schedgen.checker.gradient_sums import norms
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS, Buffer, Effect
 from schedgen.ir.instructions import COMPUTE, F, Kind, Numbers, Op
 from schedgen.ir.weight_versions import VERTICAL
-
-
-def staleness(subject: Any) -> tuple[list[int], list[int]]:
-    found = subject.analysis.lifetimes
-    return versions_held(subject.program, found), staleness_(subject.program)
 
 
 class Steps:
