@@ -18,6 +18,7 @@ Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def free(program: Program) -> Program:
+    """Insert the FREEs. Where weights have versions, every dw has been freed with its STEP."""
     header, table = program.header, program.rows
     stages, batches = header.stages, header.microbatches
     ends = np.array(header.graph.edges, np.int64).reshape(-1, 2)
