@@ -104,7 +104,7 @@ def test_the_table_and_the_plot_say_the_same(small, run, tmp_path):
     for line, row in zip(lines[1 : count + 1], small["schemes"], strict=True):
         best, name, latency = re.match(r"(\*| )  (\S+(?: G=\d)?) +(\S+)", line).groups()
         assert (best == "*", name, float(latency)) == (row["best"], label(row), row["latency"])
-    assert [line.split(": ")[1] for line in lines[count + 2 :]] == [one["scheme"] for one in small["left_out"]]
+    assert [line.split(": ")[1] for line in lines[count + 2 :]] == [scheme["scheme"] for scheme in small["left_out"]]
     tree = ET.parse(path)
     assert tree.getroot().tag.endswith("svg")
     words = " ".join("".join(text.itertext()) for text in tree.iter() if text.tag.endswith("text"))
