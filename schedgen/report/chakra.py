@@ -99,7 +99,7 @@ def chakra_traces(
 
 
 def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
-    """For every instruction of a rank's list the places of those it needs: (data, control); None for FREE."""
+    """For each instruction of a rank's list the indices of those it needs: (data, control); None for a FREE."""
     start, stop = program.bounds[rank : rank + 2].tolist()
     accesses = analyse(program).accesses
     first = accesses.first[start : stop + 1].tolist()
@@ -142,10 +142,10 @@ def _node(
 ) -> Any:  # fmt: skip
     attributes: dict[str, bool | int | str] = {"is_cpu_op": False}
     kind = COMP_NODE
-    if i.op == Op.SEND:
+    if i.op in SENDERS:
         kind = SEND_NODE
         attributes |= {"comm_src": rank, "comm_dst": i.peer, "comm_size": size, "comm_tag": tag}
-    elif i.op in (Op.RECV, Op.FETCH_W):
+    elif i.op in RECEIVERS:
         kind = RECV_NODE
         attributes |= {"comm_src": i.peer, "comm_dst": rank, "comm_size": size, "comm_tag": tag}
     elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.peer]) > 1:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import CAUSES, Timeline
 
@@ -58,7 +58,7 @@ def trace_file(events: Sequence[dict[str, Any]]) -> bytes:
 
 def event_name(i: Instruction) -> str:
     """The opcode and its operand: FWD 0 3, SEND x.0.3, STEP 2."""
-    if i.kind > 0:
+    if i.kind != Kind.NONE:
         return f"{Op(i.op).name} {i.buffer}"
     shard = f"/{i.via}" if i.via >= 0 else ""
     return " ".join([Op(i.op).name, *(str(part) for part in (i.stage, i.mb) if part >= 0)]) + shard

@@ -5,7 +5,7 @@ const patterns = {};
 function hatch(kind, ratio) {
   if (patterns[kind]) return patterns[kind];
   const size = Math.round(6 * ratio), tile = new OffscreenCanvas(size, size), c = tile.getContext("2d");
-  c.strokeStyle = c.fillStyle = "#1c2430";
+  c.strokeStyle = c.fillStyle = INK;
   c.globalAlpha = 0.26;
   c.lineWidth = ratio;
   c.beginPath();

@@ -44,7 +44,7 @@ function position(scene, row) {
 function waitText(scene, row) {
   const { gap, first, awaited, cause } = scene, say = value => formatTime(value, scene.seconds), sender = awaited[row];
   let what = cause[row] < 0 ? "" : ` for ${causes[cause[row]]}`;
-  if (sender >= 0 && cause[row] < 4)
+  if (sender >= 0 && cause[row] < causes.indexOf("send"))  // the causes before are kinds of messages
     what = ` for ${bufferName(scene, sender)} of worker ${scene.rank[sender]} (line ${lineOf(scene, sender)})`;
   const parts = [[scene.early[row], first[row]], [scene.late[row], gap[row] - first[row]]].filter(part => part[1] > 0);
   const listed = parts.map(([share, length]) => `${shares[share]} ${say(length)}`).join(", ");
@@ -116,10 +116,11 @@ function drawPointer() {
 
 /** The messages a job uses, and those that carry on what it computed. */
 function messagesOf(scene, job) {
-  const [name] = operands[scene.op[job]], kind = kinds.indexOf(name === "FWD" ? "x" : "g"), rank = scene.rank[job];
+  const [name] = operands[scene.op[job]], forward = name === "FWD", kind = kinds.indexOf(forward ? "x" : "g");
+  const rank = scene.rank[job];
   return messagesWhere(scene, (row, user) => user === job
     || row > job && scene.rank[row] === rank && scene.kind[row] === kind && scene.mb[row] === scene.mb[job]
-    && (kind === 1 ? scene.stage[row] === scene.stage[job] : scene.stage[row] < scene.stage[job])
+    && (forward ? scene.stage[row] === scene.stage[job] : scene.stage[row] < scene.stage[job])
     && jobBefore(scene, row, name) === job);
 }
 
