@@ -59,7 +59,7 @@ test: launcher
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests
 
 test-crash: launcher
-	$(BIN)/python tests/helpers/crash.py --count 50
+	$(BIN)/python tests/helpers/kill_and_resume.py --count 50
 
 test-check: venv
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/checker/test_check_rules.py -k false_alarm

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from waiting import Waiting
+from standing_launch import StandingLaunch
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("README.md", "schedgen/README.md", "mpirun/README.md")
@@ -64,11 +64,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def four(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
     """`mpiexec -n 4 python -m mpirun ARGUMENTS`: the first launched by itself, the others in a launch they share."""
     copy, environment = place
-    waiting: list[Waiting] = []
+    waiting: list[StandingLaunch] = []
 
     def four(command: str) -> Done:
         if not waiting:
-            waiting.append(Waiting(4, environment, tmp_path_factory.mktemp("launch"), copy))
+            waiting.append(StandingLaunch(4, environment, tmp_path_factory.mktemp("launch"), copy))
             return shell(command.replace("mpiexec", environment["MPIEXEC"], 1), place)
         return Done(*waiting[0].run(shlex.split(command.removeprefix(TRAIN)), 300))
 

@@ -13,21 +13,23 @@ MARKER = "MPIRUN_TEST_LAUNCH"  # an environment variable that every process of a
 
 
 def mpiexec() -> list[str]:
+    """The launcher and its options."""
     return shlex.split(os.environ.get("MPIEXEC") or shlex.quote(str(Path(sys.executable).with_name("mpiexec"))))
 
 
 def environment(marker: str, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a launch that `processes(marker)` finds."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, **(more or {}), MARKER: marker}
 
 
 def processes(marker: str) -> dict[int, list[str]]:
     """The processes of one launch that are still there, with their command lines."""
-    found = {}
+    command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
-                found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+                command_lines[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
         except OSError:  # gone, or another user's
             continue
-    return found
+    return command_lines

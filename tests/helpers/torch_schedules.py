@@ -8,20 +8,21 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 
-class Stage:
+class TorchStage:
     """As much of torch's stage as its schedules ask for before they run."""
 
     is_first = is_last = has_backward = True
     group = submod = None
 
     def __init__(self, ranks: int, index: int, stages: int) -> None:
+        """Stage `index` of `stages` on rank 0; torch's names."""
         self.group_rank, self.group_size, self.stage_index, self.num_stages = 0, ranks, index, stages
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 
 def schedule(name: str, ranks: int, microbatches: int) -> Any:
     """The schedule of a class with two stages a rank."""
-    stages = [Stage(ranks, index, 2 * ranks) for index in range(2)]
+    stages = [TorchStage(ranks, index, 2 * ranks) for index in range(2)]
     return getattr(schedules, name)(stages, microbatches, loss_fn=lambda *_: None)
 
 

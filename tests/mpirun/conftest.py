@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 
 import pytest
 from processes import ROOT, environment, mpiexec, processes
-from waiting import Waiting
+from standing_launch import StandingLaunch
 
 from schedgen.cli.main import main as schedgen
 
 HERE = Path(__file__).parents[1] / "helpers"
 
 
-class Result(NamedTuple):
+class LaunchResult(NamedTuple):
+    """How a launch ended."""
+
     code: int
     out: str
     err: str
@@ -42,7 +44,7 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LaunchResult]:
     """`mpiexec -n RANKS python -m mpirun ARGUMENTS`, in the folder of models_for_tests.py.
 
     ranks=None: without mpiexec. program: what follows `python` instead of `-m mpirun`.
@@ -55,7 +57,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
         program: Sequence[str] = ("-m", "mpirun"),
         env: dict[str, str] | None = None,
         limit: float = 300,
-    ) -> Result:
+    ) -> LaunchResult:
         marker = uuid.uuid4().hex
         command = [] if ranks is None else [*mpiexec(), "-n", str(ranks)]
         command += [sys.executable, *program, *map(str, arguments)]
@@ -83,7 +85,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
                 job.wait()
         stdout, stderr = (folder / "out").read_text(), (folder / "err").read_text()
         assert code is not None, f"still running after {limit} s: {shlex.join(command)}\n{stdout}\n{stderr}"
-        return Result(code, stdout, stderr, seconds, ended, marker)
+        return LaunchResult(code, stdout, stderr, seconds, ended, marker)
 
     return launch
 
@@ -101,11 +103,11 @@ MOST = 100  # runs of one launch: what a run leaves behind, communicators and al
 
 @pytest.fixture(scope="session")
 def in_one_launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """What programs/several.py says of each of a list of runs, one after the other in one launch.
+    """What programs/run_server.py answers to each of a list of runs, one after the other in one launch.
 
     The launch is one that has done others before, unless it should be `fresh`.
     """
-    launches: dict[object, Waiting] = {}
+    launches: dict[object, StandingLaunch] = {}
 
     def in_one_launch(
         ranks: int, runs: Sequence[Any], limit: float = 300, env: dict[str, str] | None = None, fresh: bool = False
@@ -114,15 +116,15 @@ def in_one_launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
         if key in launches and (fresh or launches[key].runs + len(runs) > MOST):
             launches.pop(key).close()
         if key not in launches:
-            launches[key] = Waiting(ranks, env, tmp_path_factory.mktemp("launch"))
-        waiting = launches.pop(key)  # back only where all went well
-        results = [waiting.run(run, limit) for run in runs]
-        launches[key] = waiting
+            launches[key] = StandingLaunch(ranks, env, tmp_path_factory.mktemp("launch"))
+        launch = launches.pop(key)  # back only where all went well
+        results = [launch.run(run, limit) for run in runs]
+        launches[key] = launch
         return results
 
     yield in_one_launch
-    for waiting in launches.values():
-        waiting.close()
+    for launch in launches.values():
+        launch.close()
 
 
 @pytest.fixture(scope="session")
@@ -130,8 +132,9 @@ def mistakes(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ende
     """Runs of mpirun none of which ends well."""
 
     def mistakes(ranks: int, runs: Sequence[Sequence[object]], env: dict[str, str] | None = None) -> list[Ended]:
-        ended = [Ended(*one) for one in in_one_launch(ranks, [list(map(str, run)) for run in runs], env=env)]
-        assert not any("Traceback" in one.out + one.err for one in ended)
+        results = in_one_launch(ranks, [list(map(str, run)) for run in runs], env=env)
+        ended = [Ended(*result) for result in results]
+        assert not any("Traceback" in run.out + run.err for run in ended)
         return ended
 
     return mistakes
@@ -158,18 +161,18 @@ class Seen(NamedTuple):
     @property
     def differences(self) -> dict[str, float]:
         """What --verify printed: the largest relative difference of losses, gradients and parameters."""
-        found = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", self.out, re.M))
-        assert set(found) == {"losses", "gradients", "parameters"}, self.out
-        return {what: float(size) for what, size in found.items()}
+        sizes = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", self.out, re.M))
+        assert set(sizes) == {"losses", "gradients", "parameters"}, self.out
+        return {what: float(size) for what, size in sizes.items()}
 
 
 @pytest.fixture(scope="session")
 def inside(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Seen]]:
-    """Runs of mpirun, each an object as programs/inside.py takes them."""
+    """Runs of mpirun, each an object as programs/inspected_run.py takes them."""
 
     def inside(ranks: int, runs: Sequence[dict[str, Any]]) -> list[Seen]:
-        runs = [{**one, "arguments": list(map(str, one["arguments"]))} for one in runs]
-        return [Seen(*one) for one in in_one_launch(ranks, runs)]
+        runs = [{**run, "arguments": list(map(str, run["arguments"]))} for run in runs]
+        return [Seen(*result) for result in in_one_launch(ranks, runs)]
 
     return inside
 
@@ -213,13 +216,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def left_behind() -> Callable[[Result], list[int]]:
+def left_behind() -> Callable[[LaunchResult], list[int]]:
     """The processes of a launch that are still there after a grace of 2 s for the kernel to reap them."""
 
-    def left_behind(result: Result) -> list[int]:
+    def left_behind(result: LaunchResult) -> list[int]:
         deadline = time.monotonic() + 2
-        while (found := list(processes(result.marker))) and time.monotonic() < deadline:
+        while (left := list(processes(result.marker))) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return found
+        return left
 
     return left_behind

@@ -15,6 +15,7 @@ write_file = disk_format.write_file
 
 
 def when_full(directory, step, kind, rank, entries):
+    """As `write_file`, with a limit on the size of files in step 3."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step == 3 else soft, hard))
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models_for_tests import dropping_layers
-from runs import same, weights
+from run_results import same, weights
 
 STEPS = 6
 COMMON = ["--steps", STEPS, "--canonical", "--clip", 1, "--lr-schedule", "cosine", "--threads", 1]

@@ -8,7 +8,7 @@ from mpirun.comm.clocks import ClockReading, as_rank_0_times
 
 
 def test_clocks(launch):
-    result = launch(3, program=["-m", "mpi4py", "programs/clocks.py"])
+    result = launch(3, program=["-m", "mpi4py", "programs/check_clocks.py"])
     assert result.out.splitlines() == [
         "holds: one clock is found the same",
         "holds: one clock is left as it is",

@@ -3,7 +3,7 @@
 These claims are about time, so each is a ratio within one launch, of medians
 over many turns, and asks for much less than what is measured: a wait takes
 about a tenth of a core, and of a message of 16 MiB behind a computation of 40 ms
-nothing is left to wait for. programs/progress.py measures.
+nothing is left to wait for. programs/measure_waits.py measures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FASTEST = 2**24 / 20e9  # seconds for 16 MiB through memory: what takes less was
 
 @pytest.fixture(scope="module")
 def measured(launch) -> dict[str, Any]:
-    result = launch(4, program=["-m", "mpi4py", "programs/progress.py"])
+    result = launch(4, program=["-m", "mpi4py", "programs/measure_waits.py"])
     assert result.code == 0, result.err
     return json.loads(result.out)
 

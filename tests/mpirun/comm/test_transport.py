@@ -2,7 +2,7 @@
 
 On memory that MPI may touch at once, and on a device that does its work late,
 with and without a copy in host memory. What is checked, and on which ranks,
-stands in programs/transport.py.
+stands in programs/check_transport.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLAIMS = (
 @pytest.fixture(scope="module")
 def ran(launch):
     """`python -m mpi4py` ends all ranks if one fails."""
-    return launch(3, program=["-m", "mpi4py", "programs/transport.py"])
+    return launch(3, program=["-m", "mpi4py", "programs/check_transport.py"])
 
 
 @pytest.mark.parametrize("how", ["at once", "late", "late and staged"])

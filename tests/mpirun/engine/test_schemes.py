@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import DEPTH_FIRST, GPT, MLP, differences
+from run_results import DEPTH_FIRST, GPT, MLP, differences
 
 GOLDEN = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import DEPTH_FIRST, GPT, MLP, differences, same, weights
+from run_results import DEPTH_FIRST, GPT, MLP, differences, same, weights
 
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.weight_shards import part_slices, pieces
@@ -85,7 +85,7 @@ def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
 def owned(launch, schedules, text):
     """By rank, the bytes that it owns."""
     arguments = [schedules["two stages on four"], "--model", "mpirun.models.gpt:tiny", "--text", text, "--steps", 1]
-    result = launch(4, *arguments, program=("-m", "mpi4py", "programs/owned.py"))
+    result = launch(4, *arguments, program=("-m", "mpi4py", "programs/owned_bytes.py"))
     assert result.code == 0, result.err
     return json.loads(result.out.splitlines()[-1])
 

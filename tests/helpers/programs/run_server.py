@@ -1,7 +1,7 @@
-"""Runs of mpirun in one job. The argument is a FIFO with a JSON value a line: what inside.py takes, or a list.
+"""Runs of mpirun in one launch, as they are requested. The argument is a FIFO with a request a line, in JSON.
 
-A list is arguments. Of such a run rank 0 prints its exit code, the same on all ranks,
-its stdout, and the stderr of all ranks.
+A request is an object that inspected_run.py takes, or a list: the arguments of mpirun. Of such a run rank 0 prints the
+exit code, the same on all ranks, the stdout, and the stderr of all ranks.
 """
 
 import contextlib
@@ -20,21 +20,22 @@ from mpirun.cli.main import main
 WORLD = MPI.COMM_WORLD
 
 
-class Heard(io.StringIO):
+class CopiedErrors(io.StringIO):
     """Keeps what is written, and passes it on: a run that dies takes this program along."""
 
     def write(self, text: str) -> int:
+        """As to any file."""
         sys.__stderr__.write(text)
         return super().write(text)
 
 
-def asked(file: str) -> Iterator[Any]:
-    """What is asked of rank 0. The others sleep until then."""
+def requests(file: str) -> Iterator[Any]:
+    """The requests, which rank 0 reads. The others sleep until then."""
     with Path(file).open() if WORLD.rank == 0 else contextlib.nullcontext() as lines:
         while True:
             line = lines.readline() if lines is not None else None
-            request = WORLD.Ibarrier()
-            while not request.Test():
+            barrier = WORLD.Ibarrier()
+            while not barrier.Test():
                 time.sleep(0.01)
             if not (line := WORLD.bcast(line)):
                 return
@@ -42,7 +43,8 @@ def asked(file: str) -> Iterator[Any]:
 
 
 def command(arguments: list[str]) -> list[Any]:
-    out, err = io.StringIO(), Heard()
+    """A run: its exit code, its stdout, its stderr. Collective."""
+    out, err = io.StringIO(), CopiedErrors()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
     codes = WORLD.allgather(code)
@@ -53,12 +55,12 @@ def command(arguments: list[str]) -> list[Any]:
 
 
 sys.path.insert(0, str(Path.cwd()))
-for request in asked(sys.argv[1]):
+for request in requests(sys.argv[1]):
     if isinstance(request, list):
         result = command(request)
     else:
-        import inside
+        import inspected_run
 
-        result = inside.execute(request)
+        result = inspected_run.execute(request)
     if WORLD.rank == 0:
         print(f"run: {json.dumps(result)}", flush=True)

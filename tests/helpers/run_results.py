@@ -13,16 +13,18 @@ from safetensors.torch import load_file
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """All entries of a checkpoint, read with the library alone; optimizer's under other names."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for part in manifest["parts"]:
         entries = load_file(folder / part["name"])
         assert sorted(entries) == sorted(part["entries"])
-        assert not found.keys() & entries.keys()
-        found |= entries
-    return found
+        assert not values.keys() & entries.keys()
+        values |= entries
+    return values
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two checkpoints have the same entries with the same bits."""
+
     def bits(value: torch.Tensor) -> tuple[torch.dtype, bytes]:
         return value.dtype, value.reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -39,6 +41,6 @@ DEPTH_FIRST = """
 
 def differences(out: str) -> dict[str, float]:
     """What --verify printed: the largest relative difference of losses, gradients and parameters."""
-    found = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", out, re.M))
-    assert set(found) - {"updates"} == {"losses", "gradients", "parameters"}, out
-    return {what: float(size) for what, size in found.items()}
+    sizes = dict(re.findall(r"^verify: (\w+) differ from one process by at most (\S+)", out, re.M))
+    assert set(sizes) - {"updates"} == {"losses", "gradients", "parameters"}, out
+    return {what: float(size) for what, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""A launch that waits for runs: most of a short run is starting Python and importing torch."""
+"""A launch that executes one run after the other: most of a short run is starting Python and importing torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from processes import environment, mpiexec, processes
 HERE = Path(__file__).parent
 
 
-class Waiting:
-    """`mpiexec -n RANKS python -m mpi4py programs/several.py`, which reads runs from a FIFO until that is closed."""
+class StandingLaunch:
+    """`mpiexec -n RANKS python -m mpi4py programs/run_server.py`, which reads runs from a FIFO until that is closed."""
 
     def __init__(self, ranks: int, env: dict[str, str], folder: Path, cwd: Path = HERE) -> None:
-        self.marker, self.runs, self.rest = uuid.uuid4().hex, 0, b""
-        os.mkfifo(folder / "asked")
-        self.asked = os.open(folder / "asked", os.O_RDWR)  # does not wait until somebody reads
+        """Start the ranks, in `cwd`; `folder`: an empty one, for the FIFO and for stderr."""
+        self.marker, self.runs, self.received = uuid.uuid4().hex, 0, b""
+        os.mkfifo(folder / "requests")
+        self.requests = os.open(folder / "requests", os.O_RDWR)  # does not wait until somebody reads
         with (folder / "err").open("w") as err:
             self.job = subprocess.Popen(
                 [
@@ -35,8 +36,8 @@ class Waiting:
                     sys.executable,
                     "-m",
                     "mpi4py",
-                    str(HERE / "programs" / "several.py"),
-                    str(folder / "asked"),
+                    str(HERE / "programs" / "run_server.py"),
+                    str(folder / "requests"),
                 ],
                 cwd=cwd,
                 env=environment(self.marker, env),
@@ -49,31 +50,31 @@ class Waiting:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.out, selectors.EVENT_READ)
 
-    def run(self, one: Any, limit: float) -> Any:
-        """What the program prints of a run; RuntimeError where it does not come to that within `limit` seconds."""
+    def run(self, request: Any, limit: float) -> Any:
+        """What the program answers to a request; RuntimeError where it does not come to that within `limit` seconds."""
         self.runs += 1
-        os.write(self.asked, json.dumps(one, default=str).encode() + b"\n")
+        os.write(self.requests, json.dumps(request, default=str).encode() + b"\n")
         deadline = time.monotonic() + limit
         while True:
-            line, newline, rest = self.rest.partition(b"\n")
+            line, newline, behind = self.received.partition(b"\n")
             if newline:
-                self.rest = rest
+                self.received = behind
                 if line.startswith(b"run: "):
                     return json.loads(line.removeprefix(b"run: "))
                 continue
-            piece = None
+            data = None
             if self.selector.select(deadline - time.monotonic()):
-                piece = os.read(self.out, 1 << 20)
-            if not piece:
-                how = f"no answer within {limit} s" if piece is None else "the launch ended"
+                data = os.read(self.out, 1 << 20)
+            if not data:
+                how = f"no answer within {limit} s" if data is None else "the launch ended"
                 self.close(0)
-                raise RuntimeError(f"{how}: {one}\n{self.err.read_text()}")
-            self.rest += piece
+                raise RuntimeError(f"{how}: {request}\n{self.err.read_text()}")
+            self.received += data
 
     def close(self, grace: float = 30) -> None:
         """Let the ranks leave; kill those that have not after some seconds."""
         with contextlib.suppress(OSError):
-            os.close(self.asked)
+            os.close(self.requests)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.job.wait(grace)
         for pid in processes(self.marker):

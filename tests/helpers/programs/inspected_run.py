@@ -1,4 +1,4 @@
-"""A run of mpirun looked at from inside; an object:
+"""A run of mpirun looked at from inside. It is requested by an object:
 
     arguments  those of mpirun
     delay      a seed: before every instruction something may hold the rank up, each time for another while
@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from late import Late
+from late_device import Late
 from mpi4py import MPI
 
 from mpirun.cli.options import run_options
@@ -64,6 +64,7 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 
 def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], Device]:
+    """What stands for `choose_device`."""
     return choose_device if late is None else lambda comm, name: Late(late == "direct", seed)
 
 

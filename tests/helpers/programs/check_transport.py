@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from late import Late
+from late_device import Late
 from mpi4py import MPI
 from torch import Tensor
 

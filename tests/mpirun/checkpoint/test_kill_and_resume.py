@@ -6,7 +6,7 @@ A few of the runs that `make test-crash` does 50 of.
 from __future__ import annotations
 
 import pytest
-from crash import KINDS, Crasher
+from kill_and_resume import KINDS, Crasher
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +16,6 @@ def crasher(tmp_path_factory) -> Crasher:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_killed_and_resumed(crasher, kind):
-    one = crasher.crash(kind)
-    assert one.whole and one.same
-    assert one.lasted < 5
+    crash = crasher.crash(kind)
+    assert crash.whole and crash.same
+    assert crash.lasted < 5

@@ -1,6 +1,6 @@
-"""Training runs of which a rank is killed at a random moment, and which are then resumed by the same command.
+"""Runs of which a rank is killed at a random moment, and which are then resumed by the same command.
 
-`python tests/helpers/crash.py --count 50` (`make test-crash`) does 50 of each kind:
+`python tests/helpers/kill_and_resume.py --count 50` (`make test-crash`) does 50 of each kind:
 
 anywhen   a time in four at any moment of the launch, else after a random step: starting takes longest
 writing   while a checkpoint is being written
@@ -48,7 +48,10 @@ class Crash(NamedTuple):
 
 
 class Crasher:
+    """Kills and resumes runs by one schedule, and compares each with one that nobody disturbed."""
+
     def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        """Do the run that nobody disturbs."""
         self.folder, self.random, self.ranks = folder, random.Random(seed), str(ranks)
         self.schedule = folder / "1f1b.json"
         command = ["compile", "1f1b", "--stages", self.ranks, "--microbatches", "4", "-o", str(self.schedule)]
@@ -59,29 +62,31 @@ class Crasher:
         self.end = self.result(folder / "undisturbed")
 
     def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
+        """A run that goes on from what is saved."""
         command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
         command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
         return subprocess.Popen(command, env=environment(marker), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def result(self, save: Path) -> dict[str, bytes]:
         """All entries of the last checkpoint."""
-        found = disk_format.read_manifest(disk_format.step_folder(save, STEPS))
-        parts = [load_file(found.folder / part.name) for part in found.files]
-        return {name: value.numpy().tobytes() for entries in parts for name, value in entries.items()}
+        manifest = disk_format.read_manifest(disk_format.step_folder(save, STEPS))
+        files = [load_file(manifest.folder / file.name) for file in manifest.files]
+        return {name: value.numpy().tobytes() for entries in files for name, value in entries.items()}
 
     def crash(self, kind: str) -> Crash:
+        """Kill and resume runs until one was not over too soon; `kind`: one of KINDS."""
         for _ in range(ATTEMPTS):
-            if one := self.attempt(kind):
-                return one
+            if crash := self.attempt(kind):
+                return crash
         raise RuntimeError(f"of {ATTEMPTS} runs each was over before a rank could be killed ({kind})")
 
     def attempt(self, kind: str) -> Crash | None:
         """None where the run was over before the moment came."""
         save, marker = self.folder / uuid.uuid4().hex, uuid.uuid4().hex
         job = self.start(save, marker)
-        moment = self.writing(save)
+        moment = self.while_writing(save)
         if kind == "anywhen":
-            moment = self.of_launch() if self.random.random() < 0.25 else self.of_training(save)
+            moment = self.in_the_launch() if self.random.random() < 0.25 else self.behind_a_step(save)
         while job.poll() is None and not moment():
             pass
         had = newest(save)
@@ -103,16 +108,16 @@ class Crasher:
         ended_well = self.start(save).wait() == 0
         return Crash(lasted, steps, whole and steps >= had, ended_well and self.result(save) == self.end)
 
-    def of_launch(self) -> Callable[[], bool]:
-        """Any."""
+    def in_the_launch(self) -> Callable[[], bool]:
+        """Any moment of the launch."""
         moment = time.monotonic() + self.random.uniform(0, self.seconds)
         return lambda: time.sleep(0.001) or time.monotonic() > moment
 
-    def of_training(self, save: Path) -> Callable[[], bool]:
+    def behind_a_step(self, save: Path) -> Callable[[], bool]:
         """Up to 50 ms after the checkpoint of some step."""
         return self.after(disk_format.step_folder(save, self.random.randint(1, STEPS - 1)), 0.05)
 
-    def writing(self, save: Path) -> Callable[[], bool]:
+    def while_writing(self, save: Path) -> Callable[[], bool]:
         """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
         return self.after(disk_format.draft_folder(save, self.random.randint(1, STEPS - 1)), 0.02)
 
@@ -145,6 +150,7 @@ def all_whole(save: Path) -> bool:
 
 
 def main() -> int:
+    """The exit code: 1 where a run did not end well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -157,18 +163,18 @@ def main() -> int:
         for kind in options.kind or KINDS:
             crashes = []
             for number in range(options.count):
-                one = crasher.crash(kind)
-                crashes.append(one)
+                crash = crasher.crash(kind)
+                crashes.append(crash)
                 print(
-                    f"{kind} {number + 1}: after {one.steps} steps, all ended in {one.lasted:.2f} s, "
-                    f"{'' if one.whole else 'not '}whole, {'same bits' if one.same else 'other bits'}",
+                    f"{kind} {number + 1}: after {crash.steps} steps, all ended in {crash.lasted:.2f} s, "
+                    f"{'' if crash.whole else 'not '}whole, {'same bits' if crash.same else 'other bits'}",
                     flush=True,
                 )
-            good = sum(one.whole and one.same for one in crashes)
-            failed += options.count - good + sum(one.lasted > 5 for one in crashes)
+            good = sum(crash.whole and crash.same for crash in crashes)
+            failed += options.count - good + sum(crash.lasted > 5 for crash in crashes)
             print(
                 f"{kind}: {good} of {options.count} whole and with the same bits; "
-                f"all ended within {max(one.lasted for one in crashes):.2f} s",
+                f"all ended within {max(crash.lasted for crash in crashes):.2f} s",
                 flush=True,
             )
     return int(failed > 0)

@@ -20,7 +20,10 @@ from schedgen.ir.instructions import Instruction
 
 
 class Forgetful(Transfers):
+    """Leaves out LOST in the second step."""
+
     def send(self, row: int, i: Instruction) -> Act:
+        """As Transfers.send."""
         act, steps = super().send(row, i), itertools.count()
         return (lambda: next(steps) == 1 or act()) if str(i) == LOST else act
 
