@@ -22,8 +22,8 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
 from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Instruction, Kind, Op, Small
 from schedgen.ir.program import Program
-from schedgen.report.chrome_trace import trace_events, trace_file
-from schedgen.simulator.timeline import CAUSES, MEASURED, REDUCTION, SEND_CAUSE, Times, measured_timelines
+from schedgen.report.chrome_trace import MEASURED, trace_events, trace_file
+from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, Times, measured_timelines
 from schedgen.util.errors import RefusedFile
 from schedgen.util.files import open_output
 

@@ -27,7 +27,7 @@ from schedgen.ir.cost import Amount
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
 from schedgen.report.chakra import chakra_traces
-from schedgen.report.chrome_trace import trace_events, trace_file
+from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
 from schedgen.report.diff import coloured, diff
 from schedgen.report.draw import terminal
 from schedgen.report.draw.colours import TRANSFER_COLOURS
@@ -41,7 +41,7 @@ from schedgen.simulator.machine import Machine, read_profile
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import stats
-from schedgen.simulator.timeline import MEASURED, SIMULATED, Timeline
+from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import display_name, open_output, read_bytes, read_text
 

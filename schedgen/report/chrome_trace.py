@@ -13,6 +13,7 @@ from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.timeline import CAUSES, Timeline
 
+SIMULATED, MEASURED = 0, 1  # pid: the process that events belong to
 _PROCESS_NAMES = ("simulated", "measured")
 
 

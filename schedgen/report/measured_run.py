@@ -16,7 +16,8 @@ from schedgen.ir.cost import DIRECTION
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import COMPUTE, Numbers, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.timeline import CAUSES, MEASURED, SIMULATED, Timeline, Times, measured_timelines
+from schedgen.report.chrome_trace import MEASURED, SIMULATED
+from schedgen.simulator.timeline import CAUSES, Timeline, Times, measured_timelines
 from schedgen.util.errors import RefusedFile, clip
 
 MOST = 1e30  # microseconds that a time in a trace is below

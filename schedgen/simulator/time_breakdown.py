@@ -43,23 +43,23 @@ class TimeBreakdown(NamedTuple):
     awaited: Numbers  # the SEND whose message the row waited for last; -1: for none
 
 
-def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
-    """Account for all time of one walk through a checked, projected program."""
+def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
+    """Account for all time of one pass through a checked, projected program."""
     waits, table = analyse(program).waits, program.rows
-    begin, awaited = walk.start - walk.wait, _last_to_come(waits, walk)
-    until = _first_part(waits, walk, awaited)
+    begin, awaited = timeline.start - timeline.wait, _last_to_come(waits, timeline)
+    until = _first_part(waits, timeline, awaited)
     jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
     early = _early(program, jobs)
-    late = np.select([walk.cause == SEND_CAUSE, walk.cause == REDUCTION], [SEND, SUM], TRANSFER)
+    late = np.select([timeline.cause == SEND_CAUSE, timeline.cause == REDUCTION], [SEND, SUM], TRANSFER)
 
     share = np.full(len(program), OVERHEAD)
     share[jobs], share[table.op == Op.STEP] = BUSY, STEP
-    lengths = np.concatenate([walk.length, until - begin, walk.start - until])
+    lengths = np.concatenate([timeline.length, until - begin, timeline.start - until])
     entry = np.tile(table.rank * len(SHARES), 3) + np.concatenate([share, early, late])
     time = np.bincount(entry, lengths, program.header.workers * len(SHARES)).reshape(-1, len(SHARES)).astype(float)
     row_offsets = program.bounds
     ranks = np.flatnonzero(np.diff(row_offsets))
-    begins, ends = begin[row_offsets[ranks]], (walk.start + walk.length)[row_offsets[ranks + 1] - 1]
+    begins, ends = begin[row_offsets[ranks]], (timeline.start + timeline.length)[row_offsets[ranks + 1] - 1]
     origin, finish = float(begins.min()), float(ends.max())
     time[ranks, WARM_UP] += begins - origin
     time[ranks, COOL_DOWN] += finish - ends
@@ -69,18 +69,18 @@ def time_breakdown(program: Program, walk: Timeline) -> TimeBreakdown:
     return TimeBreakdown(time, origin, finish - origin, until, *shares, awaited)
 
 
-def _first_part(waits: Waits, walk: Timeline, awaited: Numbers) -> Times:
+def _first_part(waits: Waits, timeline: Timeline, awaited: Numbers) -> Times:
     """By row: when what it waits for is sent, or the last rank comes to its sum, within its wait."""
-    begin = walk.start - walk.wait
+    begin = timeline.start - timeline.wait
     until = begin.copy()
-    message = (walk.cause >= 0) & (walk.cause < SEND_CAUSE) & (awaited >= 0)
-    until[message] = walk.start[awaited[message]]
+    message = (timeline.cause >= 0) & (timeline.cause < SEND_CAUSE) & (awaited >= 0)
+    until[message] = timeline.start[awaited[message]]
     entering = np.flatnonzero(waits.collective >= 0)
     entered = np.full(len(waits.members), -np.inf)  # when the last member comes
     np.maximum.at(entered, waits.collective[entering], begin[entering])
-    at_sum = entering[walk.cause[entering] == REDUCTION]
+    at_sum = entering[timeline.cause[entering] == REDUCTION]
     until[at_sum] = entered[waits.collective[at_sum]]
-    return np.clip(until, begin, walk.start)
+    return np.clip(until, begin, timeline.start)
 
 
 def _early(program: Program, jobs: Numbers) -> Numbers:
@@ -93,14 +93,14 @@ def _early(program: Program, jobs: Numbers) -> Numbers:
     return np.where(row > last[rank], COOL_DOWN, early)
 
 
-def _last_to_come(waits: Waits, walk: Timeline) -> Numbers:
+def _last_to_come(waits: Waits, timeline: Timeline) -> Numbers:
     """By row: of the SENDs whose messages it uses first, the one that arrives last; -1 where it uses none."""
-    awaited, count = np.full(len(walk.start), -1), np.diff(waits.first)
+    awaited, count = np.full(len(timeline.start), -1), np.diff(waits.first)
     awaited[count > 0] = waits.sends[waits.first[1:][count > 0] - 1]
     users = np.repeat(np.arange(len(count)), count)
     several = np.flatnonzero(count[users] > 1)
     row, sends = users[several], waits.sends[several]
-    start = walk.start[sends]
-    order = np.lexsort((start, np.maximum(walk.arrival[sends], start), row))
+    start = timeline.start[sends]
+    order = np.lexsort((start, np.maximum(timeline.arrival[sends], start), row))
     awaited[row[order]] = sends[order]  # the last of a row stays
     return awaited

@@ -1,4 +1,4 @@
-"""A timeline: when every instruction of one walk through a list began, what it waited for and how long.
+"""A timeline: when every instruction of one pass through a list began, what it waited for and how long.
 
 It comes from a simulation or from a measured run, and goes to time breakdowns, pictures and trace files.
 """
@@ -20,8 +20,6 @@ Times = NDArray[np.float64]
 CAUSES = ("activation", "gradient", "weight", "weight_gradient", "send", "reduction")
 SEND_CAUSE, REDUCTION = CAUSES.index("send"), CAUSES.index("reduction")  # the causes before are Kind - 1
 
-SIMULATED, MEASURED = 0, 1  # pid in a trace file: the process that a row belongs to
-
 
 class Timeline(NamedTuple):
     """Microseconds (or units of the costs), one entry a row of the projected program."""
@@ -34,7 +32,7 @@ class Timeline(NamedTuple):
 
 
 def measured_timelines(program: Program, start: Times, length: Times, wait: Times, cause: Small) -> list[Timeline]:
-    """The timelines of walks that were measured: arrays of shape (walks, rows), as in `Timeline`.
+    """The timelines of measured passes: arrays of shape (passes, rows), as in `Timeline`.
 
     A message arrives when the first row that uses it starts its work. A rank may come to an instruction, be kept from
     its core, and find there what was sent meanwhile: the message then arrives when it is sent.
