@@ -92,21 +92,16 @@ def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tu
     """
     header, rows = lifetimes.program.header, len(lifetimes.program) + 1
     stage = header.weight_shards.stage_of[lifetimes.size_column[lives]]
-    pair = np.unique(lifetimes.rank[lives] * header.stages + stage, return_inverse=True)[1]
-    order = np.lexsort((lifetimes.begin[lives], pair))
+    pair = lifetimes.rank[lives].astype(np.int64) * header.stages + stage
+    order = np.argsort(pair, kind="stable")  # lives stand in the order of their first rows
     begin, end = (pair[order] * rows + column[lives[order]] for column in (lifetimes.begin, lifetimes.end))
-    last = np.maximum.accumulate(end)
-    first = np.flatnonzero(np.append(True, begin[1:] > last[:-1])[: len(lives)])
-    claim = np.empty(len(lives), np.int64)
-    claim[order] = np.searchsorted(first, np.arange(len(lives)), side="right") - 1
-    of_claim, final = order[first], np.append(first[1:], len(lives))[: len(first)] - 1
-    claims = _Claims(
-        lifetimes.begin[lives[of_claim]],
-        (last[final] % rows).astype(np.int32),
-        stage[of_claim],
-        sizes.weight[stage[of_claim]],
-    )
-    return claims, claim
+    is_first = np.append(True, begin[1:] > np.maximum.accumulate(end)[:-1])[: len(lives)]
+    first = np.flatnonzero(is_first)
+    claim = np.empty_like(order)
+    claim[order] = np.cumsum(is_first) - 1
+    stage, begin = stage[order[first]], lifetimes.begin[lives[order[first]]]
+    end = np.maximum.reduceat(lifetimes.end[lives[order]], first)
+    return _Claims(begin, end, stage, sizes.weight[stage]), claim
 
 
 def _concatenate(*kinds: _Claims) -> _Claims:
