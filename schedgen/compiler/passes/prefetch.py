@@ -22,7 +22,8 @@ def prefetch(program: Program, placed: PlacedScheme) -> Program:
     behind = earlier_compute(program, receives, placed.options.prefetch) - 1
     rest = np.ones(len(program), bool)
     rest[receives] = False
-    kept_until = np.concatenate([[0], np.cumsum(rest)])  # by row + 1: how many of the rows up to it stay
+    kept_until = np.zeros(len(program) + 1, np.int64)  # by row + 1: how many of the rows up to it stay
+    np.cumsum(rest, out=kept_until[1:])
     assert program.time is not None
     kept = Program(program.header, program.rows.take(np.flatnonzero(rest)), program.time[rest])
     return kept.insert(program.rows.take(receives), after=kept_until[behind + 1] - 1)

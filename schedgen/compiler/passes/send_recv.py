@@ -66,14 +66,16 @@ def _pairs(
 ) -> tuple[Rows, RowNumbers]:  # fmt: skip
     """A SEND and its RECV for every message, one after the other, in the order of `after`."""
     order = np.argsort(after, kind="stable")
+    stage, mb, consumer = stage[order], mb[order], consumer[order]
 
     def interleaved(of_send: AnyInts, of_recv: AnyInts) -> Ints:
         both = np.empty(2 * len(order), np.int32)
-        both[::2], both[1::2] = of_send[order], of_recv[order]
+        both[::2], both[1::2] = of_send, of_recv
         return both
 
     ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(order))
     stages, mbs, consumers = (interleaved(column, column) for column in (stage, mb, consumer))
-    rank, peer = interleaved(source, to), interleaved(to, source)
+    sender, receiver = source[order], to[order]
+    rank, peer = interleaved(sender, receiver), interleaved(receiver, sender)
     new = rows(ops, rank, kind=kind, stage=stages, mb=mbs, consumer=consumers, peer=peer)
     return new, np.repeat(after[order], 2)
