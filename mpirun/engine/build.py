@@ -15,7 +15,7 @@ from mpirun.engine.context import Context
 from mpirun.engine.grad_buffers import GradBuffers
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.loss import check_forwards_first
-from mpirun.engine.memory_slots import MemorySlots
+from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage

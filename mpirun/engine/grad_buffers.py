@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpirun.engine.act import Act
-from mpirun.engine.memory_slots import MemorySlots
+from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit
 from schedgen.ir.header import Header

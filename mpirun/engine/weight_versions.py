@@ -1,7 +1,7 @@
 """Weight versions: a STEP that makes a new version of a stage's weights while jobs still use older ones.
 
 1. Version 0 is what the owner has when a pass through the list begins. STEP to version v makes v from v - 1.
-2. If jobs still use v - 1, v has a memory slot of its own (`memory_slots`): the STEP copies v - 1 there and steps the
+2. If jobs still use v - 1, v has a memory slot of its own (`planned_memory`): the STEP copies v - 1 there and steps the
    copy. Otherwise both have one slot, and the STEP changes it in place.
 3. Every slot has a module whose parameters lie there. The graph that a forward saves points to the slot of its
    version, so its backward uses the same version.

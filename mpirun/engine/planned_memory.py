@@ -1,4 +1,4 @@
-"""Memory slots: where everything lies that a rank receives, planned from the list before the first step.
+"""Planned memory: the block of bytes behind every slot that the memory plan gives to what a rank receives.
 
 `schedgen.simulator.memory_plan` assigns the slots: of received x, g and partial sums of dw, of fetched weights, of
 dw that the rank does not own, and of weight versions. Here the slots are allocated, each as one block of bytes.
