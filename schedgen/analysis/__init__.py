@@ -37,6 +37,10 @@ class Analysis:
         """What every row does to which buffers."""
         return accesses(self._program)
 
+    def forget_accesses(self) -> None:
+        """Give the memory of `accesses` back; they are computed again if they are asked for."""
+        self.__dict__.pop("accesses", None)
+
     @cached_property
     def lifetimes(self) -> Lifetimes:
         """Every life of every buffer on every rank."""

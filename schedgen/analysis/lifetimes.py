@@ -11,14 +11,14 @@ may have several lives. What an instruction ends takes memory until it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.effects import RECEIVERS, Accesses, Buffer, Effect, numbers_per_size
+from schedgen.ir.effects import RECEIVERS, Accesses, Buffer, Effect, numbers_in_all, numbers_per_size
 from schedgen.ir.instructions import Ints, Numbers, Small
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
@@ -30,9 +30,7 @@ _NEW, _ALIVE, _ENDED = range(3)  # states of a buffer
 class Fault(NamedTuple):
     """The first access that is wrong or, of a buffer that nothing ends, the last."""
 
-    code: (
-        int  # UNDEFINED, AGAIN (after its end), TWICE (defined), OWNED (by the rank), LEFT or NOTHING (no such buffer)
-    )
+    code: int  # UNDEFINED, AGAIN (after its end), TWICE (defined), OWNED (by the rank), LEFT, NOTHING (no such buffer)
     row: int
     buffer: Buffer
     number: int  # within its kind, as in `Accesses`
@@ -117,132 +115,132 @@ class Lifetimes:
 
 def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     """Follow every buffer of every rank, up to the first fault; `accesses` are the program's."""
-    header, length = program.header, len(program)
-    batches, versions = header.microbatches, max(header.weight_versions.count, 1)
-    units, jobs = len(header.weight_shards.units), header.stages * batches
-    owner = header.weight_shards.is_owner(header.workers)
+    header, number = program.header, accesses.number
+    owner, versions = header.weight_shards.is_owner(header.workers), max(header.weight_versions.count, 1)
+    slots = numbers_in_all(header)
+    slots[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
     # Of the partials that there might be few are there: they are numbered anew.
-    number, partial = accesses.number, np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
-    partials, again = np.unique(number[partial], return_inverse=True)
+    partial = np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
+    partials, numbered = np.unique(number[partial], return_inverse=True)
+    slots[Buffer.PARTIAL] = len(partials)
     if len(partials):
         number = number.copy()
-        number[partial] = again
-    shares, halves = len(header.graph.edges) * batches, bool((accesses.buffer == Buffer.HALF).any())
-    sizes = (jobs + shares * bool(header.graph.per_consumer), jobs + shares, units * versions, units, len(partials))
-    base = np.cumsum([0, *sizes, jobs, jobs * halves])
-    begins = int(np.isin(accesses.effect, (Effect.DEFINE, Effect.RECEIVE, Effect.ADD)).sum())
-    most = begins + int(owner.sum()) * (versions > 1)
-    code, row, access, lives, uses, columns, kinds, pairs, send_before = _follow.sized(4 * length)(
-        program.rows.rank, accesses.first, accesses.effect, accesses.buffer, number, base, owner, versions, most,
-        int((accesses.effect == Effect.RECEIVE).sum()),
+        number[partial] = np.where(partials < 0, -1, np.arange(len(partials)))[numbered]
+    begins = [np.count_nonzero(accesses.effect == effect) for effect in (Effect.RECEIVE, Effect.DEFINE, Effect.ADD)]
+    most = sum(begins) + int(owner.sum()) * (versions > 1)
+    rank, named, begin, end = np.empty((4, most), np.int32)
+    buffer, (users, received) = np.empty(most, np.int8), np.empty((2, begins[0]), np.int32)
+    send_before = np.full(len(program), -1, np.int32)
+    code, access, lives, uses = _follow.sized(4 * len(program))(
+        program.rows.rank, accesses.row, accesses.effect, accesses.buffer, number, np.cumsum([0, *slots]), owner,
+        versions, rank, buffer, named, begin, end, users, received, send_before,
     )  # fmt: skip
-    rank, named, begin, end = (column[:lives].copy() for column in columns)
-    buffer = kinds[:lives].copy()
-    here = buffer == Buffer.PARTIAL
-    named[here] = partials[named[here]]
-    fault = None
+    of_partial = np.flatnonzero(buffer[:lives] == Buffer.PARTIAL)
+    named[of_partial] = partials[named[of_partial]]
+    columns = (
+        rank[:lives].copy(),
+        buffer[:lives].copy(),
+        named[:lives].copy(),
+        begin[:lives].copy(),
+        end[:lives].copy(),
+    )
+    found = Lifetimes(program, None, *columns, users[:uses].copy(), received[:uses].copy(), send_before)
     if code == LEFT:
-        fault = _left(program, accesses, int(program.rows.rank[row]), owner, rank, buffer, named, end)
-    elif code:
-        fault = Fault(code, row, Buffer(accesses.buffer[access]), int(accesses.number[access]))
-    users, received = (column[:uses].copy() for column in pairs)
-    return Lifetimes(program, fault, rank, buffer, named, begin, end, users, received, send_before)
+        return replace(found, fault=_left(found, accesses, int(program.rows.rank[accesses.row[access]])))
+    if code:
+        row, buffer_, number_ = (column[access] for column in (accesses.row, accesses.buffer, accesses.number))
+        return replace(found, fault=Fault(code, int(row), Buffer(buffer_), int(number_)))
+    return found
 
 
-def _left(
-    program: Program, accesses: Accesses, r: int, owner: NDArray[np.bool_], rank: Ints, buffer: Small, number: Ints,
-    end: Ints,
-) -> Fault:  # fmt: skip
-    """The buffer that nothing on rank r ends and whose last access comes first."""
-    versions = numbers_per_size(program.header)[Buffer.W]
-    lives = np.flatnonzero((rank == r) & (end < 0))
-    left = set(zip(buffer[lives].tolist(), number[lives].tolist(), strict=True))
-    for unit in np.flatnonzero(owner[r]).tolist():  # the newest version of its own stays
-        own = [version for kind, version in left if kind == Buffer.W and version // versions == unit]
-        left -= {(int(Buffer.W), version) for version in own if version == max(own)}
+def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:
+    """Of the buffers that nothing on a rank ends, that whose last access comes first."""
+    header = lifetimes.program.header
+    open_ = np.flatnonzero((lifetimes.rank == rank) & (lifetimes.end < 0))
+    left = set(zip(lifetimes.buffer[open_].tolist(), lifetimes.number[open_].tolist(), strict=True))
+    if header.weight_versions:  # the newest of its own stays
+        owned = header.weight_shards.is_owner(header.workers)[rank]
+        for unit in np.flatnonzero(owned).tolist():
+            versions = [n for kind, n in left if kind == Buffer.W and n // header.weight_versions.count == unit]
+            left -= {(int(Buffer.W), max(versions, default=-1))}
     last: dict[tuple[int, int], int] = {}
-    for row in range(program.bounds[r], program.bounds[r + 1]):
-        of_row = slice(accesses.first[row], accesses.first[row + 1])
-        for name in zip(accesses.buffer[of_row].tolist(), accesses.number[of_row].tolist(), strict=True):
-            if name in left:
-                last[name] = row
-    row, (kind, named) = min((row, name) for name, row in last.items())
-    return Fault(LEFT, row, Buffer(kind), named)
+    begin, end = accesses.begin(lifetimes.program.bounds[rank : rank + 2])
+    for a in range(begin, end):
+        name = int(accesses.buffer[a]), int(accesses.number[a])
+        if name in left:
+            last[name] = int(accesses.row[a])
+    row, (kind, number) = min((row, name) for name, row in last.items())
+    return Fault(LEFT, row, Buffer(kind), number)
 
 
 @kernel
 def _follow(
-    rank: Ints, first: Numbers, effect: Small, kind: Small, number: Ints, base: Numbers, owner: NDArray[np.bool_],
-    versions: int, most: int, receives: int,
-) -> tuple[int, int, int, int, int, tuple[Ints, Ints, Ints, Ints], Small, tuple[Ints, Ints], Ints]:  # fmt: skip
-    """(fault, its row and access, how many lives and uses there are, the columns of `Lifetimes`); fault 0: none."""
-    slots, kinds = base[len(base) - 1], len(base) - 1
+    rank: Ints, of_row: Ints, effect: Small, kind: Small, number: Ints, base: Numbers, owner: NDArray[np.bool_],
+    versions: int, of_rank: Ints, buffer: Small, named: Ints, begin: Ints, end: Ints, users: Ints, received: Ints,
+    send_before: Ints,
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """Fill the columns of `Lifetimes`: (fault, its access, how many lives and uses there are); fault 0: none."""
+    slots = base[len(base) - 1]
     seen = np.full(slots, -1, np.int32)  # the rank that a slot's entries speak of
     state, life = np.empty(slots, np.int8), np.empty(slots, np.int32)
     arriving, sent = np.empty(slots, np.int32), np.empty(slots, np.int32)  # the row that receives it; its last SEND
-    of_rank, buffer, name = np.empty(most, np.int32), np.empty(most, np.int8), np.empty(most, np.int32)
-    begin, end = np.empty(most, np.int32), np.empty(most, np.int32)
-    users, received = np.empty(receives, np.int32), np.empty(receives, np.int32)
-    send_before = np.full(len(rank), -1, np.int32)
-    columns, pairs = (of_rank, name, begin, end), (users, received)
-    alive = np.zeros(kinds, np.int64)
+    alive = np.zeros(len(base) - 1, np.int64)
     lives, uses = 0, 0
-    for row in range(len(rank)):
+    for a in range(len(of_row)):
+        row, does, thing = of_row[a], effect[a], kind[a]
         r = rank[row]
-        for a in range(first[row], first[row + 1]):
-            does, thing = effect[a], kind[a]
-            if number[a] < 0:
-                return NOTHING, row, a, lives, uses, columns, buffer, pairs, send_before
-            slot = base[thing] + number[a]
-            own = thing == Buffer.W and owner[r, number[a] // versions] and number[a] % versions == 0
-            since = -2  # where a life begins, if one does
-            if seen[slot] != r:
-                seen[slot], state[slot] = r, _ALIVE if own else _NEW
-                arriving[slot], sent[slot] = -1, -1
-                if own and versions > 1:
-                    since = -1
-            now, fault = state[slot], 0
-            replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # the version before
-            begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-            several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one behind the other
-            if own and versions == 1 and (begins or does == Effect.END):
-                fault = OWNED
-            elif now == _ALIVE and begins:
-                fault = TWICE
-            elif now == _ENDED and not (several and (begins or does == Effect.ADD)):
-                fault = AGAIN
-            elif now == _NEW and not (begins or does == Effect.ADD):
-                fault = UNDEFINED
-            if fault:
-                return fault, row, a, lives, uses, columns, buffer, pairs, send_before
-            if now != _ALIVE and replaces:
-                state[slot], state[slot - 1] = _ALIVE, _ENDED
-                life[slot] = life[slot - 1]
-                name[life[slot]] = number[a]
-            elif now != _ALIVE:
-                since, state[slot] = row, _ALIVE
-                arriving[slot] = row if does == Effect.RECEIVE else -1
-            elif arriving[slot] >= 0:
-                users[uses], received[uses] = row, arriving[slot]
-                uses += 1
-                arriving[slot] = -1
-            if since > -2:
-                life[slot] = lives
-                of_rank[lives], buffer[lives], name[lives] = r, thing, number[a]
-                begin[lives], end[lives] = since, -1
-                lives += 1
-                alive[thing] += since >= 0
-            if does == Effect.SEND or does == Effect.CHANGE or does == Effect.END:
-                send_before[row] = sent[slot]
-                sent[slot] = row if does == Effect.SEND else -1
-            if does == Effect.END:
-                state[slot], end[life[slot]] = _ENDED, row
-                alive[thing] -= 1
-        if row + 1 == len(rank) or rank[row + 1] != r:
+        if number[a] < 0:
+            return NOTHING, a, lives, uses
+        slot = base[thing] + number[a]
+        own = thing == Buffer.W and owner[r, number[a] // versions] and number[a] % versions == 0
+        since = -2  # where a life begins, if one does
+        if seen[slot] != r:
+            seen[slot], state[slot] = r, _ALIVE if own else _NEW
+            arriving[slot], sent[slot] = -1, -1
+            if own and versions > 1:
+                since = -1
+        now, fault = state[slot], 0
+        replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # the version before
+        begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
+        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one behind the other
+        if own and versions == 1 and (begins or does == Effect.END):
+            fault = OWNED
+        elif now == _ALIVE and begins:
+            fault = TWICE
+        elif now == _ENDED and not (several and (begins or does == Effect.ADD)):
+            fault = AGAIN
+        elif now == _NEW and not (begins or does == Effect.ADD):
+            fault = UNDEFINED
+        if fault:
+            return fault, a, lives, uses
+        if now != _ALIVE and replaces:
+            state[slot], state[slot - 1] = _ALIVE, _ENDED
+            life[slot] = life[slot - 1]
+            named[life[slot]] = number[a]
+        elif now != _ALIVE:
+            since, state[slot] = row, _ALIVE
+            arriving[slot] = row if does == Effect.RECEIVE else -1
+        elif arriving[slot] >= 0:
+            users[uses], received[uses] = row, arriving[slot]
+            uses += 1
+            arriving[slot] = -1
+        if since > -2:
+            life[slot] = lives
+            of_rank[lives], buffer[lives], named[lives] = r, thing, number[a]
+            begin[lives], end[lives] = since, -1
+            lives += 1
+            alive[thing] += since >= 0
+        if does == Effect.SEND or does == Effect.CHANGE or does == Effect.END:
+            send_before[row] = sent[slot]
+            sent[slot] = row if does == Effect.SEND else -1
+        if does == Effect.END:
+            state[slot], end[life[slot]] = _ENDED, row
+            alive[thing] -= 1
+        if a + 1 == len(of_row) or rank[of_row[a + 1]] != r:
             if alive.max() > 0:
-                return LEFT, row, 0, lives, uses, columns, buffer, pairs, send_before
+                return LEFT, a, lives, uses
             alive[:] = 0
-    return 0, 0, 0, lives, uses, columns, buffer, pairs, send_before
+    return 0, 0, lives, uses
 
 
 @kernel

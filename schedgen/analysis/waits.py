@@ -31,7 +31,7 @@ def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Wa
     length = len(program)
     receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends
-    first = np.searchsorted(lifetimes.users, np.arange(length + 1))
+    first = np.append(0, np.cumsum(np.bincount(lifetimes.users, minlength=length)))
     collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
     begin = 0
     for group, rows in entries(program):

@@ -40,6 +40,7 @@ def check(program: Program, name: str = "program") -> Memory:
     with steps("check", len(rules) + 1) as step:
         for rule in rules:
             step(rule, proof)
+        proof.analysis.forget_accesses()
         step(rule_4, proof, proof.analysis.waits)
     return proof.analysis.memory
 

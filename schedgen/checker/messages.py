@@ -42,22 +42,26 @@ def _unmatched(proof: Proof, send: Numbers, receive: Numbers) -> NoReturn:
 
 def rule_6(proof: Proof) -> None:
     """Refuse a rank that enters another collective than the first member of the group does."""
-    # Shards of a stage enter an exchange under names of their own.
-    shards = np.where(np.isin(proof.kind, EXCHANGED), proof.header.tensor_parallel.degree, 1)
-    columns = proof.op, proof.kind, proof.stage // shards, proof.mb, proof.via // shards
     for group, rows in entries(proof.program):
         members = proof.header.groups[group]
         for row in rows[~np.isin(proof.rank[rows], members)][:1]:
             proof.refuse(6, int(row), f"this rank is not in group {group}, {clip(str(list(members)))}")
         starts = np.searchsorted(proof.rank[rows], members)
         ends = np.searchsorted(proof.rank[rows], members, side="right")
-        first = rows[starts[0] : ends[0]].tolist()
+        names, first = _names_in_collectives(proof, rows), np.arange(starts[0], ends[0])
         for rank, start, end in zip(members, starts, ends, strict=True):
-            entered = rows[start:end].tolist()
-            for a, b in zip(first, entered, strict=False):
-                if any(column[a] != column[b] for column in columns):
-                    proof.refuse(6, b, f"here rank {members[0]} enters line {proof.where(a)}")
+            entered = np.arange(start, end)
+            both = min(len(first), len(entered))
+            for k in np.flatnonzero((names[:, first[:both]] != names[:, entered[:both]]).any(axis=0))[:1]:
+                line = proof.where(int(rows[first[k]]))
+                proof.refuse(6, int(rows[entered[k]]), f"here rank {members[0]} enters line {line}")
             if len(first) != len(entered):
-                longer, other = (first, rank) if len(first) > len(entered) else (entered, members[0])
-                row = longer[min(len(first), len(entered))]
-                proof.refuse(6, row, f"rank {other} of group {group} does not enter this")
+                longer, absent = (first, rank) if len(first) > len(entered) else (entered, members[0])
+                proof.refuse(6, int(rows[longer[both]]), f"rank {absent} of group {group} does not enter this")
+
+
+def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
+    """What the members of a collective have in common, shape (5, rows): shards enter a sum under their own stage."""
+    shards = np.where(np.isin(proof.kind[rows], EXCHANGED), proof.header.tensor_parallel.degree, 1)
+    stage, via = proof.stage[rows] // shards, proof.via[rows] // shards
+    return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], via])

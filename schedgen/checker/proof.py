@@ -32,7 +32,7 @@ RULES = {
 class Touches(NamedTuple):
     """Accesses to buffers of one kind, in the order of the list: the row of each, its rank, the buffer's number."""
 
-    rows: Numbers
+    rows: Ints
     rank: Ints
     number: Ints  # as in `effects.Accesses`: of a dw, its unit
 
@@ -58,18 +58,17 @@ class Proof:
 
     def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""
-        return np.flatnonzero(np.isin(self.op, ops))
+        wanted = np.zeros(len(Op), bool)
+        wanted[list(ops)] = True
+        return np.flatnonzero(wanted[self.op])
 
     def touches(self, buffer: Buffer, *effects: Effect) -> Touches:
         """What has one of these effects on buffers of a kind."""
-        accesses = self.analysis.accesses
-        at = np.flatnonzero((accesses.buffer == buffer) & np.isin(accesses.effect, effects))
-        rows = self._row_of_access[at]
+        accesses, wanted = self.analysis.accesses, np.zeros(len(Effect), bool)
+        wanted[list(effects)] = True
+        at = np.flatnonzero((accesses.buffer == buffer) & wanted[accesses.effect])
+        rows = accesses.row[at]
         return Touches(rows, self.rank[rows], accesses.number[at])
-
-    @cached_property
-    def _row_of_access(self) -> Numbers:
-        return np.repeat(np.arange(len(self.program)), np.diff(self.analysis.accesses.first))
 
     @cached_property
     def owner(self) -> NDArray[np.bool_]:

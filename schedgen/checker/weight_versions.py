@@ -12,7 +12,7 @@ import numpy as np
 from schedgen.checker.gradient_sums import norms
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS, Buffer, Effect
-from schedgen.ir.instructions import COMPUTE, F, Kind, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, AnyInts, F, Kind, Numbers, Op
 from schedgen.ir.weight_versions import VERTICAL
 
 
@@ -46,11 +46,11 @@ class Steps:
         self.rows = rows
         self.keys = pair * (self.length + 1) + rows
 
-    def pairs(self, proof: Proof, rows: Numbers) -> Numbers:
+    def pairs(self, proof: Proof, rows: AnyInts) -> Numbers:
         """The pair of the rank and the stage of each row."""
         return self.pair[proof.rank[rows], proof.stage[rows]]
 
-    def before(self, pair: Numbers, rows: Numbers) -> Numbers:
+    def before(self, pair: Numbers, rows: AnyInts) -> Numbers:
         """How many STEPs of a pair stand before each row."""
         counts: Numbers = np.searchsorted(self.keys, pair * (self.length + 1) + rows) - self.begin[pair]
         return counts

@@ -7,6 +7,7 @@ new row here. `reference_machine.py` says the same as an execution, on purpose w
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import OPERANDS, B, F, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import OPERANDS, AnyInts, B, F, Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
@@ -91,7 +92,7 @@ EFFECTS: dict[Op, dict[Kind, tuple[Does, ...]]] = {
     },
     Op.FWD: {Kind.NONE: (*_WEIGHTS_AND_INPUTS, Does(DEFINE, SAVED, UNREDONE), Does(DEFINE, X, OUTPUTS))},
     Op.RECOMPUTE: {Kind.NONE: (*_WEIGHTS_AND_INPUTS, Does(DEFINE, SAVED, JOB))},
-    Op.BWD: {Kind.NONE: (*_BACKWARD, Does(ADD, DW, PARTS), Does(DEFINE, G, INPUTS), Does(END, SAVED, JOB))},
+    Op.BWD: {Kind.NONE: (*_BACKWARD, Does(DEFINE, G, INPUTS), Does(ADD, DW, PARTS), Does(END, SAVED, JOB))},
     Op.BWD_I: {
         Kind.NONE: (*_BACKWARD, Does(READ, SAVED, JOB), Does(DEFINE, HALF, JOB), Does(DEFINE, G, INPUTS)),
     },
@@ -131,16 +132,20 @@ COLLECTIVES = tuple(op for op in Op if "group" in OPERANDS[op])
 
 
 class Accesses(NamedTuple):
-    """What the rows of a program do, row by row; row r has the accesses first[r] to first[r + 1] - 1.
+    """What the rows of a program do to which buffers, in the order in which they do it; arrays by access.
 
     Buffers are numbered within their kind: x and g by stage, or behind the stages by edge, and then microbatch; w by
     unit and then version; dw by unit; partials by unit and then sender; saved and half by stage and then microbatch.
     """
 
-    first: Numbers  # (rows + 1,)
+    row: Ints  # ascending
     effect: Small  # an Effect
     buffer: Small  # a Buffer
     number: Ints  # -1: there is no such buffer
+
+    def begin(self, rows: Numbers) -> Numbers:
+        """By row, the first access that is not of an earlier row."""
+        return np.searchsorted(self.row, rows)
 
 
 def numbers_per_size(header: Header) -> Numbers:
@@ -152,30 +157,67 @@ def numbers_per_size(header: Header) -> Numbers:
     return np.array([batches, batches, max(header.weight_versions.count, 1), 1, header.workers, batches, batches])
 
 
-def accesses(program: Program) -> Accesses:
-    """What every row does. `program` may be damaged; it may hold some ranks' rows only.
+def numbers_in_all(header: Header) -> Numbers:
+    """By kind of buffer, how many numbers there are: all are below."""
+    graph = header.graph
+    columns = np.full(len(Buffer), header.stages)
+    columns[[W, DW, PARTIAL]] = len(header.weight_shards.units)
+    columns[G] += len(graph.edges)
+    columns[X] += len(graph.edges) * bool(graph.per_consumer)
+    return columns * numbers_per_size(header)
+
+
+def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, Ints, Ints]:
+    """Stage, microbatch and consumer or part of buffers, as instructions name them; -1 where a name has none."""
+    stage, mb, via = np.full((3, len(number)), -1, np.int32)
+    edges, units = np.array(header.graph.edges).reshape(-1, 2), np.array(header.weight_shards.units)
+    for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
+        at = np.flatnonzero(buffer == thing)
+        column, rest = np.divmod(number[at], count)
+        if thing in (W, DW, PARTIAL):
+            stage[at], via[at] = units[column].T
+            continue
+        stage[at], mb[at] = column, rest
+        of_edge = column >= header.stages
+        stage[at[of_edge]], via[at[of_edge]] = edges[column[of_edge] - header.stages].T
+    return stage, mb, via
+
+
+def accesses(program: Program, of: Collection[Buffer] = tuple(Buffer)) -> Accesses:
+    """What every row does to buffers of these kinds. `program` may be damaged; it may hold some ranks' rows only.
 
     A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory: check refuses it.
     """
-    table = program.rows
+    forms = [tuple(does for does in EFFECTS[op].get(kind, ()) if does.buffer in of) for op in Op for kind in Kind]
+    begin = np.cumsum([0, *map(len, forms)])
+    table = np.array([does for form in forms for does in form], np.int64).reshape(-1, 3)
     names = _names(program)
-    first, none = np.zeros(len(program) + 1, np.int64), np.zeros(0, np.int8)
-    expand = _expand.sized(4 * len(program))
-    expand(*table, *_TABLE, names, first, none, none, np.zeros(0, np.int32), False)
-    count = int(first[-1])
-    effect, buffer, number = np.empty(count, np.int8), np.empty(count, np.int8), np.empty(count, np.int32)
-    expand(*table, *_TABLE, names, first, effect, buffer, number, True)
-    return Accesses(first, effect, buffer, number)
+    most = _most(program, names, table, begin)
+    row, number = np.empty((2, most), np.int32)
+    effect, buffer = np.empty((2, most), np.int8)
+    count = _expand.sized(4 * len(program))(*program.rows, table, begin, names, row, effect, buffer, number)
+    return Accesses(row[:count], effect[:count], buffer[:count], number[:count])
 
 
-def _table() -> tuple[Numbers, Numbers]:
-    """EFFECTS as arrays: (effect, buffer, which) of all, and by opcode and kind where those of it begin."""
-    forms = [EFFECTS[op].get(kind, ()) for op in Op for kind in Kind]
-    begin = np.concatenate([[0], np.cumsum([len(form) for form in forms])])
-    return np.array([does for form in forms for does in form], np.int64), begin
+def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> int:
+    """How many accesses there are at the most, to make room for."""
+    form = program.rows.op.astype(np.int16) * _KINDS + program.rows.kind
+    most = int(np.bincount(form, minlength=len(begin) - 1) @ np.diff(begin))
+    several = {  # how many buffers, by stage or by tie
+        INPUTS: np.diff(names.first_in),
+        OUTPUTS: np.diff(names.first_out),
+        PARTS: np.diff(names.first_unit),
+        TIED: np.diff(names.first_of_tie),
+    }
+    for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
+        more = np.maximum(several[Of(table[e, 2])], 1) - 1
+        if more.any():
+            rows = (form == np.searchsorted(begin, e, side="right") - 1) & ~names.again
+            most += int(np.bincount(program.rows.stage[rows], minlength=len(more)) @ more)
+    return most
 
 
-_TABLE, _KINDS = _table(), len(Kind)
+_KINDS = len(Kind)
 
 
 class _Names(NamedTuple):
@@ -254,66 +296,69 @@ def _entered_again(program: Program) -> NDArray[np.bool_]:
 @kernel
 def _expand(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, table: Numbers, begin: Numbers,
-    names: _Names, first: Numbers, effect: Small, buffer: Small, number: Ints, fill: bool,
-) -> None:  # fmt: skip
-    """Count the accesses of every row in `first`; with `fill`, write them down instead."""
-    edges, first_out, first_unit, batches = names.edges, names.first_out, names.first_unit, names.batches
-    count = 0
+    names: _Names, of_row: Ints, effect: Small, buffer: Small, number: Ints,
+) -> int:  # fmt: skip
+    """Write down the accesses of every row; how many they are."""
+    first_in, first_out, first_unit = names.first_in, names.first_out, names.first_unit
+    batches, count = names.batches, 0
     for row in range(len(op)):
         s, b = stage[row], mb[row]
         form = int(op[row]) * _KINDS + kind[row]
         for e in range(begin[form], begin[form + 1]):
             does, thing, which = table[e, 0], table[e, 1], table[e, 2]
-            low, many = 0, 1  # of what the numbers are counted
+            before = count
             if which == Of.INPUTS:
-                low, many = names.first_in[s], names.first_in[s + 1] - names.first_in[s]
+                for k in range(first_in[s], first_in[s + 1]):
+                    edge = names.by_consumer[k]
+                    p = names.edges[edge, 0]
+                    shared = not names.per_consumer[p] if thing == Buffer.X else first_out[p + 1] - first_out[p] == 1
+                    number[count] = (p if shared else names.stages + edge) * batches + b
+                    count += 1
             elif which == Of.OUTPUTS:
-                if thing == Buffer.G or names.per_consumer[s]:
-                    many = first_out[s + 1] - first_out[s]
-                low = first_out[s]
-            elif which == Of.PARTS:
-                low, many = first_unit[s], first_unit[s + 1] - first_unit[s]
+                consumers = first_out[s + 1] - first_out[s]
+                if (thing == Buffer.X and not names.per_consumer[s]) or (thing == Buffer.G and consumers == 1):
+                    number[count] = s * batches + b
+                    count += 1
+                else:
+                    for edge in range(first_out[s], first_out[s + 1]):
+                        number[count] = (names.stages + edge) * batches + b
+                        count += 1
+            elif which == Of.JOB or which == Of.UNREDONE:
+                number[count] = s * batches + b
+                count += which == Of.JOB or not names.redone[s, b]
             elif which == Of.TIED:
-                low = names.first_of_tie[s]
-                many = 0 if names.again[row] else names.first_of_tie[s + 1] - low
-            elif (
-                (which == Of.UNREDONE and names.redone[s, b])
-                or (which == Of.BEFORE and names.versions == 1)
+                many = 0 if names.again[row] else names.first_of_tie[s + 1] - names.first_of_tie[s]
+                for k in range(names.first_of_tie[s], names.first_of_tie[s] + many):
+                    unit = first_unit[names.tied[k]]
+                    if names.owner[rank[row], unit]:
+                        number[count] = unit
+                        count += 1
+            elif thing == Buffer.X or thing == Buffer.G:
+                number[count] = max(_edge_named(names, thing, s, via[row]) * batches + b, -1)
+                count += 1
+            elif not (
+                (which == Of.BEFORE and names.versions == 1)
                 or (which == Of.IN_PLACE and names.stays[row])
                 or (which == Of.BESIDE and not names.stays[row])
             ):
-                many = 0
-            for j in range(low, low + many):
-                one = -1
-                if which == Of.INPUTS:
-                    edge = names.by_consumer[j]
-                    producer = edges[edge, 0]
-                    shared = first_out[producer + 1] - first_out[producer] == 1
-                    if thing == Buffer.X:
-                        shared = not names.per_consumer[producer]
-                    one = (producer if shared else names.stages + edge) * batches + b
-                elif which == Of.OUTPUTS:
-                    one = (s if many == 1 else names.stages + j) * batches + b
-                elif which == Of.TIED:
-                    if not names.owner[rank[row], first_unit[names.tied[j]]]:
-                        continue
-                    one = first_unit[names.tied[j]]
-                elif thing == Buffer.SAVED or thing == Buffer.HALF:
-                    one = s * batches + b
-                elif thing == Buffer.X or thing == Buffer.G:
-                    one = _edge_named(names, thing, s, via[row]) * batches + b
-                else:
-                    unit = j if which == Of.PARTS else first_unit[s] + max(via[row], 0)
-                    one = unit if unit < first_unit[s + 1] else -1
-                    if thing == Buffer.PARTIAL:
-                        one = unit * names.workers + peer[row]
-                    elif thing == Buffer.W and names.versions > 1:
-                        version = peer[row] - (which == Of.BEFORE)
-                        one = unit * names.versions + version if 0 <= version < names.versions else -1
-                if fill:
-                    effect[count], buffer[count], number[count] = does, thing, max(one, -1)
-                count += 1
-        first[row + 1] = count
+                low, high = first_unit[s], first_unit[s + 1]
+                if which != Of.PARTS:
+                    low += max(via[row], 0)
+                    high = low + 1
+                version = peer[row] - (which == Of.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
+                for unit in range(low, high):
+                    if unit >= first_unit[s + 1] or not 0 <= version < names.versions:
+                        number[count] = -1
+                    elif thing == Buffer.W:
+                        number[count] = unit * names.versions + version
+                    elif thing == Buffer.PARTIAL:
+                        number[count] = unit * names.workers + peer[row]
+                    else:
+                        number[count] = unit
+                    count += 1
+            for k in range(before, count):
+                of_row[k], effect[k], buffer[k] = row, does, thing
+    return count
 
 
 @kernel

@@ -102,7 +102,7 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
     """For each instruction of a rank's list the indices of those it needs: (data, control); None for a FREE."""
     start, stop = program.bounds[rank : rank + 2].tolist()
     accesses = analyse(program).accesses
-    first = accesses.first[start : stop + 1].tolist()
+    first = accesses.begin(np.arange(start, stop + 1)).tolist()
     touched = slice(first[0], first[-1])
     effects = accesses.effect[touched].tolist()
     buffers = list(zip(accesses.buffer[touched].tolist(), accesses.number[touched].tolist(), strict=True))
