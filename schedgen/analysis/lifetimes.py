@@ -144,13 +144,13 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
         begin[:lives].copy(),
         end[:lives].copy(),
     )
-    found = Lifetimes(program, None, *columns, users[:uses].copy(), received[:uses].copy(), send_before)
+    lifetimes = Lifetimes(program, None, *columns, users[:uses].copy(), received[:uses].copy(), send_before)
     if code == LEFT:
-        return replace(found, fault=_left(found, accesses, int(program.rows.rank[accesses.row[access]])))
+        return replace(lifetimes, fault=_left(lifetimes, accesses, int(program.rows.rank[accesses.row[access]])))
     if code:
         row, buffer_, number_ = (column[access] for column in (accesses.row, accesses.buffer, accesses.number))
-        return replace(found, fault=Fault(code, int(row), Buffer(buffer_), int(number_)))
-    return found
+        return replace(lifetimes, fault=Fault(code, int(row), Buffer(buffer_), int(number_)))
+    return lifetimes
 
 
 def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:

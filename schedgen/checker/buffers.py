@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from schedgen.analysis.lifetimes import AGAIN, LEFT, NOTHING, OWNED, TWICE, UNDEFINED, Fault
 from schedgen.checker.proof import Proof
-from schedgen.ir.effects import Buffer, numbers_per_size
+from schedgen.ir.effects import Buffer, numbers_per_size, operands
 from schedgen.ir.instructions import Kind, buffer_name
 
 RULE_2 = {
@@ -17,7 +19,6 @@ RULE_7 = {
     OWNED: "belongs to this rank: it is neither fetched nor freed",
     LEFT: "is never freed after this, its last use",
 }
-KINDS = {Buffer.X: Kind.X, Buffer.G: Kind.G, Buffer.W: Kind.W, Buffer.DW: Kind.DW, Buffer.PARTIAL: Kind.DW}
 
 
 def rule_2(proof: Proof) -> None:
@@ -38,19 +39,18 @@ def _refuse(proof: Proof, rule: int, words: dict[int, str]) -> None:
 
 def _name(proof: Proof, fault: Fault) -> str:
     """What the buffer is called in a refusal."""
-    header = proof.header
-    column, rest = divmod(fault.number, int(numbers_per_size(header)[fault.buffer]))
-    if fault.buffer == Buffer.SAVED:
-        return f"what the forward of stage {column}, microbatch {rest} saves"
-    if fault.buffer == Buffer.HALF:
-        return f"what BWD_I of stage {column}, microbatch {rest} keeps for BWD_W"
-    kind = KINDS[fault.buffer]
+    header, buffer = proof.header, fault.buffer
+    stage, mb, via = (int(column[0]) for column in operands(header, np.array([buffer]), np.array([fault.number])))
+    rest = fault.number % int(numbers_per_size(header)[buffer])  # version of weights, sender of a partial
     if fault.code == NOTHING:
-        return buffer_name(kind, *(int(names[fault.row]) for names in (proof.stage, proof.mb, proof.via)))
-    if kind in (Kind.X, Kind.G):
-        producer, consumer = (column, -1) if column < header.stages else header.graph.edges[column - header.stages]
-        return buffer_name(kind, producer, rest, consumer)
-    stage, part = header.weight_shards.units[column]
-    version = rest if fault.buffer == Buffer.W and header.weight_versions else -1
-    sender = f" from rank {rest}" if fault.buffer == Buffer.PARTIAL else ""
-    return buffer_name(kind, stage, via=part, version=version) + sender
+        stage, mb, via = (int(column[fault.row]) for column in (proof.stage, proof.mb, proof.via))
+    match buffer:
+        case Buffer.SAVED:
+            return f"what the forward of stage {stage}, microbatch {mb} saves"
+        case Buffer.HALF:
+            return f"what BWD_I of stage {stage}, microbatch {mb} keeps for BWD_W"
+        case Buffer.PARTIAL:
+            return f"{buffer_name(Kind.DW, stage, via=via)} from rank {rest}"
+        case Buffer.W if header.weight_versions and fault.code != NOTHING:
+            return buffer_name(Kind.W, stage, version=rest)
+    return buffer_name(Kind[buffer.name], stage, mb, via)

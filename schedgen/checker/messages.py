@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from schedgen.ir.instructions import EXCHANGED, Numbers
 from schedgen.util.errors import clip
 
 
-def rule_3(proof: Any) -> tuple[Numbers, Numbers]:
+def rule_3(proof: Proof) -> None:
     """Refuse a message to oneself, and the first channel whose SENDs and receives do not name the same buffers."""
     rank, peer, kind = proof.rank, proof.peer, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
@@ -21,7 +21,7 @@ def rule_3(proof: Any) -> tuple[Numbers, Numbers]:
             proof.refuse(3, int(row), "a rank does not send to itself")
     messages = proof.analysis.messages
     if messages.complete:
-        return messages.sends, messages.receives
+        return
     send, receive = (rows[messages.matched : messages.matched + 1] for rows in messages[:2])
     if len(send) and len(receive):
         a, b = int(send[0]), int(receive[0])

@@ -44,7 +44,7 @@ class Effect(IntEnum):
     END = 6  # it is there before, and is not behind, nor are messages that send it
 
 
-class Of(IntEnum):
+class Which(IntEnum):
     """Which buffers of a kind, of an instruction at (stage s, microbatch b); how many of them."""
 
     NAMED = 0  # the one that `buf`, or `stage` and `shard`, name; of a partial, that of rank `from`
@@ -64,56 +64,44 @@ class Does(NamedTuple):
 
     effect: Effect
     buffer: Buffer
-    which: Of
+    which: Which
 
 
 X, G, W, DW, PARTIAL, SAVED, HALF = Buffer
 READ, SEND, DEFINE, RECEIVE, ADD, CHANGE, END = Effect
-NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, PARTS, TIED, BEFORE, IN_PLACE, BESIDE = Of
+NAMED, JOB, UNREDONE, INPUTS, OUTPUTS, PARTS, TIED, BEFORE, IN_PLACE, BESIDE = Which
+Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffer that it names
 
-_WEIGHTS_AND_INPUTS = Does(READ, W, PARTS), Does(READ, X, INPUTS)
-_BACKWARD = *_WEIGHTS_AND_INPUTS, Does(READ, G, OUTPUTS)
 
-# By opcode and the kind of buffer that its operand names (NONE: it names none), in the order in which memory is
-# taken and given back. What an instruction ends takes memory until it is done. A message goes to rank `to` or comes
-# from rank `from`; an ALLREDUCE and a NORM are entered by all ranks of `group`.
-EFFECTS: dict[Op, dict[Kind, tuple[Does, ...]]] = {
-    Op.FETCH_W: {Kind.W: (Does(RECEIVE, W, NAMED),)},
-    Op.RECV: {
-        Kind.X: (Does(RECEIVE, X, NAMED),),
-        Kind.G: (Does(RECEIVE, G, NAMED),),
-        Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),),
-    },
-    Op.SEND: {
-        Kind.X: (Does(SEND, X, NAMED),),
-        Kind.G: (Does(SEND, G, NAMED),),
-        Kind.W: (Does(SEND, W, NAMED),),
-        Kind.DW: (Does(SEND, DW, NAMED),),
-    },
-    Op.FWD: {Kind.NONE: (*_WEIGHTS_AND_INPUTS, Does(DEFINE, SAVED, UNREDONE), Does(DEFINE, X, OUTPUTS))},
-    Op.RECOMPUTE: {Kind.NONE: (*_WEIGHTS_AND_INPUTS, Does(DEFINE, SAVED, JOB))},
-    Op.BWD: {Kind.NONE: (*_BACKWARD, Does(DEFINE, G, INPUTS), Does(ADD, DW, PARTS), Does(END, SAVED, JOB))},
-    Op.BWD_I: {
-        Kind.NONE: (*_BACKWARD, Does(READ, SAVED, JOB), Does(DEFINE, HALF, JOB), Does(DEFINE, G, INPUTS)),
-    },
-    Op.BWD_W: {Kind.NONE: (*_BACKWARD, Does(ADD, DW, PARTS), Does(END, HALF, JOB), Does(END, SAVED, JOB))},
+def _job(*does: Does) -> Form:
+    """What an opcode does that names no buffer."""
+    return {Kind.NONE: does}
+
+
+def _named(effect: Effect, *buffers: Buffer) -> Form:
+    """One effect on the buffer that is named, which may be of these kinds."""
+    return {Kind[buffer.name]: (Does(effect, buffer, NAMED),) for buffer in buffers}
+
+
+_FORWARD = Does(READ, W, PARTS), Does(READ, X, INPUTS)
+_BACKWARD = *_FORWARD, Does(READ, G, OUTPUTS)
+
+# In the order in which memory is taken and given back. What an instruction ends takes memory until it is done. A
+# message goes to rank `to` or comes from rank `from`; all ranks of `group` enter an ALLREDUCE and a NORM together.
+EFFECTS: dict[Op, Form] = {
+    Op.FETCH_W: _named(RECEIVE, W),
+    Op.RECV: _named(RECEIVE, X, G) | {Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),)},
+    Op.SEND: _named(SEND, X, G, W, DW),
+    Op.FWD: _job(*_FORWARD, Does(DEFINE, SAVED, UNREDONE), Does(DEFINE, X, OUTPUTS)),
+    Op.RECOMPUTE: _job(*_FORWARD, Does(DEFINE, SAVED, JOB)),
+    Op.BWD: _job(*_BACKWARD, Does(DEFINE, G, INPUTS), Does(ADD, DW, PARTS), Does(END, SAVED, JOB)),
+    Op.BWD_I: _job(*_BACKWARD, Does(READ, SAVED, JOB), Does(DEFINE, HALF, JOB), Does(DEFINE, G, INPUTS)),
+    Op.BWD_W: _job(*_BACKWARD, Does(ADD, DW, PARTS), Does(END, HALF, JOB), Does(END, SAVED, JOB)),
     Op.ADD: {Kind.DW: (Does(ADD, DW, NAMED), Does(END, PARTIAL, NAMED))},
-    Op.ALLREDUCE: {
-        Kind.DW: (Does(ADD, DW, NAMED),),
-        Kind.T: (Does(ADD, DW, TIED),),
-        Kind.X: (Does(CHANGE, X, NAMED),),
-        Kind.G: (Does(CHANGE, G, NAMED),),
-    },
-    Op.NORM: {Kind.NONE: ()},
-    Op.STEP: {
-        Kind.NONE: (Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, NAMED)),
-    },
-    Op.FREE: {
-        Kind.X: (Does(END, X, NAMED),),
-        Kind.G: (Does(END, G, NAMED),),
-        Kind.W: (Does(END, W, NAMED),),
-        Kind.DW: (Does(END, DW, NAMED),),
-    },
+    Op.ALLREDUCE: _named(CHANGE, X, G) | _named(ADD, DW) | {Kind.T: (Does(ADD, DW, TIED),)},
+    Op.NORM: _job(),
+    Op.STEP: _job(Does(READ, W, BEFORE), Does(CHANGE, W, IN_PLACE), Does(DEFINE, W, BESIDE), Does(READ, DW, NAMED)),
+    Op.FREE: _named(END, X, G, W, DW),
 }
 
 
@@ -121,11 +109,12 @@ def ops_that(effect: Effect, *buffers: Buffer) -> tuple[Op, ...]:
     """The opcodes that have this effect, on one of these kinds of buffer, or on any if none is given."""
     return tuple(
         op
-        for op, by_kind in EFFECTS.items()
-        if any(does.effect == effect and does.buffer in (buffers or Buffer) for all in by_kind.values() for does in all)
+        for op, form in EFFECTS.items()
+        if any(does.effect == effect and does.buffer in (buffers or Buffer) for all in form.values() for does in all)
     )
 
 
+_KINDS = len(Kind)
 SENDERS = ops_that(SEND)
 RECEIVERS = ops_that(RECEIVE)
 COLLECTIVES = tuple(op for op in Op if "group" in OPERANDS[op])
@@ -183,12 +172,12 @@ def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, In
     return stage, mb, via
 
 
-def accesses(program: Program, of: Collection[Buffer] = tuple(Buffer)) -> Accesses:
+def accesses(program: Program, buffers: Collection[Buffer] = tuple(Buffer)) -> Accesses:
     """What every row does to buffers of these kinds. `program` may be damaged; it may hold some ranks' rows only.
 
     A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory: check refuses it.
     """
-    forms = [tuple(does for does in EFFECTS[op].get(kind, ()) if does.buffer in of) for op in Op for kind in Kind]
+    forms = [tuple(does for does in EFFECTS[op].get(kind, ()) if does.buffer in buffers) for op in Op for kind in Kind]
     begin = np.cumsum([0, *map(len, forms)])
     table = np.array([does for form in forms for does in form], np.int64).reshape(-1, 3)
     names = _names(program)
@@ -210,14 +199,11 @@ def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> in
         TIED: np.diff(names.first_of_tie),
     }
     for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
-        more = np.maximum(several[Of(table[e, 2])], 1) - 1
+        more = np.maximum(several[Which(table[e, 2])], 1) - 1
         if more.any():
             rows = (form == np.searchsorted(begin, e, side="right") - 1) & ~names.again
             most += int(np.bincount(program.rows.stage[rows], minlength=len(more)) @ more)
     return most
-
-
-_KINDS = len(Kind)
 
 
 class _Names(NamedTuple):
@@ -307,14 +293,14 @@ def _expand(
         for e in range(begin[form], begin[form + 1]):
             does, thing, which = table[e, 0], table[e, 1], table[e, 2]
             before = count
-            if which == Of.INPUTS:
+            if which == Which.INPUTS:
                 for k in range(first_in[s], first_in[s + 1]):
                     edge = names.by_consumer[k]
                     p = names.edges[edge, 0]
                     shared = not names.per_consumer[p] if thing == Buffer.X else first_out[p + 1] - first_out[p] == 1
                     number[count] = (p if shared else names.stages + edge) * batches + b
                     count += 1
-            elif which == Of.OUTPUTS:
+            elif which == Which.OUTPUTS:
                 consumers = first_out[s + 1] - first_out[s]
                 if (thing == Buffer.X and not names.per_consumer[s]) or (thing == Buffer.G and consumers == 1):
                     number[count] = s * batches + b
@@ -323,12 +309,12 @@ def _expand(
                     for edge in range(first_out[s], first_out[s + 1]):
                         number[count] = (names.stages + edge) * batches + b
                         count += 1
-            elif which == Of.JOB or which == Of.UNREDONE:
+            elif which == Which.JOB or which == Which.UNREDONE:
                 number[count] = s * batches + b
-                count += which == Of.JOB or not names.redone[s, b]
-            elif which == Of.TIED:
-                many = 0 if names.again[row] else names.first_of_tie[s + 1] - names.first_of_tie[s]
-                for k in range(names.first_of_tie[s], names.first_of_tie[s] + many):
+                count += which == Which.JOB or not names.redone[s, b]
+            elif which == Which.TIED:
+                end = names.first_of_tie[s] if names.again[row] else names.first_of_tie[s + 1]
+                for k in range(names.first_of_tie[s], end):
                     unit = first_unit[names.tied[k]]
                     if names.owner[rank[row], unit]:
                         number[count] = unit
@@ -337,15 +323,15 @@ def _expand(
                 number[count] = max(_edge_named(names, thing, s, via[row]) * batches + b, -1)
                 count += 1
             elif not (
-                (which == Of.BEFORE and names.versions == 1)
-                or (which == Of.IN_PLACE and names.stays[row])
-                or (which == Of.BESIDE and not names.stays[row])
+                (which == Which.BEFORE and names.versions == 1)
+                or (which == Which.IN_PLACE and names.stays[row])
+                or (which == Which.BESIDE and not names.stays[row])
             ):
                 low, high = first_unit[s], first_unit[s + 1]
-                if which != Of.PARTS:
+                if which != Which.PARTS:
                     low += max(via[row], 0)
                     high = low + 1
-                version = peer[row] - (which == Of.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
+                version = peer[row] - (which == Which.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
                 for unit in range(low, high):
                     if unit >= first_unit[s + 1] or not 0 <= version < names.versions:
                         number[count] = -1

@@ -15,13 +15,13 @@ from schedgen.ir.instructions import COMPUTE, Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel
 
-KIND = {Buffer.X: Kind.X, Buffer.G: Kind.G, Buffer.DW: Kind.DW}
+FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
 
 def free(program: Program) -> Program:
     """Insert the FREEs. Where weights have versions, every dw has been freed with its STEP."""
     header, table = program.header, program.rows
-    kinds = [buffer for buffer in KIND if buffer != Buffer.DW or not header.weight_versions]
+    kinds = [buffer for buffer in FREED if buffer != Buffer.DW or not header.weight_versions]
     done = accesses(program, kinds)
     slots = np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0)
     # Every x and g begins once on a rank, and every dw is sent or stepped with in the end.
@@ -34,7 +34,7 @@ def free(program: Program) -> Program:
     order = np.argsort(after, kind="stable")
     buffer, number, after = buffer[order], number[order], after[order]
     stage, mb, via = operands(header, buffer, number)
-    kind = np.array([KIND.get(buffer, Kind.NONE) for buffer in Buffer], np.int8)[buffer]
+    kind = np.select([buffer == freed for freed in FREED], [Kind[freed.name] for freed in FREED])
     new = rows(Op.FREE, table.rank[after], kind=kind, stage=stage, mb=mb, via=via)
     return program.insert(new, after=after.astype(np.int64))
 
