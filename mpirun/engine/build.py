@@ -15,8 +15,8 @@ from mpirun.engine.context import Context
 from mpirun.engine.grad_buffers import GradBuffers
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.loss import check_forwards_first
-from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage

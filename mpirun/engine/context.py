@@ -10,8 +10,8 @@ from mpirun.comm.transport import Transport
 from mpirun.engine.act import Position
 from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.grad_buffers import GradBuffers
-from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from schedgen.ir.header import Header
