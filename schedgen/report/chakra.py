@@ -113,9 +113,8 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
     blocking: list[int] = []  # the last instruction that blocked, and the SENDs that a FREE or STEP since waited for
     for place, i in enumerate(program.instructions(rank)):
         does = [(effects[k - first[0]], buffers[k - first[0]]) for k in range(first[place], first[place + 1])]
-        if i.op in (Op.FREE, Op.STEP):
-            for effect, buffer in does:
-                blocking += sent.pop(buffer, []) if effect in (Effect.END, Effect.CHANGE) else []
+        for effect, buffer in does:
+            blocking += sent.pop(buffer, []) if effect in (Effect.END, Effect.CHANGE) else []
         if i.op == Op.FREE:
             defined.pop(does[0][1], None)
             yield None

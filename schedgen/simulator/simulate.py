@@ -225,7 +225,7 @@ def _execute(
                 left[row] += 1
             if left[row] < first[row + 1]:
                 unknown = sends[left[row]]
-            elif (o == Op.FREE or o == Op.STEP) and not free:
+            elif receiver[row] < 0 and not free:  # what ends or changes a buffer waits for the SENDs of it
                 while sent[row] >= 0 and arrival[sent[row]] >= 0:
                     send = sent[row]
                     if arrival[send] > last[r]:
@@ -274,7 +274,7 @@ def _execute(
             end[row] = clock[r]
             at[r] = row + 1
             last[r] = -1.0
-            if o == Op.FETCH_W or o == Op.RECV or o == Op.SEND:
+            if receiver[row] >= 0 or sender[row] >= 0:
                 reached[row] = True
                 send = row if receiver[row] >= 0 else sender[row]
                 if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
