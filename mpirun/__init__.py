@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import pipe_split
 
     from mpirun.data.microbatches import Minibatch
-    from mpirun.frontend.batch_coupling import batch_coupled
-    from mpirun.frontend.split_layers import split_layers
-    from mpirun.frontend.split_module import split
-    from mpirun.frontend.split_result import Cut
-    from mpirun.frontend.split_sequential import split_sequential
+    from mpirun.model.frontend.batch_coupling import batch_coupled
+    from mpirun.model.frontend.split_layers import split_layers
+    from mpirun.model.frontend.split_module import split
+    from mpirun.model.frontend.split_result import Cut
+    from mpirun.model.frontend.split_sequential import split_sequential
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
     from schedgen.util.errors import MpirunWarning
@@ -28,17 +28,17 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "Cut": "mpirun.frontend.split_result",
+    "Cut": "mpirun.model.frontend.split_result",
     "Input": "mpirun.model.dataflow",
     "Minibatch": "mpirun.data.microbatches",
     "Model": "mpirun.model.contract",
     "MpirunWarning": "schedgen.util.errors",
     "Value": "mpirun.model.dataflow",
-    "batch_coupled": "mpirun.frontend.batch_coupling",
+    "batch_coupled": "mpirun.model.frontend.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",
-    "split": "mpirun.frontend.split_module",
-    "split_layers": "mpirun.frontend.split_layers",
-    "split_sequential": "mpirun.frontend.split_sequential",
+    "split": "mpirun.model.frontend.split_module",
+    "split_layers": "mpirun.model.frontend.split_layers",
+    "split_sequential": "mpirun.model.frontend.split_sequential",
 }
 
 

@@ -16,13 +16,13 @@ from mpirun.comm.fail_together import Stop
 from mpirun.engine.options import SetupOptions
 from schedgen.util.option_types import number
 
-EXAMPLES = """built-in models: mpirun.models.gpt:tiny, :small, :tied and :tensor; mpirun.models.mlp:tiny and :small;
-mpirun.models.seq2seq:tiny and :small
+EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :small, :tied and :tensor; mpirun.examples.mlp:tiny and :small;
+mpirun.examples.seq2seq:tiny and :small
 
 python -m mpirun profile --help: measure what a model's stages and messages cost
 python -m mpirun graph --help: what a model's stages read of one another
 
-example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.models.gpt:tiny --steps 20"""
+example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.examples.gpt:tiny --steps 20"""
 
 
 Options = TypeVar("Options", "RunOptions", "ProfileOptions", "GraphOptions", SetupOptions)
@@ -150,7 +150,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
         prog="python -m mpirun profile",
         description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
         "a profile for schedgen simulate --profile.",
-        epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.models.gpt:tiny --stages 4 -o tiny.json",
+        epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny.json",
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -42,6 +42,8 @@ class Microbatch(NamedTuple):
     leaves: list[Any]  # of the input, flattened as a pytree
     target: Any
     loss_divisor: float  # minibatch's samples / this one's samples: its loss counts 1 / loss_divisor in the mean
+    size: int = 0  # its samples with padding, where a loader made it
+    padding: int = 0  # how many of them, the last ones, do not count
 
 
 class Microbatches:

@@ -12,7 +12,7 @@ TEMPLATE = '''\
 
 # schedgen compile NAME.py --stages 4 --microbatches 8 -o NAME.json
 # schedgen stats NAME.json
-# mpiexec -n 4 python -m mpirun NAME.json --model mpirun.models.mlp:tiny --steps 5 --verify
+# mpiexec -n 4 python -m mpirun NAME.json --model mpirun.examples.mlp:tiny --steps 5 --verify
 
 import numpy as np
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from mpirun import Model, split_layers
-from mpirun.models import gpt
+from mpirun.examples import gpt
 from schedgen.util.errors import UsageError
 
 BLOCKS = 4

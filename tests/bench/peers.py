@@ -32,7 +32,7 @@ from mpirun.data.text import training_text
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.load_model import load_model
-from mpirun.models.gpt import Block
+from mpirun.examples.gpt import Block
 
 WARM = 3  # steps before the timed ones
 Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of the microbatches this rank saw

@@ -16,7 +16,7 @@ from mpirun.engine.grad_buffers import StageGradBuffer
 from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.shapes import StageShape
-from mpirun.models.gpt import Block
+from mpirun.examples.gpt import Block
 
 
 def timed(function: Callable[[], object]) -> float:

@@ -26,7 +26,7 @@ SCHEDULES = {
     "pipedream-flush": ["pipedream-flush"],
 }
 STAGES, MICROBATCHES, STEPS = 4, 8, 200
-RUN = ["--model", "mpirun.models.gpt:tiny", "--steps", str(STEPS), "--lr", "5e-4", "--warmup", "5"]
+RUN = ["--model", "mpirun.examples.gpt:tiny", "--steps", str(STEPS), "--lr", "5e-4", "--warmup", "5"]
 
 
 def losses(scheme: list[str], folder: Path) -> list[float]:

@@ -5,7 +5,7 @@ set -euo pipefail
 name=test-$(basename "$0" .sh)
 bin=$(realpath "$1")
 cd "$(dirname "$0")/../.."
-train=(-m mpirun traces/1f1b.json --model mpirun.models.mlp:tiny) # for 4 ranks
+train=(-m mpirun traces/1f1b.json --model mpirun.examples.mlp:tiny) # for 4 ranks
 
 fail() {
     echo "$name: $1" >&2

@@ -35,7 +35,7 @@ STEPS = 30
 ATTEMPTS = 50  # runs of which one is killed at its moment
 LONGEST = 60.0  # seconds after a kill in which all should have ended
 KINDS = ("anywhen", "writing")
-MODEL = "mpirun.models.mlp:tiny"
+MODEL = "mpirun.examples.mlp:tiny"
 
 
 class Crash(NamedTuple):

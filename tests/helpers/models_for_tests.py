@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
 from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, skip
-from mpirun.models import gpt, mlp
+from mpirun.examples import gpt, mlp
 
 WIDTH = 128  # of mlp.tiny
 

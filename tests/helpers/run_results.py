@@ -31,7 +31,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(bits(a[name]) == bits(b[name]) for name in a)
 
 
-GPT, MLP = "models_for_tests:gpt_tiny", "mpirun.models.mlp:tiny"
+GPT, MLP = "models_for_tests:gpt_tiny", "mpirun.examples.mlp:tiny"
 # 2S - 1 - s is a backward's place on the way of a microbatch: the oldest microbatch first.
 DEPTH_FIRST = """
     def n(s, b, d, *, stages):

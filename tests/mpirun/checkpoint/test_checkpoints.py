@@ -126,7 +126,7 @@ def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
     }
     runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
     runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
-    runs["of another model"] = [*command[:-1], "mpirun.models.mlp:tiny", "--resume", saved / "adamw" / "half"]
+    runs["of another model"] = [*command[:-1], "mpirun.examples.mlp:tiny", "--resume", saved / "adamw" / "half"]
     runs["of another optimizer"] = [*command, "--optimizer", "sgd", "--resume", saved / "adamw" / "half"]
     runs["used"] = [*command, "--save", saved / "adamw" / "half"]
     runs["into itself"] = [*command, "--save", saved / "adamw" / "half" / older]
@@ -207,7 +207,7 @@ def test_other_options_are_said_and_cannot_be_verified(damaged):
 
 
 def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
-    command = [schedules["ddp on 2"], "--model", "mpirun.models.mlp:tiny", "--text", text, "--steps", 5]
+    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 5]
     ((code, _),) = several(2, [[*command, "--save", tmp_path / "kept", "--every", 1, "--keep", 2]])
     assert code == 0
     assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000005"]
@@ -215,7 +215,7 @@ def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
 
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
     """A limit on the size of files stands for it: one that the first rank's part of the third checkpoint meets."""
-    command = [schedules["ddp on 2"], "--model", "mpirun.models.mlp:tiny", "--text", text, "--steps", 4]
+    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 4]
     program = ["programs/full_disk.py"]
     result = launch(2, *command, "--save", tmp_path / "kept", "--every", 1, program=program)
     (line,) = result.ours

@@ -12,7 +12,7 @@ import pytest
 
 from schedgen.cli.main import main as schedgen
 
-MLP = "mpirun.models.mlp:tiny"
+MLP = "mpirun.examples.mlp:tiny"
 X = 64 * 128 * 4  # bytes of an activation
 DATA = 64 * 17 * 8
 LAYER = (2 * 128 + 128 * 128 + 128) * 4  # weights: the norm's, the matrix, its bias
@@ -54,7 +54,7 @@ def profiles(several, compiled, text, tmp_path_factory):
         "whole": ("--model", MLP, "--stages", 4),
         "again": ("--model", MLP, "--stages", 4, "--seed", 1),
         "split": ("--model", MLP, "--stages", 4, "--split", "--optimizer", "sgd"),
-        "gpt": ("--model", "mpirun.models.gpt:tiny", "--stages", 2),
+        "gpt": ("--model", "mpirun.examples.gpt:tiny", "--stages", 2),
         "joined": ("--model", "models_for_tests:joined", "--schedule", joined),
     }
     runs = [

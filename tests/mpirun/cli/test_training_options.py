@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 
 from mpirun.engine.optimizer import Recipe
 from mpirun.model.build_stage import build_stage
-from mpirun.models import mlp
+from mpirun.examples import mlp
 from mpirun.verify.compare import compare
 from mpirun.verify.record import Record
 
-MLP, DROPPING = "mpirun.models.mlp:tiny", "models_for_tests:dropping"
+MLP, DROPPING = "mpirun.examples.mlp:tiny", "models_for_tests:dropping"
 LR, STEPS, WARMUP = 0.01, 6, 3
 CLIP = 0.1  # less than the norm of any step
 EIGHT, FOUR, FSDP, DDP = "8 microbatches", "4 microbatches", "fsdp", "ddp"

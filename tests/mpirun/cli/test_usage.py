@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-MLP = "mpirun.models.mlp:tiny"
+MLP = "mpirun.examples.mlp:tiny"
 SEE = " (see python -m mpirun --help)"
 
 
@@ -72,13 +72,13 @@ MISTAKES = {
         "--model nowhere:tiny: cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'",
     ),
     "no such function": model(
-        "mpirun.models.mlp:huge", "--model mpirun.models.mlp:huge: mpirun.models.mlp has no function huge"
+        "mpirun.examples.mlp:huge", "--model mpirun.examples.mlp:huge: mpirun.examples.mlp has no function huge"
     ),
     "no function": model(
         "models_for_tests:not_a_function",
         "--model models_for_tests:not_a_function: models_for_tests has no function not_a_function",
     ),
-    "no colon": model("mpirun.models.mlp", "--model mpirun.models.mlp: should be MODULE:FUNCTION"),
+    "no colon": model("mpirun.examples.mlp", "--model mpirun.examples.mlp: should be MODULE:FUNCTION"),
     "one stage more": model(
         "models_for_tests:one_stage_more",
         "--model models_for_tests:one_stage_more: has 3 stages, not the 2 that it is asked for",

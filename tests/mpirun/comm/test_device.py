@@ -9,7 +9,7 @@ import torch
 
 TRACES = Path(__file__).parents[3] / "traces"
 GOLDEN = sorted(path.stem for path in TRACES.glob("*.json"))
-MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {
+MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }

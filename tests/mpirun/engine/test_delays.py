@@ -11,7 +11,7 @@ TRACES = Path(__file__).parents[3] / "traces"
 GOLDEN = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "ddp", "fsdp", "fsdp-sharded", "fslpp", "lpp", "pipedream", "zb-v",
 )  # fmt: skip
-MODEL = dict.fromkeys(GOLDEN, "mpirun.models.mlp:tiny") | {
+MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }

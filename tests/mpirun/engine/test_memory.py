@@ -14,7 +14,7 @@ import pytest
 
 from schedgen.cli.main import main as schedgen
 
-MLP = "mpirun.models.mlp:tiny"
+MLP = "mpirun.examples.mlp:tiny"
 NAMES = (
     "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "chimera", "interleaved-1f1b", "looped-bfs", "zb-v",
     "v-half", "dualpipe-v",

@@ -22,7 +22,7 @@ def runs(several, text, tmp_path_factory) -> dict[str, tuple[int, str]]:
     for name, source in sources.items():
         file = folder / f"{name}.json"
         assert schedgen(["compile", *map(str, source), "-o", str(file)]) == 0
-        model = ("--model", "mpirun.models.mlp:tiny", "--text", text)
+        model = ("--model", "mpirun.examples.mlp:tiny", "--text", text)
         cases[name] = [file, *model, "--steps", 2, "--canonical", "--verify"]
     return dict(zip(cases, several(4, list(cases.values())), strict=True))
 

@@ -19,7 +19,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.shapes import StageShape, infer_shapes
-from mpirun.models import gpt, mlp
+from mpirun.examples import gpt, mlp
 from schedgen.util.errors import UsageError
 
 STAGES, SEED = 4, 3

@@ -12,7 +12,7 @@ import pytest
 from schedgen.checker.files import checked
 from schedgen.report.measured_run import read_trace, run_numbers
 
-MLP = "mpirun.models.mlp:tiny"
+MLP = "mpirun.examples.mlp:tiny"
 RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, accumulation passes a step
 PASSES = {"1f1b": 2, "fsdp": 2, "zb-h1": 1}
 CAUSES = {  # what ranks of a scheme can wait for

@@ -168,7 +168,7 @@ def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules,
 
 
 MISTAKES = {
-    "mpirun.models.gpt:tiny": (8, "the schedule has shards, but no stage of the model can be split"),
+    "mpirun.examples.gpt:tiny": (8, "the schedule has shards, but no stage of the model can be split"),
     GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --graph FILE"),
     "models_for_tests:drops_in_shards": (2, "stage 0 of the model is split, but draws random numbers"),
     "models_for_tests:splits_the_last": (2, "splits stage 1, which is none before the last: that is whole"),

@@ -84,7 +84,7 @@ def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
 @pytest.fixture(scope="module")
 def owned(launch, schedules, text):
     """By rank, the bytes that it owns."""
-    arguments = [schedules["two stages on four"], "--model", "mpirun.models.gpt:tiny", "--text", text, "--steps", 1]
+    arguments = [schedules["two stages on four"], "--model", "mpirun.examples.gpt:tiny", "--text", text, "--steps", 1]
     result = launch(4, *arguments, program=("-m", "mpi4py", "programs/owned_bytes.py"))
     assert result.code == 0, result.err
     return json.loads(result.out.splitlines()[-1])

@@ -19,7 +19,7 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import infer_shapes
-from mpirun.models import gpt
+from mpirun.examples import gpt
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

@@ -116,7 +116,7 @@ def test_a_rank_that_stops_answering_is_named(stopped, traces, left_behind):
 
 def test_a_message_that_is_never_sent_is_named(launch, traces, text):
     """Rank 1 leaves out the SEND of x.1.7 in the second step."""
-    command = [traces / "1f1b.json", "--model", "mpirun.models.mlp:tiny", "--text", text, "--timeout", LIMIT]
+    command = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
     result = launch(4, "lost", *command, program=["programs/faulty_mpirun.py"])
     _, states = explained(result, 4)
     assert states[2][6] == '{"op": "RECV", "buf": "x.1.7", "from": 1}'
@@ -132,7 +132,7 @@ def test_a_circle_is_named(launch, compiled, text):
     lines.insert(lines.index(bwd) + 1, send)
     schedule.write_text("\n".join(lines) + "\n")
     assert schedgen(["seal", str(schedule)]) == 0
-    command = [schedule, "--model", "mpirun.models.mlp:tiny", "--text", text, "--timeout", LIMIT]
+    command = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--timeout", LIMIT]
     result = launch(2, "unchecked", *command, program=["programs/faulty_mpirun.py"])
     assert re.search(
         r"^mpirun: nothing has moved for 3 s: rank 0 waits for rank 1, rank 1 waits for rank 0$", result.err, re.M

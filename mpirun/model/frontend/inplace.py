@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from mpirun.frontend.cut_points import uncut_ranges
-from mpirun.frontend.errors import line_of_node
-from mpirun.frontend.node_dependencies import Dependencies, is_buffer
+from mpirun.model.frontend.cut_points import uncut_ranges
+from mpirun.model.frontend.errors import line_of_node
+from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten

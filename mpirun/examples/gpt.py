@@ -1,6 +1,6 @@
 """A byte-level GPT: embedding, blocks of attention and MLP, head.
 
-`--model mpirun.models.gpt:tiny`, `:small`, `:tied` or `:tensor`. Its layers are divided among the stages of the
+`--model mpirun.examples.gpt:tiny`, `:small`, `:tied` or `:tensor`. Its layers are divided among the stages of the
 schedule, as even in number as they go.
 """
 

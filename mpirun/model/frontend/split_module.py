@@ -16,16 +16,16 @@ from typing import Any
 from torch import fx, nn
 
 from mpirun.data.microbatches import Dims
-from mpirun.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
-from mpirun.frontend.dynamic_sizes import merge_sizes, smaller_example
-from mpirun.frontend.errors import unknown_name, warn_user
-from mpirun.frontend.export_graph import ExportedGraph, export_graph
-from mpirun.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.frontend.meta_device import Init, meta_module
-from mpirun.frontend.node_dependencies import Dependencies
-from mpirun.frontend.split_result import Cut
-from mpirun.frontend.stage_modules import StageBuilder
+from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
+from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
+from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
+from mpirun.model.frontend.errors import unknown_name, warn_user
+from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
+from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
+from mpirun.model.frontend.meta_device import Init, meta_module
+from mpirun.model.frontend.node_dependencies import Dependencies
+from mpirun.model.frontend.split_result import Cut
+from mpirun.model.frontend.stage_modules import StageBuilder
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")

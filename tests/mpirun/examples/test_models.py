@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.load_model import load_model
 from mpirun.model.shapes import infer_shapes
-from mpirun.models import gpt, mlp
+from mpirun.examples import gpt, mlp
 from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
@@ -71,13 +71,13 @@ def test_layers_joined_by_a_schedule_are_the_model(name):
     """Uneven stages, the same layers in the same order, ties where they were."""
     make, layers = TINY[name]
     counts = [1, layers - 3, 2]
-    model = load_model(f"mpirun.models.{name}:tiny", 3, 0, counts)
+    model = load_model(f"mpirun.examples.{name}:tiny", 3, 0, counts)
     assert [len(part) for part in modules(model)] == counts
     assert list(parameters(modules(model))) == list(parameters(modules(make(1))))
 
 
 def test_ties_and_layers_that_cannot_be_joined():
-    model = load_model("mpirun.models.gpt:tied", 2, 0, [4, 6])
+    model = load_model("mpirun.examples.gpt:tied", 2, 0, [4, 6])
     assert model.tied == [[(0, "embedding.byte.weight"), (1, "head.score.weight")]]
     with pytest.raises(UsageError, match="not given by their layers"):
         load_model("models_for_tests:dropping_function", 2, 0, [1, 2])
@@ -152,9 +152,9 @@ def test_the_shortest_text_is_long_enough_and_a_shorter_is_not(name):
 def test_more_stages_than_layers_is_one_clear_error(name):
     _, layers = TINY[name]
     with pytest.raises(UsageError) as error:
-        load_model(f"mpirun.models.{name}:tiny", layers + 1, 0)
+        load_model(f"mpirun.examples.{name}:tiny", layers + 1, 0)
     assert str(error.value) == (
-        f"--model mpirun.models.{name}:tiny: it has {layers} layers, too few for {layers + 1} stages"
+        f"--model mpirun.examples.{name}:tiny: it has {layers} layers, too few for {layers + 1} stages"
     )
 
 

@@ -1,6 +1,6 @@
 """A byte-level encoder and decoder: an nn.Module written without any thought of stages, split by `mpirun.split`.
 
-`--model mpirun.models.seq2seq:tiny` or `:small`. The encoder reads a piece of text, the decoder guesses how it goes
+`--model mpirun.examples.seq2seq:tiny` or `:small`. The encoder reads a piece of text, the decoder guesses how it goes
 on; every stage of the decoder reads the encoder's output.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from mpirun import Model, split
-from mpirun.models.gpt import VOCABULARY
+from mpirun.examples.gpt import VOCABULARY
 
 
 class Seq2Seq(nn.Module):

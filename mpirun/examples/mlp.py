@@ -1,6 +1,6 @@
 """An MLP that guesses the next byte from the 16 before it, after Bengio et al. (2003).
 
-`--model mpirun.models.mlp:tiny` or `:small`. Its layers are divided among the stages of the schedule, as even in
+`--model mpirun.examples.mlp:tiny` or `:small`. Its layers are divided among the stages of the schedule, as even in
 number as they go.
 """
 

@@ -13,9 +13,9 @@ from operator import getitem
 
 from torch import fx, nn
 
-from mpirun.frontend.balance import NEVER, balanced_starts
-from mpirun.frontend.errors import line_of_node, unknown_name
-from mpirun.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
+from mpirun.model.frontend.balance import NEVER, balanced_starts
+from mpirun.model.frontend.errors import line_of_node, unknown_name
+from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from schedgen.util.errors import UsageError
 
 PIPE_SPLIT = "pippy._pipe_split.default"  # what torch.distributed.pipelining.pipe_split() is in a graph

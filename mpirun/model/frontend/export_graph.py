@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
-from mpirun.frontend.errors import (
+from mpirun.model.frontend.errors import (
     called_by_user,
     check_example,
     check_hooks,
@@ -27,9 +27,9 @@ from mpirun.frontend.errors import (
     line_of_forward,
     line_of_node,
 )
-from mpirun.frontend.meta_device import is_on_meta
-from mpirun.frontend.module_io import Example, ModuleOutput
-from mpirun.frontend.subgraphs import attribute
+from mpirun.model.frontend.meta_device import is_on_meta
+from mpirun.model.frontend.module_io import Example, ModuleOutput
+from mpirun.model.frontend.subgraphs import attribute
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")

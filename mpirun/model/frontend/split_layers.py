@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mpirun.frontend.balance import even_starts
+from mpirun.model.frontend.balance import even_starts
 from mpirun.model.contract import Layers
 from schedgen.util.errors import UsageError
 

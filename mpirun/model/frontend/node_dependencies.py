@@ -18,9 +18,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpirun.frontend.errors import line_of_node
-from mpirun.frontend.export_graph import ExportedGraph
-from mpirun.frontend.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.frontend.errors import line_of_node
+from mpirun.model.frontend.export_graph import ExportedGraph
+from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
