@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import pipe_split
 
     from mpirun.data.microbatches import Minibatch
+    from mpirun.model.contract import Model
+    from mpirun.model.dataflow import Input, Value
     from mpirun.model.frontend.batch_coupling import batch_coupled
     from mpirun.model.frontend.split_layers import split_layers
     from mpirun.model.frontend.split_module import split
     from mpirun.model.frontend.split_result import Cut
     from mpirun.model.frontend.split_sequential import split_sequential
-    from mpirun.model.contract import Model
-    from mpirun.model.dataflow import Input, Value
     from schedgen.util.errors import MpirunWarning
 
 __all__ = [

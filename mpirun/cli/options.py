@@ -150,7 +150,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
         prog="python -m mpirun profile",
         description="Measure what a model's stages and messages cost here, on all ranks at once:\n"
         "a profile for schedgen simulate --profile.",
-        epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny.json",
+        epilog="example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny",
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

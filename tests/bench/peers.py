@@ -29,10 +29,10 @@ from mpirun.cli.run import Run
 from mpirun.comm.fail_together import bytes_from_rank_0
 from mpirun.data.microbatches import Microbatches
 from mpirun.data.text import training_text
+from mpirun.examples.gpt import Block
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.load_model import load_model
-from mpirun.examples.gpt import Block
 
 WARM = 3  # steps before the timed ones
 Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of the microbatches this rank saw

@@ -14,9 +14,9 @@ import torch
 from mpirun.comm.device import Device
 from mpirun.engine.grad_buffers import StageGradBuffer
 from mpirun.engine.stage import LocalStage, SavedForward
+from mpirun.examples.gpt import Block
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.shapes import StageShape
-from mpirun.examples.gpt import Block
 
 
 def timed(function: Callable[[], object]) -> float:

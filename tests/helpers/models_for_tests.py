@@ -18,8 +18,8 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
-from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, skip
 from mpirun.examples import gpt, mlp
+from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, skip
 
 WIDTH = 128  # of mlp.tiny
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from mpirun.model.frontend.balance import even_starts
 from mpirun.model.contract import Layers
+from mpirun.model.frontend.balance import even_starts
 from schedgen.util.errors import UsageError
 
 

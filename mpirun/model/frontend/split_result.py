@@ -11,10 +11,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.frontend.meta_device import MetaBuilder, MetaModule
-from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.contract import Model, StageEntry
 from mpirun.model.dataflow import Source, Value
+from mpirun.model.frontend.meta_device import MetaBuilder, MetaModule
+from mpirun.model.frontend.module_io import Example, ModuleOutput
 
 
 class Cut(NamedTuple):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import nn
 
+from mpirun.model.dataflow import Input, Value
 from mpirun.model.frontend.balance import balanced_starts, even_starts
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name
 from mpirun.model.frontend.meta_device import Init, meta_module
 from mpirun.model.frontend.split_result import Cut
-from mpirun.model.dataflow import Input, Value
 from schedgen.util.errors import UsageError, raised
 
 

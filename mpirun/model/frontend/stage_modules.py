@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
+from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.frontend.dynamic_sizes import SHAPES
 from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.model.frontend.subgraphs import attributes
-from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.rng import RandomOp
 
 aten = torch.ops.aten

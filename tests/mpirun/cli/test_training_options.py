@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from mpirun.engine.optimizer import Recipe
-from mpirun.model.build_stage import build_stage
 from mpirun.examples import mlp
+from mpirun.model.build_stage import build_stage
 from mpirun.verify.compare import compare
 from mpirun.verify.record import Record
 

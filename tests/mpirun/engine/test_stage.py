@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from mpirun.comm.device import Device
 from mpirun.data.microbatches import Microbatches
 from mpirun.engine.stage import LocalStage, SavedForward
+from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.shapes import StageShape, infer_shapes
-from mpirun.examples import gpt, mlp
 from schedgen.util.errors import UsageError
 
 STAGES, SEED = 4, 3

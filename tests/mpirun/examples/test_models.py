@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
+from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.load_model import load_model
 from mpirun.model.shapes import infer_shapes
-from mpirun.examples import gpt, mlp
 from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

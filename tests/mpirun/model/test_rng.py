@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mpirun.comm.device import Device
 from mpirun.data.microbatches import Microbatch, Microbatches
+from mpirun.examples import gpt
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import infer_shapes
-from mpirun.examples import gpt
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
