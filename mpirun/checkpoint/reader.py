@@ -60,15 +60,20 @@ def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
 
 
 def restore(
-    manifest: Manifest, setup: Setup, stages: Mapping[int, LocalStage], optimizer: Optimizer, beat: Callable[[], None]
+    manifest: Manifest,
+    setup: Setup,
+    stages: Mapping[int, LocalStage],
+    optimizer: Optimizer,
+    name: str,
+    beat: Callable[[], None],
 ) -> None:
     """Restore stages, and what the optimizer keeps for them. `beat` is called after each stage.
 
-    UsageError where the checkpoint is of another model or optimizer.
+    `name`: of the optimizer, as checkpoints have it. UsageError where the checkpoint is of another model or optimizer.
     """
-    name = manifest.settings["optimizer"]
-    if name != setup.recipe.name:
-        raise UsageError(f"--optimizer {setup.recipe.name}: {manifest.folder} was made with {name}")
+    if name != manifest.settings["optimizer"]:
+        option = "--optimizer" if setup.recipe.name else "the optimizer is"
+        raise UsageError(f"{option} {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
     weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
     for entry in kept.names:

@@ -11,35 +11,26 @@ from schedgen.ir.header import Header
 from schedgen.util.errors import one_line
 
 
-def run_settings(header: Header, setup: Setup, schedule: str, rank: int) -> dict[str, Any]:
-    """The manifest's entries beside step and files; `schedule`: its SHA-256. The text is hashed on rank 0 only."""
+def run_settings(
+    header: Header, setup: Setup, optimizer: tuple[str, dict[str, Any]], schedule: str, rank: int
+) -> dict[str, Any]:
+    """The manifest's entries beside step and files. The text is hashed on rank 0 only.
+
+    `optimizer`: its name and its settings; `schedule`: its SHA-256.
+    """
+    name, settings = optimizer
+    options = {**settings, "--autocast": "bf16" if setup.autocast_dtype else None}
     return {
         "seed": setup.seed,
-        "optimizer": setup.recipe.name,
+        "optimizer": name,
         "schedule": {"sha256": schedule, "scheme": dict(header.scheme)},
         "data": {
-            "text": hashlib.sha256(setup.text.numpy().data).hexdigest() if rank == 0 else "",
+            "text": hashlib.sha256(setup.text.numpy().data).hexdigest() if rank == 0 and setup.text is not None else "",
             "microbatches": header.microbatches * setup.passes,
         },
-        "options": _options(setup),
+        "options": {option: value for option, value in options.items() if value is not None},
         "changed": [],  # settings that changed across resumes, in words
     }
-
-
-def _options(setup: Setup) -> dict[str, Any]:
-    """The other options that a step depends on; those that are not used are left out."""
-    recipe = setup.recipe
-    values = {
-        "--lr": recipe.lr,
-        "--weight-decay": recipe.weight_decay,
-        "--lr-schedule": recipe.schedule,
-        "--clip": recipe.clip,
-        "--autocast": "bf16" if setup.autocast_dtype else None,
-        "--momentum": recipe.momentum or None,
-        "--warmup": recipe.warmup or None,
-        "--steps": None if recipe.schedule == "constant" else recipe.steps,
-    }
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,8 @@ class CheckpointWriter:
         """
         self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
         self.state = state
-        self.settings = run_settings(header, setup, schedule, comm.rank)
+        descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
+        self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
         own = [(entry, s) for s in stages if self._writes_untrained(s) for entry in self._untrained(s)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
         self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
@@ -78,7 +79,10 @@ class CheckpointWriter:
 
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and say which settings differ. Collective."""
-        together(self.comm, lambda: restore(manifest, self.setup, self.stages, self.optimizer, self._beat))
+        together(
+            self.comm,
+            lambda: restore(manifest, self.setup, self.stages, self.optimizer, self.settings["optimizer"], self._beat),
+        )
         self.last = manifest.step
         if self.comm.rank == 0:
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)

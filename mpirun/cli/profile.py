@@ -26,7 +26,7 @@ from mpirun.engine.act import Act
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
-from mpirun.engine.setup import set_up
+from mpirun.engine.setup import set_up_command
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -74,7 +74,7 @@ class Profile:
         self.programs, splits = from_rank_0(comm, lambda: _schedules(options))
         self.split = options.split or splits
         self.current: Instruction | None = None
-        self.setup = set_up(comm, options.setup, self.programs[0].header)
+        self.setup = set_up_command(comm, options.setup, self.programs[0].header)
 
     def position(self) -> str:
         """The instruction being executed, for error messages; empty outside of a step."""

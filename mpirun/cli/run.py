@@ -24,7 +24,7 @@ from mpirun.engine.memory_tracker import track_memory
 from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import read_schedule
-from mpirun.engine.setup import set_up
+from mpirun.engine.setup import set_up_command
 from mpirun.engine.step_trace import StepTrace
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import BEAT, PHASE, ROW, VERIFYING
@@ -56,7 +56,7 @@ class Run:
         self.begun = 0 if checkpoint is None else checkpoint.step  # steps done before this run
         if options.seed is None and checkpoint is not None:
             setup = replace(setup, seed=checkpoint.seed)
-        self.setup = set_up(comm, setup, self.header)
+        self.setup = set_up_command(comm, setup, self.header)
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(self.setup.device.torch)) if options.memory else None
         self.interpreter = build_interpreter(comm, self.program, self.instructions, self.setup, self.watchdog.state)

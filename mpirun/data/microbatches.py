@@ -6,6 +6,7 @@ so that any rank can make it. Out: a `Microbatch`, the leaves of its input and i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -46,8 +47,31 @@ class Microbatch(NamedTuple):
     padding: int = 0  # how many of them, the last ones, do not count
 
 
-class Microbatches:
-    """All microbatches of a run."""
+class MicrobatchSource:
+    """All microbatches of a run, `count` a step."""
+
+    count: int
+
+    def __call__(self, step: int, number: int) -> Microbatch:
+        """Microbatch `number` of a step; UsageError where there is none."""
+        raise NotImplementedError
+
+    def examples(self) -> list[Microbatch]:
+        """Microbatches of a step, of which every size occurs: all, or one where all have the same."""
+        raise NotImplementedError
+
+    @property
+    def input_shapes(self) -> list[list[Any]]:
+        """By microbatch of a step, the shapes of its input's leaves; None of one that is no tensor."""
+        shapes = [
+            [tuple(x.shape) if isinstance(x, Tensor) else None for x in microbatch.leaves]
+            for microbatch in self.examples()
+        ]
+        return shapes * (self.count // len(shapes))
+
+
+class Microbatches(MicrobatchSource):
+    """Microbatches that a model's `batch` makes of a text."""
 
     def __init__(self, batch: MakeBatch | Minibatch, text: Tensor, seed: int, count: int) -> None:
         """`batch` is the model's; `text`: uint8, shape (bytes,); `count` microbatches a step."""
@@ -81,31 +105,39 @@ class Microbatches:
                 batch.check(microbatch.leaves)
         return chunks
 
-    def _of_all_sizes(self) -> list[Microbatch]:
-        """Microbatches of the first step, of which every size occurs: all, or one where all have the same."""
+    def examples(self) -> list[Microbatch]:
+        """As they are in the first step."""
         return [self(0, number) for number in (range(self.count) if isinstance(self.batch, Minibatch) else [0])]
 
     @property
     def tokens(self) -> int:
         """Elements of the first step's targets; of a microbatch those of the largest tensor in its target."""
-        targets = [pytree.tree_leaves(microbatch.target) for microbatch in self._of_all_sizes()]
-        sizes = [max((x.numel() for x in leaves if isinstance(x, Tensor)), default=0) for leaves in targets]
+        sizes = [tokens(microbatch) for microbatch in self.examples()]
         return sum(sizes) * (self.count // len(sizes))
 
     @property
     def loss_weights(self) -> list[float]:
         """By microbatch, the weight of its loss in the mean over the minibatch; they sum to 1."""
-        divisors = [microbatch.loss_divisor for microbatch in self._of_all_sizes()]
+        divisors = [microbatch.loss_divisor for microbatch in self.examples()]
         return [1 / divisor for divisor in divisors] * (self.count // len(divisors))
 
-    @property
-    def input_shapes(self) -> list[list[Any]]:
-        """By microbatch of the first step, the shapes of its input's leaves; None of one that is no tensor."""
-        shapes = [
-            [tuple(x.shape) if isinstance(x, Tensor) else None for x in microbatch.leaves]
-            for microbatch in self._of_all_sizes()
-        ]
-        return shapes * (self.count // len(shapes))
+
+def tokens(microbatch: Microbatch) -> int:
+    """Elements of the largest tensor in its target."""
+    leaves = pytree.tree_leaves(microbatch.target)
+    return max((x.numel() for x in leaves if isinstance(x, Tensor)), default=0)
+
+
+def digest(microbatch: Microbatch) -> str:
+    """A hash of its input and target: that of the bytes of tensors, and of what Python prints of anything else."""
+    found = hashlib.sha256()
+    for leaf in [*microbatch.leaves, *pytree.tree_leaves(microbatch.target)]:
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
 
 
 def to_device(values: Any, device: torch.device) -> Any:

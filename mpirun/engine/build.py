@@ -51,7 +51,7 @@ def build_interpreter(
     grad_buffers = GradBuffers(header, stages, slots, comm.rank)
     context = Context(
         header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), LocalBuffers(transport),
-        grad_buffers, Optimizer(setup.recipe, owned), Position(setup.passes),
+        grad_buffers, together(comm, lambda: Optimizer(setup.recipe, setup.model, owned)), Position(setup.passes),
     )  # fmt: skip
     return Interpreter(context, state)
 

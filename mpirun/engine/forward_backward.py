@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mpirun.data.microbatches import Microbatch, to_device
+from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.loss import MinibatchLoss, scaled_loss
@@ -44,6 +44,8 @@ class ForwardBackward:
         kind, dtype = setup.device.kind, setup.autocast_dtype
         self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, kind, dtype)
         self.losses: dict[int, Tensor] = {}  # by microbatch, since the last NORM
+        self.metrics: dict[int, dict[str, Tensor]] = {}  # the same
+        self.digests: dict[int, str] | None = None  # by microbatch that is read, where they are asked for
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.saves -= {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
 
@@ -113,11 +115,11 @@ class ForwardBackward:
 
     def _scaled_loss(self, i: Instruction, save: bool) -> LossFunction:
         """The loss of a microbatch, as `loss.scaled_loss`; of several shards, the first records it."""
-        mb, losses = i.mb, self.losses
+        mb, losses, all_metrics = i.mb, self.losses, self.metrics
         first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
 
-        def record(loss: Tensor) -> None:
-            losses[mb] = loss
+        def record(loss: Tensor, metrics: dict[str, Tensor]) -> None:
+            losses[mb], all_metrics[mb] = loss, metrics
 
         read, has_versions = self._microbatch_reader(mb, save), bool(self.header.weight_versions)
         return scaled_loss(
@@ -149,7 +151,10 @@ class ForwardBackward:
         def read() -> Microbatch:
             if mb not in self.microbatches:
                 number = self.position.accumulation_pass * self.header.microbatches + mb
-                self.microbatches[mb] = to_device(self.setup.microbatches(self.position.step, number), self.device)
+                made = self.setup.microbatches(self.position.step, number)
+                if self.digests is not None:
+                    self.digests[number] = digest(made)
+                self.microbatches[mb] = to_device(made, self.device)
             last = not save or self.last_reader[mb] is reader
             return self.microbatches.pop(mb) if last else self.microbatches[mb]
 

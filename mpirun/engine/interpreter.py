@@ -38,7 +38,9 @@ class Interpreter:
         messages = Transfers(context)
         self.owner_allreduce = OwnerAllreduce(context, messages.partial_sums)
         self.shard_allreduce = ShardAllreduce(context)
-        self.optimizer_step = OptimizerStep(context, self.versions, self.forward_backward.losses)
+        self.optimizer_step = OptimizerStep(
+            context, self.versions, self.forward_backward.losses, self.forward_backward.metrics
+        )
         self.table: dict[int, Callable[[int, Instruction], Act]] = {
             Op.FETCH_W: messages.fetch_w,
             Op.RECV: messages.recv,
@@ -75,12 +77,14 @@ class Interpreter:
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
         losses: list[float] = []
+        metrics: list[dict[str, float]] = []
         for number in range(self.position.passes):
             self.position.accumulation_pass = number
             self.execute_list()
             losses += self.optimizer_step.result.losses
+            metrics += self.optimizer_step.result.metrics
         self.state[ROW] = NOTHING
-        return self.optimizer_step.result._replace(losses=losses)
+        return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
 
     def execute(self) -> None:
         """Call the acts in their order, and show the watchdog which one runs."""

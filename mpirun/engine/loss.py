@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch, leaf_dims
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, leaf_dims
 from mpirun.engine.stage import LossFunction
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.shapes import loss_input
+from mpirun.model.loss import loss_and_metrics, loss_input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, raised
@@ -32,20 +32,21 @@ def scaled_loss(
     read: Callable[[], Microbatch],
     has_versions: bool,
     save: bool,
-    record: Callable[[Tensor], None] | None,
+    record: Callable[[Tensor, dict[str, Tensor]], None] | None,
 ) -> LossFunction:
     """The loss of a microbatch from the last stage's outputs, divided for the gradient.
 
-    `read`: makes the microbatch; `save`: a backward follows; `record`: is given the loss before it is divided.
+    `read`: makes the microbatch; `save`: a backward follows; `record`: is given the loss before it is divided, and the
+    metrics.
     """
 
     def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
         batch = read()
-        loss = model.loss(loss_input(outputs), batch.target).reshape(())
+        loss, metrics = loss_and_metrics(model.loss, loss_input(outputs), batch)
         if save and not loss.requires_grad:
             raise ValueError("the loss has no gradient: it depends on no parameter")
         if record is not None:
-            record(loss.detach())
+            record(loss.detach(), metrics)
         return loss / (1 if has_versions else batch.loss_divisor)
 
     return loss_of_outputs
@@ -77,7 +78,7 @@ def check_forwards_first(header: Header, instructions: Sequence[Instruction]) ->
 
 
 def try_minibatch_loss(
-    model: Model, microbatches: Microbatches, dataflows: Sequence[Dataflow], autocast_dtype: torch.dtype | None
+    model: Model, microbatches: MicrobatchSource, dataflows: Sequence[Dataflow], autocast_dtype: torch.dtype | None
 ) -> None:
     """UsageError if the loss cannot be computed of zeros in the shapes of a step's outputs."""
     loss = MinibatchLoss(model, len(dataflows), "cpu", autocast_dtype)

@@ -1,72 +1,25 @@
-"""The optimizer: torch's AdamW or SGD over the weights that a rank owns, its learning rate and gradient clipping."""
+"""The optimizers of a rank: one for every unit that it owns, made by the run's recipe, and gradient clipping."""
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpirun.engine.grad_buffers import GradBuffer
+from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces
 from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import Unit
-
-Class = TypeVar("Class", bound=torch.optim.Optimizer)
-
-
-def without_compile(optimizer: type[Class]) -> type[Class]:
-    """The same class without its wrappers for torch.compile: importing that takes a second on every rank."""
-    names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")
-    methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
-    return type(optimizer.__name__, (optimizer,), methods | {"step": torch.no_grad()(methods["step"])})
-
-
-ADAMW, SGD = without_compile(torch.optim.AdamW), without_compile(torch.optim.SGD)
-
-
-class Recipe(NamedTuple):
-    """Which optimizer, and its learning rate by step."""
-
-    name: str  # adamw or sgd
-    lr: float
-    momentum: float
-    weight_decay: float
-    schedule: str  # constant, linear or cosine: how the rate falls from the end of the warm-up to the last step
-    warmup: int  # steps in which it rises
-    steps: int  # of the whole run
-    clip: float | None  # largest norm of the whole gradient; None: no limit
-
-    def make(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of these parameters."""
-        fused = all(parameter.is_floating_point() for parameter in parameters)  # torch fuses no complex numbers
-        decay = self.weight_decay
-        if self.name == "sgd":
-            return SGD(parameters, self.lr, momentum=self.momentum, weight_decay=decay, fused=fused)
-        return ADAMW(parameters, self.lr, weight_decay=decay, fused=fused)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        past = (step - self.warmup) / max(1, self.steps - self.warmup)
-        fall = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
-        return self.lr * fall[self.schedule]
-
-    def step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Step `optimizer` with the learning rate of `step`, counted from 0."""
-        for group in optimizer.param_groups:
-            group["lr"] = self.rate(step)
-        optimizer.step()
+from mpirun.engine.weight_shards import Unit, pieces
+from mpirun.model.contract import Model
 
 
 class Optimizer:
     """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
 
-    def __init__(self, recipe: Recipe, stages: Mapping[int, LocalStage]) -> None:
-        """`stages`: those of which the rank owns all weights or some parts."""
+    def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage]) -> None:
+        """`stages`: those of which the rank owns all weights or some parts. UsageError where the recipe fails."""
         self.recipe, self.stages = recipe, stages
         # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
         self.parameters = {
@@ -74,9 +27,29 @@ class Optimizer:
             for index, stage in stages.items()
             for part in stage.owned
         }
-        self.by_unit = {unit: recipe.make(parameters) for unit, parameters in self.parameters.items() if parameters}
+        self.by_unit: dict[Unit, SteppedOptimizer] = {}
+        for unit, parameters in self.parameters.items():
+            named = _named(model, stages[unit[0]], unit[1], parameters)
+            if unit[1] >= 0 and not recipe.name and not self.by_unit:
+                for entry in [entry for entry in named if len(entry.shape) > 1][:1]:
+                    check_steps_pieces(recipe, entry)
+            if parameters:
+                self.by_unit[unit] = recipe.make(named)
         self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, whose weights they are now
         self.accumulated: dict[Unit, Tensor] = {}  # gradients, summed over the passes of this step so far
+
+    def description(self) -> tuple[str, dict[str, Any]] | None:
+        """The name of the optimizer and its settings, as checkpoints record them; None where this rank has none."""
+        if self.recipe.name:
+            return self.recipe.name, dict(self.recipe.settings)
+        for made in self.by_unit.values():
+            optimizer = made.optimizer
+            plain = {key: value for key, value in optimizer.defaults.items() if _is_plain(value)}
+            if self.recipe.rate or self.recipe.scheduler:
+                plain.pop("lr", None)  # it is another in every step
+            settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+            return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", {**settings, **self.recipe.settings}
+        return None
 
     def accumulate(self, totals: dict[Unit, Tensor], first: bool, last: bool) -> None:
         """Add the gradients of an accumulation pass to those before; in the last pass `totals` become the sums."""
@@ -92,18 +65,28 @@ class Optimizer:
         """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""
         if unit not in self.by_unit:
             return []
-        by_index = self.by_unit[unit].state_dict()["state"]
+        by_parameter = self.by_unit[unit].optimizer.state
         return [
-            {key: torch.as_tensor(value) for key, value in by_index.get(index, {}).items() if value is not None}
-            for index in range(len(self.parameters[unit]))
+            {key: torch.as_tensor(value) for key, value in by_parameter.get(parameter, {}).items() if value is not None}
+            for parameter in self.parameters[unit]
         ]
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Tensor]]) -> None:
         """Set the state of a unit to what `state` gave."""
-        if unit in self.by_unit:
-            optimizer = self.by_unit[unit]
-            by_index = {index: values for index, values in enumerate(state) if values}
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
+        if unit not in self.by_unit:
+            return
+        optimizer = self.by_unit[unit].optimizer
+        by_parameter = {id(parameter): values for parameter, values in zip(self.parameters[unit], state, strict=True)}
+        in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        by_index = {index: by_parameter[id(parameter)] for index, parameter in enumerate(in_groups)}
+        by_index = {index: values for index, values in by_index.items() if values}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
+
+    def rate(self, step: int) -> float:
+        """The learning rate with which this rank steps, of its first unit's first group."""
+        first = next(iter(self.by_unit.values()))
+        first.set_rate(step)
+        return first.rate
 
     def step(self, unit: Unit, gradient: GradBuffer, step: int, norm: float, version: LocalStage | None = None) -> None:
         """Step the weights of a unit, after clipping its gradient by the norm of the whole gradient.
@@ -122,7 +105,27 @@ class Optimizer:
             views, grads = stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
             for parameter, view, grad in zip(self.parameters[unit], views, grads, strict=True):
                 parameter.data, parameter.grad = view, grad
-        self.recipe.step(self.by_unit[unit], step)
+        self.by_unit[unit].step(step)
+
+
+def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
+    """What a factory is given for a unit's parameters, or pieces of them."""
+    names = [model.entry_name(stage.index, name) for name in stage.names]
+    shapes = [shape for _, shape in stage.layout]
+    if part < 0:
+        return [NamedParameter(*entry, True) for entry in zip(names, parameters, shapes, strict=True)]
+    numbers = [piece.parameter for piece in pieces(stage.layout, stage.part_slices[part])]
+    return [
+        NamedParameter(names[number], parameter, shapes[number], False)
+        for number, parameter in zip(numbers, parameters, strict=True)
+    ]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a manifest can record it."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -8,7 +8,7 @@ numbers are finite. A STEP to a version of the weights is in `weight_versions`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
 from mpirun.engine.weight_shards import Unit
 from mpirun.engine.weight_versions import StageVersions
+from mpirun.model.shapes import StageShape
+from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
 
 
@@ -29,19 +31,29 @@ class StepResult(NamedTuple):
     grad_norm: float
     parameter_norms: list[float]  # of every parameter's gradient, in the order of the model
     leave: bool  # some rank wants to
+    metrics: list[dict[str, float]]  # by microbatch, what the loss returned beside it
+    rate: float  # the learning rate; 0 where no rank has parameters
 
 
 class OptimizerStep:
     """Prepares NORM and STEP, as `Transfers` does, and keeps what NORM has told."""
 
-    def __init__(self, context: Context, versions: StageVersions, losses: dict[int, Tensor]) -> None:
-        """`losses`: by microbatch, where the forwards of this rank put them; NORM takes them out."""
-        self.context, self.versions, self.losses = context, versions, losses
+    def __init__(
+        self,
+        context: Context,
+        versions: StageVersions,
+        losses: dict[int, Tensor],
+        metrics: dict[int, dict[str, Tensor]],
+    ) -> None:
+        """`losses`, `metrics`: by microbatch, where the forwards of this rank put them; NORM takes them out."""
+        self.context, self.versions, self.losses, self.metrics = context, versions, losses, metrics
         setup = context.setup
         self.grad_norms = GradNorms(context.header, setup.shapes, context.transport.comm.rank, setup.canonical)
         self.leave_requested = False  # by this rank: all ranks learn it at the next NORM
         self.finite = True  # whether all losses and norms of the step so far are
-        self.result = StepResult([], 0.0, [], False)
+        self.metric_names = setup.shapes[-1].metrics
+        self.rate_from = _first_with_parameters(context.header, setup.shapes)
+        self.result = StepResult([], 0.0, [], False, [], 0.0)
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
     def norm(self, row: int, i: Instruction) -> Act:
@@ -65,23 +77,40 @@ class OptimizerStep:
         return act
 
     def _tell(self, group: int, totals: Mapping[Unit, Tensor]) -> None:
-        """Exchange the numbers of all ranks: those of the norms, a loss for every microbatch, who wants to leave."""
+        """Exchange the numbers of all ranks.
+
+        These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the learning
+        rate, and the metrics of every microbatch.
+        """
         context, first_loss = self.context, self.grad_norms.length
         leave = first_loss + context.header.microbatches
+        rate, first_metric, names = leave + 1, leave + 2, self.metric_names
         contributed: dict[int, float] = {}
         for unit, total in totals.items():
             contributed |= self.grad_norms.contributed(unit, context.stages[unit[0]], total)
         contributed |= {first_loss + mb: float(loss) for mb, loss in self.losses.items()}
         self.losses.clear()
         contributed[leave] = float(self.leave_requested)
-        values, sums = np.zeros(leave + 1), np.empty(leave + 1)
+        if context.transport.comm.rank == self.rate_from:
+            contributed[rate] = context.optimizer.rate(context.position.step)
+        for mb, metrics in self.metrics.items():
+            first = first_metric + mb * len(names)
+            contributed |= {first + names.index(name): float(value) for name, value in metrics.items()}
+        self.metrics.clear()
+        length = first_metric + context.header.microbatches * len(names)
+        values, sums = np.zeros(length), np.empty(length)
         values[list(contributed)] = list(contributed.values())  # one rank gives a number, so that sums are exact
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
         numbers = sums.tolist()
         norms = self.grad_norms.norms(numbers[:first_loss])
-        self.result = StepResult(numbers[first_loss:leave], total_norm(norms), norms, numbers[leave] > 0)
+        metrics = [
+            dict(zip(names, numbers[first : first + len(names)], strict=True))
+            for first in range(first_metric, length, max(1, len(names)))
+        ]
+        losses = numbers[first_loss:leave]
+        self.result = StepResult(losses, total_norm(norms), norms, numbers[leave] > 0, metrics, numbers[rate])
         begins = context.position.accumulation_pass == 0
-        self.finite = (self.finite or begins) and all(map(math.isfinite, numbers))
+        self.finite = (self.finite or begins) and all(map(math.isfinite, numbers[:leave]))
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
@@ -96,3 +125,14 @@ class OptimizerStep:
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
+
+
+def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:
+    """The rank that tells the learning rate: the first owner of the first stage that has parameters; -1: none has."""
+    owners = (
+        header.weight_shards.holders(stage, part)[0]
+        for stage, shape in enumerate(shapes)
+        for part in header.weight_shards.parts(stage)[:1]
+        if shape.parameter_names
+    )
+    return next(owners, -1)

@@ -12,18 +12,36 @@ from torch import Tensor
 
 from mpirun.comm.device import Device, choose_device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, together
-from mpirun.data.microbatches import Microbatches
+from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_split_stages, expand_model
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
-from mpirun.engine.optimizer import Recipe
 from mpirun.engine.options import SetupOptions
+from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, check_reads, how_to_compile
 from mpirun.model.load_model import load_model
 from mpirun.model.shapes import StageShape, infer_shapes
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
+
+
+class Host(NamedTuple):
+    """What a rank has of its host."""
+
+    device: Device
+    crowded: bool  # there are more ranks on this host than cores
+
+
+class StepOptions(NamedTuple):
+    """What a run's steps do, whatever model, data and schedule."""
+
+    recipe: Recipe
+    seed: int = 0
+    passes: int = 1  # accumulation passes through the list, a step
+    canonical: bool = False
+    autocast_dtype: torch.dtype | None = None
+    on_nan: str = "stop"  # or "skip"
 
 
 class Setup(NamedTuple):
@@ -33,8 +51,8 @@ class Setup(NamedTuple):
     unsharded_model: Model
     shapes: Sequence[StageShape]  # by stage
     dataflows: Sequence[Dataflow]  # by microbatch of a list, the first the largest
-    microbatches: Microbatches
-    text: Tensor
+    microbatches: MicrobatchSource
+    text: Tensor | None  # that the command line's microbatches are made of
     seed: int
     recipe: Recipe
     passes: int  # accumulation passes through the list, a step
@@ -44,46 +62,62 @@ class Setup(NamedTuple):
     crowded: bool  # there are more ranks on this host than cores
 
 
-def set_up(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
-    """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options."""
-    cores = _cores_per_rank(comm)
-    torch.set_num_threads(options.threads or max(1, int(cores)))
-    device = together(comm, lambda: choose_device(comm, options.device))
-    autocast_dtype = torch.bfloat16 if options.autocast else None
+def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
+    """The setup of a command: its model has a name, and makes microbatches of a text. Collective; Stop as `set_up`."""
+    host = use_host(comm, options.device, options.threads)
     with print_notes(comm):
-        unsharded_model = together(comm, lambda: _load_model(options, header))
-    model = together(comm, lambda: _expanded_model(unsharded_model, header))
+        model = together(comm, lambda: _load_model(options, header))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
-    recipe = Recipe(
-        options.optimizer, options.lr, options.momentum, options.weight_decay, options.lr_schedule, options.warmup,
-        options.steps, options.clip,
-    )  # fmt: skip
-    microbatches = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
-    reads = together(comm, lambda: _reads(model, header, microbatches))
-    shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, microbatches, options.accumulate, autocast_dtype))
+    source = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
+    autocast_dtype = torch.bfloat16 if options.autocast else None
+    recipe = command_line_recipe(options)
+    steps = StepOptions(recipe, options.seed, options.accumulate, options.canonical, autocast_dtype, options.on_nan)
+    return set_up(comm, header, model, source, steps, host, text)
+
+
+def set_up(
+    comm: MPI.Intracomm,
+    header: Header,
+    unsharded_model: Model,
+    source: MicrobatchSource,
+    options: StepOptions,
+    host: Host,
+    text: Tensor | None = None,
+) -> Setup:
+    """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
+
+    `unsharded_model`: as its author gave it; `text`: that `source` makes microbatches of, if it does.
+    """
+    together(comm, lambda: _check_options(unsharded_model, options, header))
+    model = together(comm, lambda: _expanded_model(unsharded_model, header))
+    reads = together(comm, lambda: _reads(model, header, source))
+    autocast_dtype = options.autocast_dtype
+    shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype))
     distinct = [Dataflow(reads, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
-    dataflows = [distinct[size] for size in _sizes(microbatches)[1][: header.microbatches]]
+    dataflows = [distinct[size] for size in _sizes(source)[1][: header.microbatches]]
     if model.loss_of == "minibatch":
-        on_rank_0(comm, lambda: try_minibatch_loss(model, microbatches, dataflows, autocast_dtype))
+        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype))
     return Setup(
-        model, unsharded_model, shapes_by_size[0], dataflows, microbatches, text, options.seed, recipe,
-        options.accumulate, options.canonical, device, autocast_dtype, cores < 1,
+        model, unsharded_model, shapes_by_size[0], dataflows, source, text, options.seed, options.recipe,
+        options.passes, options.canonical, host.device, autocast_dtype, host.crowded,
     )  # fmt: skip
 
 
 def _load_model(options: SetupOptions, header: Header) -> Model:
+    stages = header.stages // header.tensor_parallel.degree
+    return load_model(options.model, stages, options.seed, header.scheme.get("layers"))
+
+
+def _check_options(model: Model, options: StepOptions, header: Header) -> None:
     if header.weight_versions:
-        refused = {"--clip": options.clip is not None, "--accumulate": options.accumulate > 1}
+        refused = {"--clip": options.recipe.clip is not None, "--accumulate": options.passes > 1}
         for option in [option for option, used in refused.items() if used]:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
             raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
-    stages, layers = header.stages // header.tensor_parallel.degree, header.scheme.get("layers")
-    model = load_model(options.model, stages, options.seed, layers)
     check_split_stages(model, header)
     if model.loss_of == "minibatch":
-        check_minibatch_loss(header, options.accumulate)
-    return model
+        check_minibatch_loss(header, options.passes)
 
 
 def _expanded_model(unsharded_model: Model, header: Header) -> Model:
@@ -99,7 +133,7 @@ def _expanded_model(unsharded_model: Model, header: Header) -> Model:
     return model
 
 
-def _reads(model: Model, header: Header, microbatches: Microbatches) -> Reads:
+def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
     """What each stage reads, checked against the schedule."""
     try:
         leaves = len(microbatches(0, 0).leaves)
@@ -112,7 +146,7 @@ def _reads(model: Model, header: Header, microbatches: Microbatches) -> Reads:
     return reads
 
 
-def _sizes(microbatches: Microbatches) -> tuple[list[int], list[int]]:
+def _sizes(microbatches: MicrobatchSource) -> tuple[list[int], list[int]]:
     """The first microbatch of each size that there is, and for every microbatch the number of its size."""
     shapes = microbatches.input_shapes
     firsts = [number for number, shape in enumerate(shapes) if shape not in shapes[:number]]
@@ -120,7 +154,7 @@ def _sizes(microbatches: Microbatches) -> tuple[list[int], list[int]]:
 
 
 def _shapes(
-    model: Model, reads: Reads, microbatches: Microbatches, passes: int, autocast_dtype: torch.dtype | None
+    model: Model, reads: Reads, microbatches: MicrobatchSource, passes: int, autocast_dtype: torch.dtype | None
 ) -> list[list[StageShape]]:
     """For each size of microbatch, the shapes of all stages."""
     firsts, _ = _sizes(microbatches)
@@ -129,9 +163,10 @@ def _shapes(
     return [infer_shapes(model, reads, microbatches(0, number), autocast_dtype) for number in firsts]
 
 
-def _cores_per_rank(comm: MPI.Intracomm) -> float:
-    """A rank's share of its host's cores."""
+def use_host(comm: MPI.Intracomm, device: str, threads: int) -> Host:
+    """Choose this rank's device, by name, and torch's threads; 0: its share of the cores. Collective."""
     same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = same_host.size
+    cores = len(os.sched_getaffinity(0)) / same_host.size
     same_host.Free()
-    return len(os.sched_getaffinity(0)) / ranks
+    torch.set_num_threads(threads or max(1, int(cores)))
+    return Host(together(comm, lambda: choose_device(comm, device)), cores < 1)

@@ -20,6 +20,7 @@ from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec
+from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
 from mpirun.model.rng import RandomLayerFinder
 from schedgen.util.errors import UsageError, raised
@@ -37,15 +38,11 @@ class StageShape(NamedTuple):
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
+    metrics: tuple[str, ...] = ()  # the last stage: what the loss returns beside it, ascending
     layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
     dtype: torch.dtype = torch.float32  # of the trained parameters
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters that are divided among shards
     model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
-
-
-def loss_input(outputs: Sequence[Tensor]) -> Any:
-    """The last stage's outputs as the loss takes them."""
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[tuple[int, torch.Size]], int]:
@@ -110,9 +107,9 @@ def infer_shapes(
             _check_shard(stage % model.tensor_parallel, shapes)
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
-    loss_bytes = _loss_bytes(model, shapes[-1].outputs, batch.target, autocast_dtype)
+    loss, metrics = _zero_loss(model, shapes[-1].outputs, batch, autocast_dtype)
     last = len(shapes) - model.tensor_parallel
-    return shapes[:last] + [shape._replace(loss_bytes=loss_bytes) for shape in shapes[last:]]
+    return shapes[:last] + [shape._replace(loss_bytes=loss.element_size(), metrics=metrics) for shape in shapes[last:]]
 
 
 def _has_tensors(entry: object) -> bool:
@@ -188,13 +185,16 @@ def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
         )
 
 
-def _loss_bytes(model: Model, outputs: Sequence[TensorSpec], target: Any, autocast_dtype: torch.dtype | None) -> int:
-    """Of the loss, computed from outputs that are zero."""
+def _zero_loss(
+    model: Model, outputs: Sequence[TensorSpec], batch: Microbatch, autocast_dtype: torch.dtype | None
+) -> tuple[Tensor, tuple[str, ...]]:
+    """The loss of outputs that are zero, and the names of the metrics."""
     try:
         with autocast("cpu", autocast_dtype):
-            loss = model.loss(loss_input([torch.zeros(spec.size, dtype=spec.dtype) for spec in outputs]), target)
+            zeros = loss_input([torch.zeros(spec.size, dtype=spec.dtype) for spec in outputs])
+            loss, metrics = loss_and_metrics(model.loss, zeros, batch)
+    except UsageError:
+        raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise UsageError("the loss should be one number")
-    return loss.element_size()
+    return loss, tuple(sorted(metrics))

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.func import functional_call
 
+from mpirun.engine.recipe import NamedParameter
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
@@ -75,7 +76,11 @@ class _Versions:
         self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
         self.layer_rng = LayerRng(self.module, index, setup.shapes[index].random_layers, setup.device.seed)
         self.newest = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
-        self.optimizer = setup.recipe.make(list(self.newest.values())) if self.newest else None
+        named = [
+            NamedParameter(setup.model.entry_name(index, name), weight, weight.shape, True)
+            for name, weight in self.newest.items()
+        ]
+        self.optimizer = setup.recipe.make(named) if named else None
         self.kept = [self._copy()]  # the versions of this step
         self.gradients: list[tuple[int, Weights]] = []  # of an update so far: the rank that computes each, and it
         self.gradient: Weights = {}  # of the last update
@@ -94,7 +99,7 @@ class _Versions:
             self.gradient[name] = parameter.grad = total / count if count > 1 else total
         self.gradients.clear()
         if self.optimizer is not None:
-            self.setup.recipe.step(self.optimizer, step)
+            self.optimizer.step(step)
         self.kept.append(self._copy())
 
 

@@ -18,7 +18,7 @@ from mpirun.engine.loss import MinibatchLoss
 from mpirun.engine.setup import Setup
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Value
-from mpirun.model.shapes import loss_input
+from mpirun.model.loss import loss_and_metrics, loss_input
 from schedgen.ir.header import Header
 
 
@@ -78,7 +78,10 @@ def forward_backward(
     done = forward(setup, header, modules, step, number)
     end = len(modules) - header.tensor_parallel.degree  # shards of the last stage have the same loss
     with autocast(setup.device.kind, setup.autocast_dtype):
-        losses = [setup.model.loss(loss_input(done.outputs_of(s)), done.batch.target) for s in range(end, len(modules))]
+        losses = [
+            loss_and_metrics(setup.model.loss, loss_input(done.outputs_of(s)), done.batch)[0]
+            for s in range(end, len(modules))
+        ]
     divisor = done.batch.loss_divisor if divisor is None else divisor
     roots = {Value(stage, 0): loss / divisor for stage, loss in enumerate(losses, start=end)}
     inner = {value: x for value, x in done.outputs.items() if value.stage < end}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpirun.engine.grad_norm import tensor_norms, total_norm
 from mpirun.engine.optimizer import clip_factor
+from mpirun.engine.recipe import NamedParameter
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
@@ -59,7 +60,11 @@ class _Model:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad
         }
-        self.optimizer = setup.recipe.make(list(self.parameters.values())) if self.parameters else None
+        named = [
+            NamedParameter(setup.model.entry_name(*key), parameter, parameter.shape, True)
+            for key, parameter in self.parameters.items()
+        ]
+        self.optimizer = setup.recipe.make(named) if named else None
 
     def forward_backward(self, step: int) -> tuple[list[float], dict[tuple[int, str], Tensor]]:
         """All microbatches of a step: their losses, and the gradient of every parameter."""
@@ -108,5 +113,6 @@ class _Model:
         for key, parameter in self.parameters.items():
             parameter.grad = gradients[key]
         if self.optimizer is not None:
-            self.setup.recipe.step(self.optimizer, step)
-            self.optimizer.zero_grad()
+            self.optimizer.step(step)
+            for parameter in self.parameters.values():
+                parameter.grad = None

@@ -57,7 +57,7 @@ class Task:
         return nn.Sequential(*(self.stage(index) for index in range(self.stages)))
 
     def batch(self, step: int, mb: int) -> tuple[Tensor, Tensor]:
-        (data,), target, _ = Microbatches(self.model.batch, self.text, self.seed, 1)(step, mb)
+        (data,), target, *_ = Microbatches(self.model.batch, self.text, self.seed, 1)(step, mb)
         return data, target
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:

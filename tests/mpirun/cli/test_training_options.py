@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from mpirun.engine.optimizer import Recipe
+from mpirun.engine.recipe import RateSchedule
 from mpirun.examples import mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.verify.compare import compare
@@ -175,26 +175,26 @@ def test_parameters_are_those_of_torchs_scheduler(records, name):
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
 def test_the_rate_is_that_of_torchs_scheduler(schedule, warmup, name):
-    recipe = Recipe("adamw", LR, 0.0, 0.0, schedule, warmup, STEPS, None)
+    rate = RateSchedule(LR, schedule, warmup, STEPS)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
     scheduler = TORCHS[name](optimizer)
     for step in range(STEPS):
-        assert recipe.rate(step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+        assert rate(step) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
         optimizer.step()
         scheduler.step()
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_rate_rises_to_its_height_and_does_not_rise_again(schedule):
-    recipe = Recipe("adamw", LR, 0.0, 0.0, schedule, 4, 20, None)
-    rates = [recipe.rate(step) for step in range(20)]
+    rate = RateSchedule(LR, schedule, 4, 20)
+    rates = [rate(step) for step in range(20)]
     assert rates[:5] == pytest.approx([LR / 4, LR / 2, 3 * LR / 4, LR, LR])
     assert all(a >= b > 0 for a, b in pairwise(rates[4:]))
 
 
 def test_a_warm_up_longer_than_the_run_only_rises():
-    recipe = Recipe("adamw", LR, 0.0, 0.0, "cosine", 10, 5, None)
-    assert [recipe.rate(step) for step in range(5)] == pytest.approx([LR * k / 10 for k in range(1, 6)])
+    rate = RateSchedule(LR, "cosine", 10, 5)
+    assert [rate(step) for step in range(5)] == pytest.approx([LR * k / 10 for k in range(1, 6)])
 
 
 # Clipping

@@ -91,7 +91,7 @@ def simulated(updates: str, text: Path):
                 {name: weight.clone().requires_grad_() for name, weight in history[s][max(0, t - late[s])].items()}
                 for s in range(STAGES)
             ]
-            (value,), target, _ = mpirun.data.microbatches.Microbatches(model.batch, data, 0, 1)(number, t)
+            (value,), target, *_ = mpirun.data.microbatches.Microbatches(model.batch, data, 0, 1)(number, t)
             for module, parameters in zip(modules, used, strict=True):
                 value = functional_call(module, parameters, value)
             loss = model.loss(value, target)

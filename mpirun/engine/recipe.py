@@ -1,0 +1,210 @@
+"""What a step does with gradients: which optimizer, made by a factory, its learning rate by step, and clipping.
+
+A factory makes one torch optimizer of the parameters that it is given: on a rank those of one unit that the rank owns,
+a stage or a part of its weights, in --verify's one process those of the whole model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from mpirun.engine.options import SetupOptions
+from schedgen.util.errors import UsageError, clip, raised
+
+Class = TypeVar("Class", bound=torch.optim.Optimizer)
+PROBED = 4  # at most so many elements of each dimension: of a parameter that stands for one that is divided
+
+
+class NamedParameter(NamedTuple):
+    """A trained parameter that a rank owns, or a piece of one, as an optimizer's factory is given it.
+
+    name       in the whole model, as checkpoints call it
+    parameter  what the optimizer steps: of the parameter's shape, or a piece of it, shape (n,)
+    shape      of the whole parameter
+    whole      False: `parameter` is a piece, because several ranks own parts of the stage's weights
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    whole: bool
+
+
+Factory = Callable[[Sequence[NamedParameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An optimizer's factory, its learning rate, and gradient clipping.
+
+    rate       of a step, counted from 0; it is that of all parameter groups. None: the factory's
+    scheduler  makes a torch scheduler of an optimizer, which is stepped once a step; None: there is none
+    clip       the largest norm of the whole gradient; None: no limit
+    name       of the optimizer in checkpoints; empty: the class that the factory makes
+    settings   what else checkpoints record, by option; of a factory's optimizer its defaults are added
+    """
+
+    factory: Factory
+    rate: Callable[[int], float] | None = None
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    clip: float | None = None
+    name: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, named: Sequence[NamedParameter]) -> SteppedOptimizer:
+        """The optimizer of these parameters; UsageError where the factory does not make one of all of them."""
+        try:
+            made = self.factory(named)
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"the optimizer cannot be made: {raised(error)}") from None
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(
+                f"the optimizer's factory should return a torch.optim.Optimizer, not {type(made).__name__}"
+            )
+        held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+        missing = [entry.name for entry in named if id(entry.parameter) not in held]
+        if missing:
+            raise UsageError(
+                f"the optimizer leaves out {clip(', '.join(missing))}: freeze what is not to be trained (requires_grad)"
+            )
+        if len(held) > len(named):
+            raise UsageError("the optimizer has parameters that its factory was not given")
+        return SteppedOptimizer(self, made)
+
+
+class SteppedOptimizer:
+    """A torch optimizer that is stepped with the learning rate of the step."""
+
+    def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
+        """`optimizer`: what the recipe's factory made."""
+        self.recipe, self.optimizer = recipe, optimizer
+        self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
+        self.scheduled = 0  # steps that the scheduler has been told of
+
+    def step(self, step: int) -> None:
+        """Step with the learning rate of `step`, counted from 0."""
+        self.set_rate(step)
+        self.optimizer.step()
+
+    def set_rate(self, step: int) -> None:
+        """Set the learning rate of `step`."""
+        if self.recipe.rate is not None:
+            rate = self.recipe.rate(step)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        elif self.scheduler is not None and self.scheduled < step:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # after --resume it is stepped before the optimizer is
+                while self.scheduled < step:
+                    self.scheduler.step()
+                    self.scheduled += 1
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group, as it is now."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """The scheduler; UsageError where it is none that steps alone tell the rate of."""
+    try:
+        scheduler = make(optimizer)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the scheduler cannot be made: {raised(error)}") from None
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UsageError(
+            f"a {type(scheduler).__name__} does not tell the learning rate by the step: scheduler should make a torch "
+            "LRScheduler other than ReduceLROnPlateau"
+        )
+    return scheduler
+
+
+class RateSchedule(NamedTuple):
+    """The learning rate of the command line, by step."""
+
+    lr: float
+    schedule: str  # constant, linear or cosine: how the rate falls from the end of the warm-up to the last step
+    warmup: int  # steps in which it rises
+    steps: int  # of the whole run
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        past = (step - self.warmup) / max(1, self.steps - self.warmup)
+        fall = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
+        return self.lr * fall[self.schedule]
+
+
+def command_line_recipe(options: SetupOptions) -> Recipe:
+    """AdamW or SGD as the options of `python -m mpirun` say."""
+    decay = options.weight_decay
+
+    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+        parameters = [entry.parameter for entry in named]
+        fused = all(parameter.is_floating_point() for parameter in parameters)  # torch fuses no complex numbers
+        if options.optimizer == "sgd":
+            sgd = without_compile(torch.optim.SGD)
+            return sgd(parameters, options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
+        return without_compile(torch.optim.AdamW)(parameters, options.lr, weight_decay=decay, fused=fused)
+
+    settings = {
+        "--lr": options.lr,
+        "--weight-decay": decay,
+        "--lr-schedule": options.lr_schedule,
+        "--clip": options.clip,
+        "--momentum": options.momentum or None,
+        "--warmup": options.warmup or None,
+        "--steps": None if options.lr_schedule == "constant" else options.steps,
+    }
+    rate = RateSchedule(options.lr, options.lr_schedule, options.warmup, options.steps)
+    return Recipe(factory, rate, None, options.clip, options.optimizer, settings)
+
+
+def without_compile(optimizer: type[Class]) -> type[Class]:
+    """The same class without its wrappers for torch.compile: importing that takes a second on every rank."""
+    names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")
+    methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
+    return type(optimizer.__name__, (optimizer,), methods | {"step": torch.no_grad()(methods["step"])})
+
+
+def check_steps_pieces(recipe: Recipe, piece: NamedParameter) -> None:
+    """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
+
+    Tried on a small parameter with the name of `piece`: two steps of it whole, and in two halves.
+    """
+    shape = torch.Size(min(size, PROBED) for size in piece.shape)
+    generator = torch.Generator().manual_seed(0)
+    start, first, second = (torch.randn(shape, generator=generator).to(piece.parameter.dtype) for _ in range(3))
+    half = start.numel() // 2
+    refused = (
+        f"steps pieces of {piece.name} otherwise than the whole, and several ranks own its stage's weights: compile "
+        "without --shards"
+    )
+    name = "the optimizer"
+    try:
+        stepped = []
+        for spans in ([slice(None)], [slice(half), slice(half, None)]):
+            whole = len(spans) == 1
+            values = [start.clone() if whole else start.reshape(-1)[span].clone() for span in spans]
+            parameters = [nn.Parameter(value) for value in values]
+            for parameter, span in zip(parameters, spans, strict=True):
+                made = recipe.make([NamedParameter(piece.name, parameter, piece.shape, whole)])
+                name = f"the optimizer {type(made.optimizer).__name__}"
+                for step, gradient in enumerate((first, second)):
+                    parameter.grad = gradient.clone() if whole else gradient.reshape(-1)[span].clone()
+                    made.step(step)
+            stepped.append(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{name} {refused} ({raised(error)})") from None
+    if not torch.allclose(*(value.double() for value in stepped), rtol=1e-3, atol=1e-6):
+        raise UsageError(f"{name} {refused}")

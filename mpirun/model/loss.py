@@ -1,0 +1,53 @@
+"""The loss of one microbatch: of its samples without padding, with the metrics that it may return beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mpirun.data.microbatches import Microbatch
+from schedgen.util.errors import UsageError
+
+
+def loss_input(outputs: Sequence[Tensor]) -> Any:
+    """The last stage's outputs as the loss takes them."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def loss_and_metrics(
+    function: Callable[[Any, Any], Any], output: Any, batch: Microbatch
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, shape (), and its metrics, numbers by name. Of padding alone the loss is 0, and so is its gradient.
+
+    `function`: (output, target) -> loss, or (loss, metrics). UsageError where it returns anything else.
+    """
+    target = batch.target
+    if batch.padding:
+        if batch.padding == batch.size:
+            floating = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+            return torch.stack([x.float().sum() * 0 for x in floating]).sum(), {}
+        output, target = (without_padding(tree, batch) for tree in (output, target))
+    returned = function(output, target)
+    metrics: Mapping[str, Any] = {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned, metrics = returned
+    if not isinstance(returned, Tensor) or returned.numel() != 1:
+        raise UsageError("the loss should be one number, or a pair of it and a dict of metrics")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
+            raise UsageError(f"the metric {name} should be a tensor of one number")
+    return returned.reshape(()), {name: value.detach().reshape(()) for name, value in metrics.items()}
+
+
+def without_padding(tree: Any, batch: Microbatch) -> Any:
+    """The tensors of a microbatch, nested as they are, without the samples that are padding."""
+    real = batch.size - batch.padding
+
+    def cut(x: Tensor) -> Tensor:
+        return x[:real] if x.dim() and x.shape[0] == batch.size else x
+
+    return tree_map_only(Tensor, cut, tree)
