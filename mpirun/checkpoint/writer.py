@@ -79,10 +79,8 @@ class CheckpointWriter:
 
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and say which settings differ. Collective."""
-        together(
-            self.comm,
-            lambda: restore(manifest, self.setup, self.stages, self.optimizer, self.settings["optimizer"], self._beat),
-        )
+        name = self.settings["optimizer"]
+        together(self.comm, lambda: restore(manifest, self.setup, self.stages, self.optimizer, name, self._beat))
         self.last = manifest.step
         if self.comm.rank == 0:
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)

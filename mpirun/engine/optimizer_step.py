@@ -79,8 +79,8 @@ class OptimizerStep:
     def _tell(self, group: int, totals: Mapping[Unit, Tensor]) -> None:
         """Exchange the numbers of all ranks.
 
-        These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the learning
-        rate, and the metrics of every microbatch.
+        These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the
+        learning rate, and the metrics of every microbatch.
         """
         context, first_loss = self.context, self.grad_norms.length
         leave = first_loss + context.header.microbatches
@@ -93,9 +93,9 @@ class OptimizerStep:
         contributed[leave] = float(self.leave_requested)
         if context.transport.comm.rank == self.rate_from:
             contributed[rate] = context.optimizer.rate(context.position.step)
-        for mb, metrics in self.metrics.items():
+        for mb, values_by_name in self.metrics.items():
             first = first_metric + mb * len(names)
-            contributed |= {first + names.index(name): float(value) for name, value in metrics.items()}
+            contributed |= {first + names.index(name): float(value) for name, value in values_by_name.items()}
         self.metrics.clear()
         length = first_metric + context.header.microbatches * len(names)
         values, sums = np.zeros(length), np.empty(length)
