@@ -61,6 +61,18 @@ class MicrobatchSource:
         raise NotImplementedError
 
     @property
+    def tokens(self) -> int:
+        """Elements of a step's targets; of a microbatch those of the largest tensor in its target."""
+        sizes = [tokens(microbatch) for microbatch in self.examples()]
+        return sum(sizes) * (self.count // len(sizes))
+
+    @property
+    def loss_weights(self) -> list[float]:
+        """By microbatch, the weight of its loss in the mean over the minibatch; they sum to 1."""
+        divisors = [microbatch.loss_divisor for microbatch in self.examples()]
+        return [1 / divisor for divisor in divisors] * (self.count // len(divisors))
+
+    @property
     def input_shapes(self) -> list[list[Any]]:
         """By microbatch of a step, the shapes of its input's leaves; None of one that is no tensor."""
         shapes = [
@@ -108,18 +120,6 @@ class Microbatches(MicrobatchSource):
     def examples(self) -> list[Microbatch]:
         """As they are in the first step."""
         return [self(0, number) for number in (range(self.count) if isinstance(self.batch, Minibatch) else [0])]
-
-    @property
-    def tokens(self) -> int:
-        """Elements of the first step's targets; of a microbatch those of the largest tensor in its target."""
-        sizes = [tokens(microbatch) for microbatch in self.examples()]
-        return sum(sizes) * (self.count // len(sizes))
-
-    @property
-    def loss_weights(self) -> list[float]:
-        """By microbatch, the weight of its loss in the mean over the minibatch; they sum to 1."""
-        divisors = [microbatch.loss_divisor for microbatch in self.examples()]
-        return [1 / divisor for divisor in divisors] * (self.count // len(divisors))
 
 
 def tokens(microbatch: Microbatch) -> int:

@@ -167,7 +167,7 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
         "--steps": None if options.lr_schedule == "constant" else options.steps,
     }
     rate = RateSchedule(options.lr, options.lr_schedule, options.warmup, options.steps)
-    return Recipe(factory, rate, None, options.clip, options.optimizer, settings)
+    return Recipe(factory, rate.__call__, None, options.clip, options.optimizer, settings)
 
 
 def without_compile(optimizer: type[Class]) -> type[Class]:
@@ -206,5 +206,6 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter) -> None:
             stepped.append(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
     except (Exception, SystemExit) as error:
         raise UsageError(f"{name} {refused} ({raised(error)})") from None
-    if not torch.allclose(*(value.double() for value in stepped), rtol=1e-3, atol=1e-6):
+    whole_result, result = (value.double() for value in stepped)
+    if not torch.allclose(result, whole_result, rtol=1e-3, atol=1e-6):
         raise UsageError(f"{name} {refused}")
