@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 from tqdm import tqdm
 
-from mpirun.engine.optimizer_step import StepResult
+from mpirun.training.session import Result
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
@@ -20,21 +19,23 @@ from schedgen.util.errors import UsageError
 class Progress:
     """The steps of a run so far, as its user sees them."""
 
-    def __init__(self, begun: int, steps: int, tokens: int, loss_weights: Sequence[float], metrics: str | None) -> None:
-        """`begun`: steps done by an earlier run; `tokens` of a step; `metrics`: a file. UsageError if it cannot be."""
-        self.begun, self.steps, self.tokens, self.loss_weights = begun, steps, tokens, loss_weights
+    def __init__(self, begun: int, steps: int, metrics: str | None) -> None:
+        """`begun`: steps done by an earlier run; `metrics`: a file. UsageError if it cannot be."""
+        self.begun, self.steps = begun, steps
         self.metrics = _metrics(metrics, begun) if metrics else None
         self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
         self.every = max(1, (steps - begun) // 20)
         self.losses: list[float] = []
-        self.seconds: list[float] = []
+        self.rates: list[float] = []  # tokens a second
+        self.total = 0.0  # seconds
 
-    def step(self, step: int, result: StepResult, seconds: float) -> None:
+    def step(self, step: int, result: Result) -> None:
         """Show a step, counted from 0, that is done."""
-        loss = mean(result.losses, self.loss_weights)
+        loss = result.loss
         self.losses.append(loss)
-        self.seconds.append(seconds)
-        rate = self.tokens / seconds
+        self.rates.append(result.tokens / result.seconds)
+        self.total += result.seconds
+        rate = self.rates[-1]
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} tokens/s")
             self.bar.update()
@@ -44,9 +45,9 @@ class Progress:
                 flush=True,
             )
         if self.metrics is not None:
-            numbers = {"loss": loss, "grad_norm": result.grad_norm}
+            numbers = {"loss": loss, "grad_norm": result.grad_norm, **result.metrics}
             finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-            row = {"step": step, **finite, "seconds": round(seconds, 6), "tokens": self.tokens}
+            row = {"step": step, **finite, "seconds": round(result.seconds, 6), "tokens": result.tokens}
             print(json.dumps(row), file=self.metrics, flush=True)
 
     def close(self, header: Header) -> None:
@@ -54,10 +55,10 @@ class Progress:
         if self.bar is not None:
             self.bar.close()
         if self.losses:
-            rate = self.tokens / float(np.median(self.seconds))
+            rate = float(np.median(self.rates))
             print(
                 f"{header.scheme['name']}: {len(self.losses)} steps on {header.workers} ranks, "
-                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {sum(self.seconds):.1f} s",
+                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {self.total:.1f} s",
                 flush=True,
             )
         else:
@@ -81,10 +82,3 @@ def _step(row: str) -> float:
         return int(json.loads(row)["step"])
     except (ValueError, TypeError, KeyError):
         return math.inf
-
-
-def mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """The weighted mean; `weights` add up to 1."""
-    if len(set(weights)) == 1:
-        return sum(values) / len(values)
-    return sum(value * weight for value, weight in zip(values, weights, strict=True))

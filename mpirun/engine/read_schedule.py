@@ -28,6 +28,11 @@ class Schedule(NamedTuple):
 def read_schedule(comm: MPI.Intracomm, name: str) -> Schedule:
     """Collective; only rank 0 needs to see the file. Stop if it is refused, or is for another number of ranks."""
     program, sha256 = on_rank_0(comm, lambda: _read_checked(comm, name)) or (None, "")
+    return share_program(comm, program, sha256)
+
+
+def share_program(comm: MPI.Intracomm, program: Program | None, sha256: str = "") -> Schedule:
+    """Every rank gets its part of a program that rank 0 has. Collective."""
     header: Header = comm.bcast(None if program is None else program.header)
     parts = None
     if program is not None:
@@ -46,12 +51,17 @@ def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
             sha256 = stored_hash(source)
     except OSError as error:
         raise RefusedFile(f"{name}: {error.strerror}") from None
+    check_ranks(comm, program, name)
+    check(program, name)
+    if fault:
+        raise RefusedFile(fault)
+    return program, sha256
+
+
+def check_ranks(comm: MPI.Comm, program: Program, name: str) -> None:
+    """UsageError where a program, which messages call `name`, is for another number of ranks."""
     workers = program.header.workers
     if workers != comm.size:
         alone = comm.size == 1
         hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
         raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
-    check(program, name)
-    if fault:
-        raise RefusedFile(fault)
-    return program, sha256

@@ -6,6 +6,7 @@ begins at a multiple of 64 bytes, as torch's own tensors do: the same kernels ru
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -127,6 +128,17 @@ class LocalStage:
             target._buffers.update(source._buffers)
         stage.tied_to_earlier = self.tied_to_earlier
         return stage
+
+    def elsewhere(self, memory: Tensor) -> LocalStage:
+        """The same stage with fetched weights in other memory, shape (bytes,), once it has been given `use_weights`."""
+        stage = copy.copy(self)
+        stage.weights = memory.view(self.dtype)
+        return stage
+
+    def use_weights(self) -> None:
+        """Make the module compute with what is in `weights`; no graph of the module may be alive."""
+        for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+            parameter.data = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters in a flat tensor laid out as `weights` is, in their shapes."""

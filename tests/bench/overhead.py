@@ -37,7 +37,7 @@ def measure(schedule: str) -> None:
     comm = MPI.COMM_WORLD
     arguments = [schedule, "--model", "cases:overhead", "--threads", "1", "--timeout", "0"]
     run = Run(comm, run_options(comm, arguments))
-    interpreter = run.interpreter
+    interpreter = run.session.interpreter
     for stage in interpreter.stages.values():
         loss = not interpreter.header.graph.consumers[stage.index]
         output = torch.zeros(()) if loss else torch.zeros(stage.shape.outputs[0].size)
@@ -57,7 +57,7 @@ def measure(schedule: str) -> None:
         return instruction
 
     interpreter.forward_backward.losses |= dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
-    interpreter.code = [timed(i.op, act) for i, act in zip(run.instructions, interpreter.code, strict=True)]
+    interpreter.code = [timed(i.op, act) for i, act in zip(run.session.instructions, interpreter.code, strict=True)]
     plain = timed(-1, lambda: None)
     for step in range(STEPS):
         interpreter.run(step)

@@ -80,7 +80,7 @@ def measure(schedule: str) -> None:
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
         mpirun.engine.build.make_transport = lambda device, *arguments, kind=kind: kind(*arguments)
-        runs[name] = Run(comm, run_options(comm, arguments)).interpreter
+        runs[name] = Run(comm, run_options(comm, arguments)).session.interpreter
         (runs[name].run if name == "blocking" else runs[name].run_first)(0)
     laps: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}  # seconds, and those of them waited
     for step in range(1, STEPS + 1):

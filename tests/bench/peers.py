@@ -187,7 +187,7 @@ def main() -> None:
     theirs = PEERS[options.peer](task)
     common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]
     arguments = [options.schedule, *common, "--threads", "1", "--timeout", "0"]
-    ours = Run(comm, run_options(comm, arguments)).interpreter
+    ours = Run(comm, run_options(comm, arguments)).session.interpreter
     laps: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 

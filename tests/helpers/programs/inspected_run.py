@@ -34,8 +34,8 @@ WORLD = MPI.COMM_WORLD
 
 def save_record(run: Run, file: str) -> None:
     """What --verify compared, of all stages. Collective."""
-    assert run.verification is not None
-    record = gather_record(run.comm, run.header, run.setup.shapes, run.verification.record)
+    assert run.session.verification is not None
+    record = gather_record(run.comm, run.session.header, run.session.setup.shapes, run.session.verification.record)
     if WORLD.rank == 0:
         assert isinstance(record, Record), record
         torch.save(record._asdict(), file)
@@ -45,7 +45,7 @@ def weights(run: Run) -> str:
     """A hash of the weights of all stages, on all ranks that own them."""
     own = {
         f"{stage.index}/{part}" if part >= 0 else stage.index: bytes(weights.view(torch.uint8).numpy())
-        for stage in run.interpreter.optimizer.stages.values()
+        for stage in run.session.interpreter.optimizer.stages.values()
         for part, weights in stage.owned.items()
     }
     everything = WORLD.allgather({key: hashlib.sha256(data).hexdigest() for key, data in own.items()})
@@ -76,7 +76,7 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
         run = Run(WORLD, run_options(WORLD, request["arguments"]))
         if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
-            run.interpreter.code = [delayed(act, rng) for act in run.interpreter.code]
+            run.session.interpreter.code = [delayed(act, rng) for act in run.session.interpreter.code]
         code = run.execute()
     if file := request.get("record"):
         save_record(run, file)

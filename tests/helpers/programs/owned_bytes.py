@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 
-interpreter = Run(MPI.COMM_WORLD, run_options(MPI.COMM_WORLD, [*sys.argv[1:], "--timeout", "0"])).interpreter
+interpreter = Run(MPI.COMM_WORLD, run_options(MPI.COMM_WORLD, [*sys.argv[1:], "--timeout", "0"])).session.interpreter
 interpreter.run_first(0)
 units = [(index, part) for index, stage in interpreter.stages.items() for part in stage.owned]
 owned = {

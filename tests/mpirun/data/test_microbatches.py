@@ -10,11 +10,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.cli.progress_bar import mean
 from mpirun.data.microbatches import Microbatches, Minibatch, chunk, sample_count
 from mpirun.engine.loss import MinibatchLoss, try_minibatch_loss
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
+from mpirun.training.session import mean
 from schedgen.util.errors import UsageError
 
 ROWS = torch.arange(20).view(10, 2)

@@ -1,0 +1,120 @@
+"""A list of forwards only, executed with the stages of a run: what evaluation and prediction do.
+
+It has the same weights as the run, and memory slots of its own for what it receives. Modules are in eval mode
+meanwhile, and nothing is kept for a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from mpirun.comm.transport import make_transport
+from mpirun.data.microbatches import Microbatch
+from mpirun.engine.act import Act, Position
+from mpirun.engine.buffers import LocalBuffers
+from mpirun.engine.context import Context
+from mpirun.engine.forward_backward import ForwardBackward
+from mpirun.engine.messages import Transfers
+from mpirun.engine.planned_memory import MemorySlots
+from mpirun.engine.setup import Setup
+from mpirun.engine.shard_allreduce import ShardAllreduce
+from mpirun.engine.stage import LocalStage, LossFunction
+from mpirun.engine.weight_versions import StageVersions
+from mpirun.model.loss import loss_input
+from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.program import Program
+
+Outcome = Callable[[int, Any, Microbatch], None]  # of a microbatch's number, the last stage's output, and itself
+
+
+class ForwardList:
+    """One rank's list of forwards, prepared."""
+
+    def __init__(self, comm: MPI.Intracomm, program: Program, setup: Setup, run: Context, outcome: Outcome) -> None:
+        """Collective.
+
+        program  this rank's rows
+        setup    that of the run, with shapes and microbatches of the evaluation
+        run      what the run's own list works with
+        outcome  is called for each microbatch on the rank that has the last stage's output
+        """
+        header, instructions = program.header, program.instructions(comm.rank)
+        slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
+        memory = {index: slots.weights(index) for index in run.stages}
+        self.stages = dict(run.stages)
+        self.moved: list[tuple[LocalStage, LocalStage]] = []  # stages that are fetched: in the run, and here
+        for index, block in memory.items():
+            if block is not None:
+                self.stages[index] = run.stages[index].elsewhere(block)
+                self.moved.append((run.stages[index], self.stages[index]))
+        self.training: dict[nn.Module, bool] = {}  # the modes of modules in the run, while they are here
+        transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)
+        self.position = Position(setup.passes)
+        context = replace(
+            run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,
+            transport=transport, buffers=LocalBuffers(transport), position=self.position,
+        )  # fmt: skip
+        messages, jobs = Transfers(context), _Forwards(context, outcome)
+        table: dict[int, Callable[[int, Instruction], Act]] = {
+            Op.FETCH_W: messages.fetch_w,
+            Op.RECV: messages.recv,
+            Op.SEND: messages.send,
+            Op.FWD: jobs.fwd,
+            Op.ALLREDUCE: ShardAllreduce(context).allreduce,
+            Op.FREE: messages.free,
+        }
+        self.code = [table[i.op](row, i) for row, i in enumerate(instructions)]
+
+    def begin(self) -> None:
+        """Put modules into eval mode, and point them to this list's memory."""
+        for stage in self.stages.values():
+            self.training |= {module: module.training for module in stage.module.modules()}
+            stage.module.eval()
+        for _, here in self.moved:
+            here.use_weights()
+
+    def end(self) -> None:
+        """Give modules back to the run."""
+        for in_run, _ in self.moved:
+            in_run.use_weights()
+        for module, training in self.training.items():
+            module.training = training
+        self.training.clear()
+
+    def execute(self, step: int) -> None:
+        """All microbatches of a step: the list once for every accumulation pass."""
+        self.position.step = step
+        for number in range(self.position.passes):
+            self.position.accumulation_pass = number
+            for act in self.code:
+                act()
+
+
+class _Forwards(ForwardBackward):
+    """FWD where no backward follows: the last stage gives its output to `outcome`, and computes no loss of its own."""
+
+    def __init__(self, context: Context, outcome: Outcome) -> None:
+        super().__init__(context, StageVersions(context))
+        self.outcome = outcome
+
+    def _has_minibatch_loss(self, i: Instruction) -> bool:
+        return False
+
+    def _scaled_loss(self, i: Instruction, save: bool) -> LossFunction:
+        first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
+        read, first, mb = self._microbatch_reader(i.mb, save), self.header.microbatches, i.mb
+        zero = torch.zeros((), device=self.device)
+
+        def give(outputs: list[Tensor]) -> Tensor:
+            batch = read()
+            if first_shard:
+                self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
+            return zero
+
+        return give

@@ -1,0 +1,24 @@
+"""The data of a run's first step: ranks that read the same microbatch must have got the same."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from mpirun.comm.fail_together import Stop
+from mpirun.engine.forward_backward import ForwardBackward
+
+
+def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward) -> None:
+    """Stop where the hashes of a microbatch differ, which `jobs` has noted in a step. Collective."""
+    own, jobs.digests = jobs.digests or {}, None
+    first: dict[int, tuple[int, str]] = {}  # by microbatch: the first rank that read it, and its hash
+    for rank, digests in enumerate(comm.allgather(own)):
+        for number, value in digests.items():
+            before, expected = first.setdefault(number, (rank, value))
+            if value != expected:
+                raise Stop(
+                    f"ranks {before} and {rank} have got different data for microbatch {number} of the first step: it "
+                    "should depend on the step and the microbatch alone, and be drawn with the generator that is given",
+                    1,
+                    speaker=0,
+                )

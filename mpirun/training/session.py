@@ -1,0 +1,203 @@
+"""One rank's part of a run: a schedule, the watchdog, the interpreter, checkpoints, verification.
+
+`Engine`, which scripts drive, and the command line both train by it. Every method is collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.run_settings import differing_settings
+from mpirun.checkpoint.writer import CheckpointWriter
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.waiting import sleeping_barrier
+from mpirun.engine.build import build_interpreter
+from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.nonfinite import find_nonfinite
+from mpirun.engine.optimizer_step import StepResult
+from mpirun.engine.read_schedule import Schedule
+from mpirun.engine.setup import Setup
+from mpirun.training.same_data import check_same_data
+from mpirun.verify.verification import Verification, check_repeatable
+from mpirun.watchdog import BEAT, PHASE, ROW, VERIFYING
+from mpirun.watchdog.rank_side import Watchdog
+
+ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
+LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step did; the same on all ranks.
+
+    loss       the mean over the samples of the step
+    losses     by microbatch
+    grad_norm  the norm of the whole gradient, before clipping
+    lr         the learning rate of the first parameter group; 0 where nothing is trained
+    metrics    what the loss returned beside itself: means over the samples of the step, by name
+    seconds    that the step took on this rank
+    tokens     elements of the targets
+    leave      some rank was asked to leave by SIGTERM
+    """
+
+    loss: float
+    losses: list[float]
+    grad_norm: float
+    lr: float
+    metrics: Mapping[str, float]
+    seconds: float
+    tokens: int
+    leave: bool
+
+
+class Session:
+    """A run on this rank: set up once, then stepped."""
+
+    def __init__(self, comm: MPI.Intracomm, schedule: Schedule, timeout: float) -> None:
+        """`timeout`: seconds in which some rank has to move; 0: there is no watchdog."""
+        self.comm, self.schedule = comm, schedule
+        self.program, self.header = schedule.program, schedule.program.header
+        self.instructions = self.program.instructions(comm.rank)
+        self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout)
+        self.end = contextlib.ExitStack()
+        self.end.push(self.watchdog.end)
+        self.begun = 0  # steps done before this run
+        self.steps = 0  # steps done
+        self.on_nan = "stop"
+        self.writer: CheckpointWriter | None = None
+        self.verification: Verification | None = None
+        self.asked: float | None = None  # when this rank was asked to leave
+
+    def build(self, setup: Setup, on_nan: str, verify: bool, tolerance: float | None = None) -> None:
+        """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
+
+        `on_nan`: stop or skip; `verify`: record what is done, for `verify`, which allows a difference of `tolerance`.
+        """
+        self.setup, self.on_nan = setup, on_nan
+        self.interpreter: Interpreter = build_interpreter(
+            self.comm, self.program, self.instructions, setup, self.watchdog.state
+        )
+        self.weights = setup.microbatches.loss_weights  # of the microbatches' losses in that of a step
+        self.tokens = setup.microbatches.tokens
+        if verify:
+            self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
+        if self.setup.device.description and self.comm.rank == 0:
+            print(self.setup.device.description, flush=True)
+
+    def handle_sigterm(self) -> None:
+        """From now on SIGTERM means: leave after the step; asked again later (Slurm asks twice), at once."""
+        signal.signal(signal.SIGTERM, self._asked_to_leave)
+
+    def _asked_to_leave(self, *_: object) -> None:
+        if self.asked is None:
+            self.asked = time.monotonic()
+            self.interpreter.optimizer_step.leave_requested = True
+        elif time.monotonic() - self.asked > ASKED_TWICE:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    def checkpoints(self) -> CheckpointWriter:
+        """What reads and writes the checkpoints of this run."""
+        if self.writer is None:
+            stages, optimizer = self.interpreter.stages, self.interpreter.optimizer
+            self.writer = together(
+                self.comm,
+                lambda: CheckpointWriter(
+                    self.comm, self.header, self.setup, stages, optimizer, self.watchdog.state, self.schedule.sha256
+                ),
+            )
+        return self.writer
+
+    def resume(self, manifest: Manifest) -> None:
+        """Go on from a checkpoint. Stop where it is of another model or optimizer."""
+        writer = self.checkpoints()
+        if self.verification is not None:
+            saved = manifest.settings
+            changed = [*saved["changed"], *differing_settings(saved, writer.settings)]
+            on_rank_0(self.comm, lambda: check_repeatable(changed))
+        writer.resume(manifest)
+        self.begun = self.steps = manifest.step
+
+    def step(self) -> Result:
+        """The next step. Stop where a number is not finite, unless such steps are skipped."""
+        begin, step = time.perf_counter(), self.steps
+        if step == self.begun:
+            self.interpreter.forward_backward.digests = {}
+            result = self.interpreter.run_first(step)
+            check_same_data(self.comm, self.interpreter.forward_backward)
+        else:
+            result = self.interpreter.run(step)
+        seconds = time.perf_counter() - begin
+        self.steps += 1
+        if not self.interpreter.optimizer_step.finite:
+            self._not_finite(step, result)
+        if self.verification is not None:
+            self.verification.add_losses(result.losses)
+        names = result.metrics[0] if result.metrics else ()
+        metrics = {name: mean([of_mb[name] for of_mb in result.metrics], self.weights) for name in names}
+        loss = mean(result.losses, self.weights)
+        return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, self.tokens, result.leave)
+
+    def position(self) -> str:
+        """Where this rank is in its list; empty outside of a step."""
+        row = self.watchdog.state[ROW]
+        return "" if row < 0 else f"{self._line(row)}: "
+
+    def _line(self, row: int) -> str:
+        return f"line {self.schedule.first_line + row}: {self.instructions[row]}"
+
+    def restore_sigterm(self) -> None:
+        """SIGTERM ends the process again: there are no more steps."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def leave(self, saved: bool) -> None:
+        """Stop together, as SIGTERM has asked: an exit code that is not 0 makes launchers end the other ranks."""
+        self.restore_sigterm()
+        sleeping_barrier(self.comm)
+        what = "saved" if saved else "nothing is saved"
+        raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT, speaker=0)
+
+    def _not_finite(self, step: int, result: StepResult) -> None:
+        """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
+        rank, stop = self.comm.rank, self.on_nan == "stop"
+        first = find_nonfinite(self.header, self.instructions, self.setup.shapes, rank, result)
+        sentence = ""
+        if first is not None:
+            row, what = first
+            then = "" if stop else ": the step changes nothing"
+            sentence = f"rank {rank} on {socket.gethostname()}: step {step + 1}: {self._line(row)}: {what}{then}"
+        if stop:
+            raise Stop(sentence, 1, speaker=rank if sentence else -1)
+        if sentence:
+            print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
+
+    def verify(self) -> int:
+        """Do all steps again in one process, and print how far they are apart; 0 if that is allowed, else 1."""
+        if self.verification is None:
+            return 0
+        self.watchdog.state[PHASE] = VERIFYING
+        return self.verification.compare(self.begun, self.steps, self.beat)
+
+    def beat(self) -> None:
+        """Show the watchdog that this rank moves."""
+        self.watchdog.state[BEAT] += 1
+
+    def close(self, error: BaseException | None = None) -> None:
+        """The end of the run on this rank; `error`: what ends it."""
+        self.end.__exit__(type(error) if error else None, error, None)
+
+
+def mean(values: list[float], weights: list[float]) -> float:
+    """The weighted mean; `weights` add up to 1. What has weight 0 does not count, whatever it is."""
+    if len(set(weights)) == 1:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
