@@ -26,8 +26,7 @@ class Run:
         """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
         file = read_schedule(comm, options.file)
-        self.all_ranks = file.all_ranks if options.trace else None  # on rank 0
-        self.session = Session(comm, file, options.timeout)
+        self.session = Session(comm, file if options.trace else file._replace(all_ranks=None), options.timeout)
         with contextlib.ExitStack() as end:
             end.push(self.session.end)  # if the set-up fails; else in the end of the run
             self._set_up()
@@ -70,7 +69,7 @@ class Run:
                 trace = StepTrace(session.interpreter, session.instructions, session.setup.device, walks)
             saved = self._steps(trace, traced)
             if trace is not None and options.trace:
-                trace.write(self.comm, self.all_ranks, options.trace)
+                trace.write(self.comm, session.schedule.all_ranks, options.trace)
             self._print_memory()
             code = session.verify()
             sleeping_barrier(self.comm)  # nobody is done before all are
@@ -90,7 +89,7 @@ class Run:
             last = session.steps == steps
             left = result.leave and not last
             if options.save and (left or last or session.steps % options.every == 0):
-                saved = session.checkpoints().save(session.steps)
+                saved = session.save()
             if left:
                 self._close_progress()
                 session.leave(saved)

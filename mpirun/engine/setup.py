@@ -89,7 +89,7 @@ def set_up(
     `unsharded_model`: as its author gave it; `text`: that `source` makes microbatches of, if it does.
     """
     together(comm, lambda: _check_options(unsharded_model, options, header))
-    model = together(comm, lambda: _expanded_model(unsharded_model, header))
+    model = together(comm, lambda: expanded_model(unsharded_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
     autocast_dtype = options.autocast_dtype
     shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype))
@@ -120,7 +120,7 @@ def _check_options(model: Model, options: StepOptions, header: Header) -> None:
         check_minibatch_loss(header, options.passes)
 
 
-def _expanded_model(unsharded_model: Model, header: Header) -> Model:
+def expanded_model(unsharded_model: Model, header: Header) -> Model:
     """The model with shards; UsageError if it ties stages that the schedule does not."""
     model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:

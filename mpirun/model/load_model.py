@@ -45,7 +45,7 @@ def load_model(name: str, stages: int, seed: int, layers: Sequence[int] | None =
     if not isinstance(model, Model):
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
     try:
-        return _checked(model, stages)
+        return check_model(model, stages)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
 
@@ -72,7 +72,7 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
     )
 
 
-def _checked(model: Model, stages: int) -> Model:
+def check_model(model: Model, stages: int) -> Model:
     """The same, its numbers Python's own; UsageError where a field is not what it should be."""
     _check_stages(model, stages)
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch

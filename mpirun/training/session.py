@@ -26,6 +26,7 @@ from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.setup import Setup
+from mpirun.training.running_statistics import share_buffers
 from mpirun.training.same_data import check_same_data
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import BEAT, PHASE, ROW, VERIFYING
@@ -126,6 +127,11 @@ class Session:
             on_rank_0(self.comm, lambda: check_repeatable(changed))
         writer.resume(manifest)
         self.begun = self.steps = manifest.step
+
+    def save(self) -> bool:
+        """Write a checkpoint of the steps so far to the open directory; whether that succeeded."""
+        share_buffers(self.comm, self.header, self.interpreter.stages)
+        return self.checkpoints().save(self.steps)
 
     def step(self) -> Result:
         """The next step. Stop where a number is not finite, unless such steps are skipped."""

@@ -1,0 +1,97 @@
+"""The microbatches of the steps that a script gives, as the engine reads them: by step and number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mpirun.data.loader import Batch, Loader
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, sample_count
+from mpirun.model.contract import Model
+from mpirun.model.dataflow import Input
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import Instruction, Op
+from schedgen.util.errors import UsageError
+
+Pair = Callable[[Any], tuple[tuple[Any, ...], Any]]  # collated samples to the leaves of the input, and the target
+
+
+class Origin(NamedTuple):
+    """Where a step's batch came from, so that it can be made again."""
+
+    loader: Loader
+    epoch: int
+    number: int
+
+
+class StepBatches(MicrobatchSource):
+    """The microbatches of a script's steps; those of the current step are there, others are made again."""
+
+    def __init__(self, example: Microbatch, count: int) -> None:
+        """`example`: what a microbatch looks like; `count`: microbatches of a step."""
+        self.example, self.count = example, count
+        self.step = -1
+        self.current: Mapping[int, Microbatch] = {}
+        self.origins: dict[int, Origin | Mapping[int, Microbatch]] = {}  # by step, as far as they are to be made again
+
+    def give(self, step: int, batch: Batch, again: Origin | Mapping[int, Microbatch] | None = None) -> None:
+        """The batch of a step; `again`: what --verify makes it of, if it will."""
+        self.step, self.current = step, batch.microbatches
+        if again is not None:
+            self.origins[step] = again
+
+    def __call__(self, step: int, number: int) -> Microbatch:
+        """A microbatch; UsageError where that of an earlier step cannot be made again."""
+        if step == self.step and number in self.current:
+            return self.current[number]
+        origin = self.origins.get(step)
+        if origin is None:
+            raise UsageError(
+                f"microbatch {number} of step {step + 1} is not there: verify needs loaders from step 1 on"
+            )
+        if isinstance(origin, Origin):
+            return origin.loader.microbatch(origin.epoch, origin.number, number)
+        return origin[number]
+
+    def examples(self) -> list[Microbatch]:
+        """All microbatches have the size of the example."""
+        return [self.example]
+
+
+def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:
+    """The microbatches of a step that a rank reads, in the order of its list; `model`: with tensor shards.
+
+    Inputs are read by stages with an `Input`, targets by the last stage.
+    """
+    reads_input = [
+        any(isinstance(source, Input) for source in model.reads[stage])
+        if model.reads is not None
+        else not header.graph.producers[stage]
+        for stage in range(header.stages)
+    ]
+    numbers = dict.fromkeys(
+        i.mb
+        for i in rank_list
+        if i.op in (Op.FWD, Op.RECOMPUTE) and (reads_input[i.stage] or not header.graph.consumers[i.stage])
+    )
+    return [number * header.microbatches + mb for number in range(passes) for mb in numbers]
+
+
+def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
+    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError where it cannot be cut."""
+    samples = sample_count(data)
+    if samples % count:
+        raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
+    size = samples // count
+    microbatches = {
+        number: Microbatch(*pair(part), float(count), size) for number, part in enumerate(chunk(data, count))
+    }
+    return Batch(0, 0, [size] * count, microbatches)
+
+
+def to_cpu(tree: Any) -> Any:
+    """A copy of its tensors in host memory, nested as they are."""
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), tree)

@@ -1,0 +1,473 @@
+"""`Engine`: a run that a script drives, one MPI rank a worker of the schedule.
+
+    run = mpirun.Engine("1f1b.json", model, loss=loss, optimizer=lambda named: torch.optim.SGD(parameters(named), 0.1))
+    for batch in run.loader(dataset, microbatch_size=4, shuffle=True):
+        print(run.step(batch).loss)
+
+Every method is collective: all ranks call it, in the same order. A mistake of the user's ends all ranks with one
+sentence and an exit code; a rank that fails on its own says where, and ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from mpi4py import MPI
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from mpirun.checkpoint.disk_format import Manifest
+from mpirun.checkpoint.export import export
+from mpirun.checkpoint.pretrained import Pretrained, unused_names
+from mpirun.checkpoint.reader import newest_checkpoint
+from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
+from mpirun.data.loader import Batch, Loader, input_and_target
+from mpirun.data.microbatches import Microbatch, tokens
+from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
+from mpirun.engine.recipe import Factory, Recipe
+from mpirun.engine.setup import StepOptions, expanded_model, set_up, use_host
+from mpirun.model.contract import Model
+from mpirun.model.frontend.split_result import Cut
+from mpirun.model.load_model import check_model, join_stages
+from mpirun.training.batches import Origin, Pair, StepBatches, read_by, whole_batch
+from mpirun.training.compiled import compile_for
+from mpirun.training.errors import end_on_uncaught, exit_by
+from mpirun.training.evaluation import Evaluation, Evaluator
+from mpirun.training.running_statistics import share_buffers
+from mpirun.training.session import Result, Session
+from schedgen.ir.program import Program
+from schedgen.util.errors import UsageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Log = Callable[[int, Mapping[str, float]], None]  # of the steps done, and a step's numbers by name
+Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model]
+
+
+def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """A method whose errors end all ranks."""
+
+    @functools.wraps(method)
+    def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
+        with exit_by(self.comm, self._position):
+            return method(self, *args, **kwargs)
+
+    return called
+
+
+class Engine:
+    """A run. What it needs to know of the data it learns from the first batch, or from the first that is evaluated."""
+
+    def __init__(
+        self,
+        schedule: str,
+        model: Models,
+        *,
+        loss: Callable[[Any, Any], Any] | None = None,
+        stages: int | None = None,
+        microbatches: int | None = None,
+        optimizer: Factory | None = None,
+        lr: float | Callable[[int], float] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+        autocast: str | None = None,
+        device: str = "auto",
+        canonical: bool = False,
+        seed: int = 0,
+        weights: str | os.PathLike[str] | None = None,
+        on_nan: str = "stop",
+        verify: bool = False,
+        log: Log | str | os.PathLike[str] | None = None,
+        timeout: float = 600.0,
+        comm: MPI.Intracomm | None = None,
+    ) -> None:
+        """Read or compile the schedule, and check that the model fits it.
+
+        schedule      a file that schedgen has written, or the name of a scheme, which `stages` and `microbatches` size
+        model         what `split` returns, a Model, a list of modules, one a stage, or a function: stages -> Model
+        loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
+        optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
+        lr            the learning rate, or one for each step, counted from 0; None: that of the optimizer
+        scheduler     an optimizer -> a torch LRScheduler of it, which is stepped once a step
+        clip          the largest norm of the whole gradient; None: no limit
+        accumulate    passes through the schedule before the optimizer's step
+        autocast      "bf16": forwards in mixed precision
+        device        "cpu", "cuda", or "auto": a GPU where every rank has one
+        canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
+        seed          of weights, dropout and shuffling
+        weights       a directory of safetensors files that parameters and buffers are read from, by their names
+        on_nan        "stop", or "skip" the step where a loss or a gradient is not finite
+        verify        record what is done, for `verify`
+        log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
+                      to which they are written for TensorBoard
+        timeout       seconds after which a run in which nothing moves is ended; 0: never
+        comm          the ranks; None: all
+        """
+        self.comm = MPI.COMM_WORLD if comm is None else comm
+        self.session: Session | None = None
+        self.built = False
+        self.resumed: Manifest | None = None  # the checkpoint to go on from, until the stages are there
+        self.evaluators: dict[Any, Evaluator] = {}  # by the shapes of a microbatch
+        self.saving: Path | None = None  # where `save` writes
+        self.resumed_from: Path | None = None
+        self.data: Loader | None = None  # whose position checkpoints have
+        with exit_by(self.comm, self._position):
+            if self.comm.size > 1:
+                end_on_uncaught(self.comm)
+            self.host = use_host(self.comm, device, 0)
+            recipe = together(self.comm, lambda: _recipe(optimizer, lr, scheduler, clip))
+            dtype = together(self.comm, lambda: _checked(autocast, accumulate, on_nan))
+            self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan)
+            self.source = None if weights is None else Path(weights)
+            self.verifies = verify
+            is_file = Path(schedule).suffix == ".json" or Path(schedule).exists()
+            file = read_schedule(self.comm, schedule) if is_file else None
+            with print_notes(self.comm):
+                self.model = together(self.comm, lambda: self._load(model, loss, file, stages))
+            if file is None:
+                program = on_rank_0(self.comm, lambda: self._compile(schedule, microbatches))
+                file = share_program(self.comm, program)
+            elif microbatches is not None:
+                raise Stop(f"{schedule} has its own microbatches: leave `microbatches` out", 2, speaker=0)
+            self.session = session = Session(self.comm, file, timeout)
+            atexit.register(self.close)
+            expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
+            self.reads = read_by(session.instructions, session.header, expanded, accumulate)
+            self.log: Log = on_rank_0(self.comm, lambda: _log(log)) or _nothing
+
+    def _load(
+        self, model: Models, loss: Callable[[Any, Any], Any] | None, file: Schedule | None, stages: int | None
+    ) -> Model:
+        """The model that was given, with the loss and the weights; UsageError where it is none."""
+        if file is not None:
+            count = file.program.header.stages // file.program.header.tensor_parallel.degree
+            if stages not in (None, count):
+                raise UsageError(f"stages: the schedule has {count}, not {stages}")
+            stages = count
+        torch.manual_seed(self.options.seed)  # of a function's modules
+        if callable(model) and not isinstance(model, Model | Cut | nn.Module):
+            if stages is None:
+                raise UsageError("stages: say how many the function is to make")
+            model = model(stages)
+        self.pair: Pair = input_and_target
+        self.rebuild: Callable[[Any], Any] = lambda output: output
+        if isinstance(model, Cut):
+            if loss is None:
+                raise UsageError("loss: a split module has none")
+            self.pair = model.pair
+            if model.output is not None:
+                self.rebuild = model.output.rebuild
+            model = model.model(loss)
+        elif not isinstance(model, Model):
+            if loss is None:
+                raise UsageError("loss: modules have none")
+            model = Model(list(model) if isinstance(model, Iterable) else [model], loss)
+        elif loss is not None:
+            model = model._replace(loss=loss)
+        layers = None if file is None else file.program.header.scheme.get("layers")
+        if layers is not None:
+            model = join_stages(model, layers)
+        model = check_model(model, len(model.stages) if stages is None else stages)
+        return model if self.source is None else model._replace(weights=Pretrained(self.source))
+
+    def _compile(self, scheme: str, microbatches: int | None) -> Program:
+        if microbatches is None:
+            raise UsageError(f"microbatches: say how many a step of {scheme} has")
+        return compile_for(self.model, scheme, microbatches, self.comm.size)
+
+    # What a script asks for
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks, from 0."""
+        return self.comm.rank
+
+    @property
+    def steps(self) -> int:
+        """Steps done, those before a checkpoint included."""
+        return self._running.steps
+
+    @_collective
+    def loader(
+        self,
+        dataset: Any,
+        microbatch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int | None = None,
+        workers: int = 0,
+        last: str = "pad",
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Loader:
+        """The batches of a dataset, of which this rank makes the microbatches that its list reads.
+
+        dataset          map-style, iterable, or a function: step, microbatch, generator -> (input, target). Its items
+                         are pairs (input, target), or mappings: of these the loss gets all entries
+        microbatch_size  samples of a microbatch
+        shuffle          another order in every epoch, by `seed` and the epoch; the same on every number of ranks
+        seed             None: the run's
+        workers          processes that load samples; 0: a thread
+        last             what becomes of an epoch's last samples where they fill no step: "pad" or "drop"
+        collate          makes a batch of a list of items; None: torch's default
+        """
+        if last not in ("pad", "drop"):
+            raise Stop(f"last: {last!r} is neither 'pad' nor 'drop': all microbatches have one shape", 2, speaker=0)
+        return together(
+            self.comm,
+            lambda: Loader(
+                dataset, microbatch_size, self._count, self.reads, self.pair, shuffle=shuffle,
+                seed=self.options.seed if seed is None else seed, workers=workers, last=last, collate=collate,
+                say=self._say,
+            ),
+        )  # fmt: skip
+
+    @_collective
+    def step(self, batch: Any) -> Result:
+        """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike."""
+        session = self._running
+        batch = self._batch(batch)
+        self._build(batch)
+        total = sum(batch.samples)
+        if session.header.weight_versions and min(batch.samples) < self.batches.example.size:
+            raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"', 2, 0)
+        again = None
+        if self.verifies:
+            origin = batch.loader
+            again = batch.microbatches if origin is None else Origin(origin, batch.epoch, batch.number)
+        self.batches.give(session.steps, batch, again)
+        session.weights = [count / total for count in batch.samples]
+        session.tokens = total * self.tokens_per_sample
+        result = session.step()
+        numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
+        self.log(session.steps, numbers)
+        if result.leave:
+            session.leave(self.saving is not None and self._save(self.saving))
+        return result
+
+    @_collective
+    def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
+        """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches."""
+        return self._over(loader, batches, lambda evaluator, given: evaluator.evaluate(given))
+
+    @_collective
+    def predict(
+        self, loader: Iterable[Any], batches: int | None = None, each: Callable[[int, Any], None] | None = None
+    ) -> Any:
+        """The model's outputs for a loader's samples, in their order, in eval mode: on rank 0, None elsewhere.
+
+        `each`: is called with the number of a microbatch and its output on the rank that has it, to write it, say;
+        then nothing is gathered.
+        """
+        return self._over(loader, batches, lambda evaluator, given: evaluator.predict(given, self.rebuild, each))
+
+    @_collective
+    def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
+        """Write a checkpoint of the steps so far, and of the position in `data`; whether that succeeded.
+
+        The newest `keep` stay.
+        """
+        if not self.built:
+            raise Stop("save: nothing has been trained or evaluated yet", 2, speaker=0)
+        writer = self._running.checkpoints()
+        if self.saving != Path(directory):
+            writer.open(str(directory), keep, None if self.resumed_from is None else str(self.resumed_from))
+            self.saving, self.resumed_from = Path(directory), Path(directory)
+        self.data = data
+        return self._save(Path(directory))
+
+    @_collective
+    def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
+        """Go on from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
+
+        False, and nothing is done, where the directory has no checkpoint.
+        """
+        session = self._running
+        if session.steps:
+            raise Stop("resume: this run has done steps already", 2, speaker=0)
+        manifest = newest_checkpoint(self.comm, str(directory), str(directory))
+        if manifest is None:
+            return False
+        if data is not None:
+            position = manifest.settings.get("loader")
+            if position is None:
+                raise Stop(f"{manifest.folder} was saved without a position in the data: save with data=", 2, speaker=0)
+            together(self.comm, lambda: data.restore(position))
+        self.data, self.resumed_from = data, Path(directory)
+        if self.built:
+            session.resume(manifest)
+        else:
+            self.resumed, session.steps = manifest, manifest.step
+        return True
+
+    @_collective
+    def export(self, directory: str | os.PathLike[str]) -> None:
+        """Write the whole model in its own names: safetensors, and what else the directory of `weights` has."""
+        if not self.built:
+            raise Stop("export: nothing has been trained or evaluated yet", 2, speaker=0)
+        session = self._running
+        stages = session.interpreter.stages
+        share_buffers(self.comm, session.header, stages)
+        export(self.comm, session.header, session.setup, stages, Path(directory), self.source)
+
+    @_collective
+    def verify(self) -> bool:
+        """Do all steps again in one process, from the first, and print how far they are apart; whether that is little.
+
+        The Engine is made with verify=True. With canonical=True nothing may differ.
+        """
+        if not self.verifies:
+            raise Stop("verify: say verify=True where the Engine is made", 2, speaker=0)
+        return self._running.verify() == 0
+
+    def close(self) -> None:
+        """The end of the run; another Engine may follow in this process."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> Engine:
+        """The engine itself, which is closed at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # How
+
+    @property
+    def _running(self) -> Session:
+        if self.session is None:
+            raise Stop("the Engine is closed", 2, speaker=0)
+        return self.session
+
+    @property
+    def _count(self) -> int:
+        """Microbatches of a step."""
+        return self._running.header.microbatches * self.options.passes
+
+    def _position(self) -> str:
+        return "" if self.session is None else self.session.position()
+
+    def _say(self, sentence: str) -> None:
+        if self.comm.rank == 0:
+            print(f"mpirun: note: {sentence}", file=sys.stderr, flush=True)
+
+    def _batch(self, batch: Any) -> Batch:
+        """What a script gives, as a Batch; Stop where it has not the microbatches of a step."""
+        if not isinstance(batch, Batch):
+            return together(self.comm, lambda: whole_batch(batch, self._count, self.pair))
+        if len(batch.samples) != self._count:
+            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
+        return batch
+
+    def _example(self, batch: Batch) -> Microbatch:
+        """A microbatch of the batch, the same on all ranks."""
+        own = next(iter(batch.microbatches.values()), None)
+        root = self.comm.allgather(own is not None).index(True)
+        example: Microbatch = self.comm.bcast(own, root)
+        return example
+
+    def _build(self, batch: Batch) -> None:
+        """Build the stages, once it is known what a microbatch looks like."""
+        if self.built:
+            return
+        session, example = self._running, self._example(batch)
+        self.batches = StepBatches(example, self._count)
+        self.tokens_per_sample = tokens(example) // max(1, example.size)
+        if self.comm.rank == 0 and isinstance(self.model.weights, Pretrained):
+            for sentence in unused_names(self.model, self.model.weights):
+                self._say(sentence)
+        with print_notes(self.comm):
+            setup = set_up(self.comm, session.header, self.model, self.batches, self.options, self.host)
+            session.build(setup, self.options.on_nan, self.verifies)
+        session.handle_sigterm()
+        self.built = True
+        if self.resumed is not None:
+            session.resume(self.resumed)
+
+    def _save(self, directory: Path) -> bool:
+        writer = self._running.checkpoints()
+        writer.settings.pop("loader", None)
+        if self.data is not None:
+            writer.settings["loader"] = self.data.state()
+        return self._running.save()
+
+    def _over(self, loader: Iterable[Any], batches: int | None, use: Callable[[Evaluator, Iterable[Batch]], T]) -> T:
+        """Use an evaluator on the first batches of a loader, which is afterwards where it was."""
+        position = loader.state() if isinstance(loader, Loader) else None
+        given = (self._batch(batch) for batch in islice(loader, batches))
+        first = next(given, None)
+        if first is None:
+            raise Stop("there is no batch to evaluate", 2, speaker=0)
+        self._build(first)
+        example = self._example(first)
+        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in example.leaves)
+        if key not in self.evaluators:
+            self.evaluators[key] = Evaluator(self._running, example, self.options, self.host)
+        try:
+            return use(self.evaluators[key], chain([first], given))
+        finally:
+            given.close()
+            if isinstance(loader, Loader) and position is not None:
+                loader.restore(position)
+
+
+def _recipe(
+    optimizer: Factory | None,
+    lr: float | Callable[[int], float] | None,
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
+    clip: float | None,
+) -> Recipe:
+    if lr is not None and scheduler is not None:
+        raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
+    if clip is not None and not clip > 0:
+        raise UsageError(f"clip should be a positive number, not {clip!r}")
+    rate = lr if callable(lr) or lr is None else lambda step: float(lr)
+    factory: Factory = optimizer or (lambda named: torch.optim.AdamW([entry.parameter for entry in named]))
+    return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
+
+
+def _checked(autocast: str | None, accumulate: int, on_nan: str) -> torch.dtype | None:
+    """The type that autocast computes in; UsageError where one of the three is not what it may be."""
+    if autocast not in (None, "bf16"):
+        raise UsageError(f"autocast: {autocast!r} is not 'bf16'")
+    if type(accumulate) is not int or accumulate < 1:
+        raise UsageError(f"accumulate should be a whole number of at least 1, not {accumulate!r}")
+    if on_nan not in ("stop", "skip"):
+        raise UsageError(f"on_nan: {on_nan!r} is neither 'stop' nor 'skip'")
+    return torch.bfloat16 if autocast else None
+
+
+def _nothing(step: int, numbers: Mapping[str, float]) -> None:
+    """Nobody is told the numbers of a step."""
+
+
+def _log(log: Log | str | os.PathLike[str] | None) -> Log:
+    """What is told the numbers of each step; a directory: TensorBoard's events."""
+    if log is None:
+        return _nothing
+    if callable(log):
+        return log
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError(f"log={str(log)!r} needs the package tensorboard") from None
+    writer = SummaryWriter(str(log))
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return write

@@ -1,0 +1,84 @@
+"""How a script or a command ends where something goes wrong: with one sentence, on all ranks.
+
+A `Stop` is on all ranks: one of them prints the sentence, and all exit with its code. Any other error is of one rank,
+which says where it is and ends the others, because they would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from mpirun.comm.fail_together import Stop
+from schedgen.util.errors import raised
+
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+
+
+@contextlib.contextmanager
+def exit_by(comm: MPI.Intracomm, position: Callable[[], str], show_traceback: bool = False) -> Iterator[None]:
+    """Make of a `Stop` a SystemExit; of any other error of this rank alone the end of all, where there are others.
+
+    position        where this rank is in its list, for the message
+    show_traceback  print the whole traceback before the message
+    """
+    try:
+        yield
+    except Stop as stop:
+        if comm.rank == stop.speaker:
+            print(f"mpirun: {stop}", file=sys.stderr, flush=True)
+        raise SystemExit(stop.code) from None
+    except KeyboardInterrupt:  # of all ranks, most often
+        if comm.size == 1:
+            raise
+        if comm.rank == 0:
+            print("mpirun: interrupted", file=sys.stderr, flush=True)
+        comm.Abort(130)
+    except BaseException as error:
+        if isinstance(error, SystemExit) or (comm.size == 1 and not show_traceback):
+            raise
+        end_all_ranks(comm, position(), error, show_traceback)
+
+
+def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show_traceback: bool) -> NoReturn:
+    """Print one message, then end all ranks: without Abort the others would wait for this one for ever."""
+    try:
+        if show_traceback:
+            traceback.print_exception(error)
+        where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
+        print(f"mpirun: {where}{raised(error)}{_source(error)}", file=sys.stderr, flush=True)
+        time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
+    finally:
+        comm.Abort(1)
+    raise SystemExit(1)
+
+
+def end_on_uncaught(comm: MPI.Intracomm) -> None:
+    """From now on an exception that ends this process, of the script's own code, ends all ranks."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        time.sleep(0.3)
+        comm.Abort(1)
+
+    sys.excepthook = hook
+
+
+def _source(error: BaseException) -> str:
+    """Where it was raised: in the user's own code if that is in the traceback, and in whose call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))]
+    frame = (own or frames)[-1:]
+    return f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""

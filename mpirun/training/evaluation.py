@@ -1,0 +1,141 @@
+"""Evaluation and prediction: a list of forwards only, with the placement of the run's own list.
+
+The list is compiled from the header of the schedule, so that every stage is computed where the run computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import schedgen
+from mpirun.comm.fail_together import on_rank_0
+from mpirun.data.loader import Batch
+from mpirun.data.microbatches import Microbatch
+from mpirun.engine.forward_list import ForwardList
+from mpirun.engine.read_schedule import share_program
+from mpirun.engine.setup import Host, StepOptions, set_up
+from mpirun.model.loss import loss_and_metrics, without_padding
+from mpirun.training.batches import StepBatches, to_cpu
+from mpirun.training.running_statistics import share_buffers
+from mpirun.training.session import Session
+from schedgen.ir.program import Program
+from schedgen.util.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found; the same on all ranks.
+
+    loss     the mean over the samples
+    metrics  what the loss returned beside itself: means over the samples, by name
+    samples  how many there were, without padding
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+
+
+class Evaluator:
+    """A run's list of forwards, prepared for microbatches of one shape."""
+
+    def __init__(self, session: Session, example: Microbatch, options: StepOptions, host: Host) -> None:
+        """`example`: what a microbatch looks like. Collective."""
+        self.comm, self.session = session.comm, session
+        comm, count = session.comm, session.header.microbatches * options.passes
+        program = on_rank_0(comm, lambda: _forwards(session))
+        self.schedule = share_program(comm, program)
+        self.batches = StepBatches(example, count)
+        model = session.setup.unsharded_model
+        setup = set_up(comm, self.schedule.program.header, model, self.batches, options, host)
+        self.model, self.setup = setup.model, setup
+        self.list = ForwardList(comm, self.schedule.program, setup, session.interpreter.context, self._outcome)
+        self.each: Callable[[int, Any, Microbatch], None] = lambda number, output, batch: None
+
+    def _outcome(self, number: int, output: Any, batch: Microbatch) -> None:
+        self.each(number, output, batch)
+
+    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
+        """The loss and the metrics of all samples. UsageError where the loss is not of single microbatches."""
+        if self.model.loss_of == "minibatch":
+            raise UsageError("evaluate: the model's loss is of the whole minibatch")
+        sums: dict[tuple[int, int], tuple[float, dict[str, float], int]] = {}  # by batch and microbatch
+
+        def add(number: int, output: Any, batch: Microbatch) -> None:
+            loss, metrics = loss_and_metrics(self.model.loss, output, batch)
+            values = {name: float(value) for name, value in metrics.items()}
+            sums[self.batches.step, number] = float(loss), values, batch.size - batch.padding
+
+        self._run(batches, add)
+        everything: dict[tuple[int, int], tuple[float, dict[str, float], int]] = {}
+        for of_rank in self.comm.allgather(sums):
+            everything |= of_rank
+        counted = [everything[key] for key in sorted(everything) if everything[key][2]]
+        samples = sum(count for _, _, count in counted)
+        if not samples:
+            raise UsageError("evaluate: there are no samples")
+        names = counted[0][1]
+        means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
+        return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
+
+    def predict(
+        self, batches: Iterable[Batch], rebuild: Callable[[Any], Any], each: Callable[[int, Any], None] | None
+    ) -> Any:
+        """The outputs of all samples in their order, nested as one output, on rank 0; None elsewhere.
+
+        rebuild  the model's own output, from the last stage's
+        each     is called with the number of a microbatch and its output on the rank that has it; then there is no
+                 result
+        """
+        outputs: dict[int, Any] = {}
+
+        def keep(number: int, output: Any, batch: Microbatch) -> None:
+            if batch.padding < batch.size or not batch.size:
+                own = without_padding(rebuild(output), batch)
+                position = self.batches.step * self.batches.count + number
+                if each is None:
+                    outputs[position] = to_cpu(own)
+                else:
+                    each(position, own)
+
+        self._run(batches, keep)
+        of_ranks = self.comm.gather(outputs)
+        if of_ranks is None or each is not None:
+            return None
+        everything: dict[int, Any] = {}
+        for of_rank in of_ranks:
+            everything |= of_rank
+        ordered = [everything[position] for position in sorted(everything)]
+        if not ordered:
+            return None
+        leaves = zip(*(pytree.tree_leaves(output) for output in ordered), strict=True)
+        joined = [
+            torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0] for parts in leaves
+        ]
+        return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
+
+    def _run(self, batches: Iterable[Batch], each: Callable[[int, Any, Microbatch], None]) -> None:
+        self.each = each
+        share_buffers(self.comm, self.session.header, self.session.interpreter.stages)
+        self.list.begin()
+        try:
+            with torch.no_grad():
+                for step, batch in enumerate(batches):
+                    self.batches.give(step, batch)
+                    self.list.execute(step)
+                    self.session.beat()
+        finally:
+            self.list.end()
+
+
+def _forwards(session: Session) -> Program:
+    program = session.schedule.all_ranks
+    assert program is not None
+    forwards = schedgen.forward_list(program)
+    schedgen.check(forwards, "internal error, the list of forwards")
+    return forwards
