@@ -1,0 +1,98 @@
+"""Items made ahead of their use, by processes or by a thread, and the random numbers that they draw.
+
+In: a torch DataLoader. Out: its items, in order. All that was started ends with the iteration, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import signal
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+_PR_SET_PDEATHSIG = 1
+
+
+def made_by_processes(data: DataLoader[Any]) -> Generator[Any, None, None]:
+    """The items of a DataLoader that has workers."""
+    items: Any = iter(data)
+    try:
+        yield from items
+    finally:
+        items._shutdown_workers()
+
+
+def made_by_thread(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
+    """The items of a DataLoader without workers; a thread makes `ahead` items before they are asked for.
+
+    The first is made here, then `may_be` is asked whether a thread may make the others, and told whether the first drew
+    random numbers from the global generators. If not, they are made here.
+    """
+    items, end = iter(data), object()
+    with seeded(0) as drew:
+        first = next(items, end)
+        in_thread = may_be(drew())
+    if first is end:
+        return
+    if not in_thread:
+        yield first
+        yield from items
+        return
+    thread = ThreadPoolExecutor(1, "mpirun-loader")
+    try:
+        made = deque(thread.submit(next, items, end) for _ in range(ahead))
+        yield first
+        while (item := made.popleft().result()) is not end:
+            made.append(thread.submit(next, items, end))
+            yield item
+    finally:
+        thread.shutdown(cancel_futures=True)
+
+
+def start_worker(_: int) -> None:
+    """A worker ends with its rank, which may have something to save when all are asked to leave."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(AttributeError):  # Linux alone has it; elsewhere torch's worker looks for its parent every 5 s
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def seeded(*words: int) -> Iterator[Callable[[], bool]]:
+    """The global generators of torch (of the CPU), numpy and Python, seeded by numbers; then again as they were.
+
+    Gives a function that says whether they were drawn from.
+    """
+    outside = _states()
+    for_torch, for_numpy, for_python = map(int, np.random.SeedSequence(words).generate_state(3))
+    torch.default_generator.manual_seed(for_torch)
+    np.random.seed(for_numpy)
+    random.seed(for_python)
+    begin = _states()
+    try:
+        yield lambda: not _same(begin, _states())
+    finally:
+        torch.set_rng_state(outside[0])
+        np.random.set_state(outside[1])
+        random.setstate(outside[2])
+
+
+def _states() -> tuple[Any, Any, Any]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+
+def _same(one: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
+    return (
+        torch.equal(one[0], other[0])
+        and np.array_equal(one[1][1], other[1][1])
+        and one[1][2:] == other[1][2:]
+        and one[2] == other[2]
+    )

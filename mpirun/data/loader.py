@@ -1,0 +1,347 @@
+"""The batches of a run from a dataset: each rank makes those microbatches that its list reads, ahead of their use.
+
+In: a map-style dataset, a torch IterableDataset, or a function `make(step, microbatch, rng) -> (input, target)`, and
+the numbers of the microbatches that this rank reads. Out: a `Batch` a step. No MPI: every rank has its own loader.
+
+What a microbatch has depends on the dataset, the seed, the epoch, the step and its number; not on ranks, workers, or on
+what was read before. This is so for random numbers, too, that samples or their collation draw from the global
+generators of torch, numpy and Python.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from mpirun.data.ahead import made_by_processes, made_by_thread, seeded, start_worker
+from mpirun.data.microbatches import Microbatch
+from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
+from schedgen.util.errors import UsageError
+
+LAST = ("pad", "drop", "fewer")
+_NAMES = {"map": "a dataset", "stream": "an IterableDataset", "function": "a function that makes microbatches"}
+
+
+class Batch(NamedTuple):
+    """What one rank reads of a step."""
+
+    epoch: int
+    number: int  # of the step in the epoch
+    samples: list[int]  # by microbatch of the step, how many it really has; 0: all of it is padding
+    microbatches: dict[int, Microbatch]  # those that this rank reads
+
+
+def print_note(line: str) -> None:
+    """A line for the user, on stderr."""
+    print(f"mpirun: {line}", file=sys.stderr)
+
+
+def input_and_target(collated: Any) -> tuple[Any, Any]:
+    """The input and the target of collated samples: a pair, an input without target, or a mapping, which is both."""
+    if isinstance(collated, tuple | list) and len(collated) in (1, 2):
+        return collated[0], collated[1] if len(collated) == 2 else None
+    if isinstance(collated, Mapping):
+        return collated, collated
+    found = f"{len(collated)} values" if isinstance(collated, tuple | list) else f"a {type(collated).__name__}"
+    raise UsageError(f"the dataset's items should be pairs (input, target), (input,) or mappings: collated is {found}")
+
+
+class Loader:
+    """Each iteration goes through the rest of the epoch, and the next one begins the next epoch. One at a time.
+
+    `epoch`, `step`: of the batch that comes next. Who leaves an iteration ends its thread or processes, and goes on
+    behind the last batch that came out.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        microbatch_size: int,
+        microbatches: int,
+        reads: Sequence[int],
+        pair: Callable[[Any], tuple[list[Any], Any]],
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        workers: int = 0,
+        last: str = "pad",
+        collate: Callable[[list[Any]], Any] | None = None,
+        say: Callable[[str], None] = print_note,
+    ) -> None:
+        """`microbatches` of a step, of which this rank reads those in `reads`, in this order.
+
+        pair     collated samples -> (leaves of the input, target)
+        workers  processes that make microbatches; 0: a thread does
+        last     where the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
+                 leaves the step out, "fewer" has smaller microbatches
+        collate  a list of samples -> a microbatch, instead of torch's default_collate
+        say      takes a line on what is done with the last step
+
+        UsageError where the dataset is none, or an argument does not fit it.
+        """
+        for name, value, least in (("microbatch_size", microbatch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
+            if value < least:
+                raise UsageError(f"the loader's {name} is {value}: it should be {least} at least")
+        if last not in LAST:
+            raise UsageError(f"the loader's last is {last!r}: it should be one of {', '.join(LAST)}")
+        self.dataset, self.kind, self.length = dataset, *_kind_and_length(dataset)
+        if shuffle and self.kind != "map":
+            raise UsageError(f"{_NAMES[self.kind]} cannot be shuffled: its samples come in its own order")
+        if workers > 1 and self.kind == "stream":
+            raise UsageError(f"{workers} workers cannot share an IterableDataset: it takes one at most")
+        if collate is not None and self.kind == "function":
+            raise UsageError(f"{_NAMES[self.kind]} leaves nothing to collate")
+        self.microbatch_size, self.microbatches = microbatch_size, microbatches
+        self.step_size = microbatch_size * microbatches  # samples
+        self.reads, self.pair, self.collate, self.say = tuple(reads), pair, collate or default_collate, say
+        self.shuffle, self.seed, self.workers, self.last = shuffle, seed, workers, last
+        self.epoch = self.step = 0
+        self._said: set[str] = set()
+        if self.length is not None:
+            self._check_length(self.length)
+            self._say_of_last(self.length % self.step_size)
+
+    def __len__(self) -> int:
+        """The steps of an epoch; TypeError where nobody knows."""
+        if self.length is None:
+            raise TypeError(f"{_NAMES[self.kind]} has no length")
+        return steps_in(self.length, self.step_size, self.last == "drop")
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches; what the dataset raises comes from here, with its own message and place."""
+        with closing(self._of_stream() if self.kind == "stream" else self._of_samples()) as batches:
+            for batch, is_last in batches:
+                self.epoch, self.step = (batch.epoch + 1, 0) if is_last else (batch.epoch, batch.number + 1)
+                yield batch
+
+    def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
+        """Microbatch `number` of any step, the same as in an iteration; UsageError for an IterableDataset."""
+        if self.kind == "stream":
+            raise UsageError("an IterableDataset is read from its begin: none of its microbatches is made by itself")
+        dealt = self.deal(self._order(epoch), step)
+        collated = _Samples(self, epoch).__getitems__((step, number, dealt[number].samples))
+        return self._microbatch(collated, dealt[number], sum(one.real for one in dealt))
+
+    def state(self) -> dict[str, Any]:
+        """The place of the next batch, and what must not change; for JSON."""
+        return {"epoch": self.epoch, "step": self.step, "microbatches": self.microbatches, **self._unchanging()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state()` was taken; UsageError where other samples would follow."""
+        for name, value in self._unchanging().items():
+            if state[name] != value:
+                raise UsageError(
+                    f"the data of the checkpoint has {name} {state[name]}, but the loader {value}: other samples would "
+                    "follow"
+                )
+        step = state["step"]
+        if state["microbatches"] != self.microbatches:
+            step, rest = divmod(step * state["microbatches"], self.microbatches)
+            if rest or self.kind == "function":
+                raise UsageError(
+                    f"the data of the checkpoint is at step {state['step']} of {state['microbatches']} microbatches, "
+                    f"which is not the begin of a step of {self.microbatches}"
+                )
+        self.epoch, self.step = state["epoch"], step
+        if self.length is not None and step >= len(self):  # where steps are larger, or the last is dropped now
+            self.epoch, self.step = self.epoch + 1, 0
+
+    def deal(self, order: Sequence[int], step: int) -> list[Dealt[int]]:
+        """By microbatch of a step, the indices of its samples."""
+        if self.kind == "function":
+            return [Dealt([0] * self.microbatch_size, 0)] * self.microbatches
+        indices = [int(index) for index in order[step * self.step_size : (step + 1) * self.step_size]]
+        return deal(indices, self.microbatch_size, self.microbatches, self.last == "fewer")
+
+    def say_once(self, line: str) -> None:
+        """A line that is worth to be read once."""
+        if line not in self._said:
+            self._said.add(line)
+            self.say(line)
+
+    def _unchanging(self) -> dict[str, Any]:
+        return {
+            "samples": self.kind if self.length is None else self.length,
+            "microbatch_size": self.microbatch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        return epoch_order(self.length or 0, self.shuffle, self.seed, epoch)
+
+    def _check_length(self, samples: int) -> None:
+        """UsageError where an epoch has no step."""
+        if samples == 0:
+            raise UsageError("the dataset is empty")
+        if self.last == "drop" and samples < self.step_size:
+            raise UsageError(
+                f"the dataset has {samples} samples, a step {self.step_size} ({self.microbatches} microbatches of "
+                f'{self.microbatch_size}): last="drop" leaves nothing'
+            )
+
+    def _say_of_last(self, samples: int) -> None:
+        """`samples` that the last step has, if it has not all."""
+        if samples % self.step_size:
+            done = {"pad": "padded, weight 0", "drop": "dropped", "fewer": "smaller microbatches"}[self.last]
+            if self.last == "fewer" and samples < self.microbatches:
+                done += ", of weight 0 where there is no sample"
+            self.say_once(f"the last step of an epoch has {samples} of {self.step_size} samples: {done}")
+
+    def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
+        """`real`: samples of the step."""
+        leaves, target = self.pair(collated)
+        divisor = real / dealt.real if dealt.real else math.inf
+        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding)
+
+    def _of_samples(self) -> Generator[tuple[Batch, bool], None, None]:
+        """The batches of the epoch's rest, and whether a batch is the last."""
+        epoch, first, order = self.epoch, self.step, self._order(self.epoch)
+        samples = _Samples(self, epoch)
+
+        def steps() -> Iterator[int]:
+            return iter(count(first) if self.length is None else range(first, len(self)))
+
+        def wanted() -> Iterator[tuple[int, int, list[int]]]:
+            for step in steps():
+                dealt = self.deal(order, step)
+                yield from ((step, number, dealt[number].samples) for number in self.reads)
+
+        with closing(self._made(samples, len(self.reads), batch_sampler=wanted())) as made:
+            for step in steps():
+                dealt = self.deal(order, step)
+                real = [one.real for one in dealt]
+                mine = {number: self._microbatch(next(made), dealt[number], sum(real)) for number in self.reads}
+                yield Batch(epoch, step, real, mine), self.length is not None and step == len(self) - 1
+
+    def _of_stream(self) -> Generator[tuple[Batch, bool], None, None]:
+        """As _of_samples; how many samples the next step has says whether this one is the last."""
+        epoch, first, size = self.epoch, self.step, self.step_size
+        drop = self.last == "drop"
+        with closing(self._made(_Stream(self, first), 1, batch_size=None)) as made:
+            here = 0
+            for step, (here, following, collated) in zip(count(first), made, strict=False):
+                if drop and here < size:
+                    break
+                if is_last := following == 0 or (drop and following < size):
+                    self._say_of_last(following or here)
+                dealt = deal([None] * here, self.microbatch_size, self.microbatches, self.last == "fewer")
+                mine = {number: self._microbatch(collated[number], dealt[number], here) for number in self.reads}
+                yield Batch(epoch, step, [one.real for one in dealt], mine), is_last
+                if is_last:
+                    return
+        if first == 0:
+            self._check_length(here)
+        raise UsageError(f"the dataset ended before step {first} of epoch {epoch}, where it should go on")
+
+    def _made(self, dataset: _Samples | _Stream, ahead: int, **batches: Any) -> Generator[Any, None, None]:
+        """What torch's DataLoader makes of a dataset; `ahead` items are ready, or being made, before they are used."""
+        seed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
+        data: DataLoader[Any] = DataLoader(
+            dataset,
+            collate_fn=_itself,
+            num_workers=self.workers,
+            prefetch_factor=ahead // self.workers + 1 if self.workers else None,
+            # A script needs neither a guard around what it does, nor data that can be pickled. Workers leave by _exit,
+            # which neither finalizes MPI nor calls what the rank does at its exit.
+            multiprocessing_context="fork" if self.workers else None,
+            worker_init_fn=start_worker,
+            generator=torch.Generator().manual_seed(seed),  # not the one from which the model draws
+            **batches,
+        )
+        if self.workers:
+            return made_by_processes(data)
+        return made_by_thread(data, ahead, dataset.may_be_made_by_thread)
+
+
+class _Samples(Dataset[Any]):
+    """A map-style dataset or a function, of which an item is a collated microbatch."""
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self.loader, self.epoch = loader, epoch
+        self.seeded = True  # not in a thread: the generators are the whole process's
+        self.drew = False
+
+    def __getitems__(self, wanted: tuple[int, int, list[int]]) -> Any:
+        """`wanted`: step, number of the microbatch, indices of its samples."""
+        if not self.seeded:
+            return self.make(*wanted)
+        with seeded(self.loader.seed, self.epoch, *wanted[:2]) as drew:
+            made = self.make(*wanted)
+            self.drew = drew()
+        return made
+
+    def make(self, step: int, number: int, indices: list[int]) -> Any:
+        dataset = self.loader.dataset
+        if self.loader.kind == "function":
+            made = dataset(step, number, np.random.default_rng([self.loader.seed, step, number]))
+            if not isinstance(made, tuple) or len(made) != 2:
+                raise UsageError(f"the function should return a pair (input, target), not {type(made).__name__}")
+            return made
+        whole = getattr(dataset, "__getitems__", None)
+        return self.loader.collate(whole(indices) if whole else [dataset[index] for index in indices])
+
+    def may_be_made_by_thread(self, drew: bool) -> bool:
+        self.seeded = drew or self.drew
+        if self.seeded:
+            self.loader.say_once(
+                "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
+            )
+        return not self.seeded
+
+
+class _Stream(IterableDataset[Any]):
+    """An IterableDataset, of which an item is a step: its samples, those of the next, its microbatches by number."""
+
+    def __init__(self, loader: Loader, first: int) -> None:
+        self.loader, self.first = loader, first
+
+    def __iter__(self) -> Iterator[tuple[int, int, dict[int, Any]]]:
+        loader, size = self.loader, self.loader.step_size
+        stream = iter(loader.dataset)
+        deque(islice(stream, self.first * size), maxlen=0)
+        here = list(islice(stream, size))
+        while here:
+            following = list(islice(stream, size))
+            dealt = deal(here, loader.microbatch_size, loader.microbatches, loader.last == "fewer")
+            yield len(here), len(following), {n: loader.collate(dealt[n].samples) for n in loader.reads}
+            here = following
+
+    def may_be_made_by_thread(self, drew: bool) -> bool:
+        if drew:
+            raise UsageError(
+                "the IterableDataset draws from the global random numbers, which a thread would share with the model: "
+                "with workers=1 a process reads it"
+            )
+        return True
+
+
+def _itself(made: Any) -> Any:
+    return made
+
+
+def _kind_and_length(dataset: Any) -> tuple[str, int | None]:
+    """A key of _NAMES, and the samples of a map-style dataset."""
+    if isinstance(dataset, IterableDataset):
+        return "stream", None
+    name = type(dataset).__name__
+    if hasattr(dataset, "__getitem__"):
+        try:
+            return "map", len(dataset)
+        except (TypeError, NotImplementedError):
+            raise UsageError(f"the dataset, a {name}, has no length: give it __len__") from None
+    if callable(dataset):
+        return "function", None
+    raise UsageError(
+        f"a {name} is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or a function "
+        "make(step, microbatch, rng)"
+    )

@@ -1,0 +1,52 @@
+"""Which samples make which microbatch of which step. Pure functions of numbers: every rank finds the same.
+
+In: the dataset's length, the seed and the epoch, and how a step is cut. Out: the order of the epoch, and a step's
+samples dealt to its microbatches. A step of `count` microbatches of `size` has the next `size * count` of the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class Dealt(NamedTuple, Generic[T]):
+    """A microbatch's samples, the last `padding` of them repeated ones that do not count."""
+
+    samples: list[T]
+    padding: int
+
+    @property
+    def real(self) -> int:
+        """How many samples count."""
+        return len(self.samples) - self.padding
+
+
+def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int]:
+    """The dataset's indices in the order of an epoch."""
+    return np.random.default_rng([seed, epoch]).permutation(length) if shuffle else range(length)  # type: ignore[return-value]
+
+
+def steps_in(length: int, step_size: int, drop: bool) -> int:
+    """The steps of an epoch; with `drop` those that have all their samples."""
+    return length // step_size if drop else -(-length // step_size)
+
+
+def deal(samples: Sequence[T], size: int, count: int, fewer: bool = False) -> list[Dealt[T]]:
+    """The `count` microbatches of a step with one sample at least and `size * count` at most.
+
+    All have `size` samples: the real ones fill the first microbatches, then the step's first samples are repeated. With
+    `fewer`, samples are dealt evenly, the first microbatches have one more; without any, one that does not count.
+    """
+    real = len(samples)
+    sizes = [max(1, (real + count - 1 - number) // count) for number in range(count)] if fewer else [size] * count
+    dealt, begin = [], 0
+    for own in sizes:
+        end = begin + own
+        dealt.append(Dealt([samples[place % real] for place in range(begin, end)], min(own, max(0, end - real))))
+        begin = end
+    return dealt
