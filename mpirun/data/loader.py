@@ -38,6 +38,7 @@ class Batch(NamedTuple):
     number: int  # of the step in the epoch
     samples: list[int]  # by microbatch of the step, how many it really has; 0: all of it is padding
     microbatches: dict[int, Microbatch]  # those that this rank reads
+    loader: Loader | None = None  # which it is of; it can make the batch again
 
 
 def print_note(line: str) -> None:
@@ -221,7 +222,7 @@ class Loader:
                 dealt = self.deal(order, step)
                 real = [one.real for one in dealt]
                 mine = {number: self._microbatch(next(made), dealt[number], sum(real)) for number in self.reads}
-                yield Batch(epoch, step, real, mine), self.length is not None and step == len(self) - 1
+                yield Batch(epoch, step, real, mine, self), self.length is not None and step == len(self) - 1
 
     def _of_stream(self) -> Generator[tuple[Batch, bool], None, None]:
         """As _of_samples; how many samples the next step has says whether this one is the last."""
@@ -236,7 +237,7 @@ class Loader:
                     self._say_of_last(following or here)
                 dealt = deal([None] * here, self.microbatch_size, self.microbatches, self.last == "fewer")
                 mine = {number: self._microbatch(collated[number], dealt[number], here) for number in self.reads}
-                yield Batch(epoch, step, [one.real for one in dealt], mine), is_last
+                yield Batch(epoch, step, [one.real for one in dealt], mine, self), is_last
                 if is_last:
                     return
         if first == 0:

@@ -1,0 +1,79 @@
+"""Fine-tune a causal language model of the transformers library, which lies in a directory, on a text.
+
+    mpiexec -n 4 python -m mpirun.examples.finetune_lm MODEL TEXT SCHEDULE TUNED
+
+MODEL is a directory with config.json, the tokenizer and safetensors, SCHEDULE a file of schedgen. After each epoch it
+evaluates on the last tenth of the text and saves a checkpoint. Started again, it goes on from there. The tuned model
+goes to the directory TUNED, which from_pretrained loads.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import mpirun
+
+LENGTH, EPOCHS, RATE = 32, 2, 1e-3
+
+
+class Pieces(torch.utils.data.Dataset):
+    """Pieces of LENGTH tokens, one behind the other."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        """`tokens`: shape (n,)."""
+        self.pieces = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """What the model's forward takes, by name."""
+        return {"input_ids": self.pieces[index]}
+
+
+def loss(output, batch):
+    """The next token's cross-entropy, and how often the likeliest token is right."""
+    scores, targets = output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+    return cross_entropy(scores, targets), {"accuracy": (scores.argmax(-1) == targets).float().mean()}
+
+
+def optimizer(named):
+    """AdamW; matrices decay, biases and norms do not."""
+    decays, rest = ([p.parameter for p in named if (len(p.shape) > 1) == matrix] for matrix in (True, False))
+    return torch.optim.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+
+
+def main(model: str, text: str, schedule: str, tuned: str) -> None:
+    """Train, evaluate, save, export."""
+    tokens = AutoTokenizer.from_pretrained(model)(Path(text).read_text(), return_tensors="pt").input_ids[0]
+    cut = len(tokens) * 9 // 10
+    with torch.device("meta"):  # each rank reads only what it holds
+        net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, use_cache=False))
+    stages = json.loads(Path(schedule).read_text())["stages"]
+    example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
+    run = mpirun.Engine(
+        schedule, mpirun.split(net, example, stages=stages), loss=loss, optimizer=optimizer, clip=1.0, weights=model,
+        lr=lambda step: RATE * (1 + math.cos(math.pi * step / steps)) / 2, log=f"{tuned}-events",
+    )  # fmt: skip
+    loader = run.loader(Pieces(tokens[:cut]), microbatch_size=2, shuffle=True)
+    validation = run.loader(Pieces(tokens[cut:]), microbatch_size=2)
+    steps = EPOCHS * len(loader)
+    run.resume(f"{tuned}-checkpoints", data=loader)
+    while run.steps < steps:
+        for batch in loader:
+            result = run.step(batch)
+        found = run.evaluate(validation)
+        if run.rank == 0:
+            print(f"step {run.steps}: loss {result.loss:.4f}, validation {found.loss:.4f}, {found.metrics}", flush=True)
+        run.save(f"{tuned}-checkpoints", data=loader)
+    run.export(tuned)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
