@@ -8,6 +8,7 @@
     schedgen.check(program)
 
 compile   scheme, sizes and options to a program
+forward_list  the forwards of any program as a program of their own, for evaluation and prediction
 read      a schedule file to its program, and what is wrong with its hash
 write     a program to a schedule file
 check     proves a program right; gives every rank's peak memory
@@ -29,6 +30,7 @@ from schedgen.util.version import __version__
 if TYPE_CHECKING:
     from schedgen.checker import check
     from schedgen.compiler.compile import compile
+    from schedgen.compiler.forward import forward_list
     from schedgen.compiler.options import Options
     from schedgen.ir.file import read, write
     from schedgen.ir.instructions import B, F, I, W
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
     from schedgen.simulator.stats import stats
 
 __all__ = [
-    "B", "F", "I", "Options", "Scheme", "Sizes", "W", "__version__", "check", "compile", "read", "simulate", "stats",
-    "write",
+    "B", "F", "I", "Options", "Scheme", "Sizes", "W", "__version__", "check", "compile", "forward_list", "read",
+    "simulate", "stats", "write",
 ]  # fmt: skip
 
 _MODULES = {
@@ -48,6 +50,7 @@ _MODULES = {
     "Options": "schedgen.compiler.options",
     "check": "schedgen.checker",
     "compile": "schedgen.compiler.compile",
+    "forward_list": "schedgen.compiler.forward",
     "simulate": "schedgen.simulator.simulate",
     "stats": "schedgen.simulator.stats",
 }

@@ -24,9 +24,12 @@ def ties_entered_once(proof: Proof) -> None:
 
 
 def rule_5(proof: Proof) -> None:
-    """Refuse a gradient that is lost or counted twice, where weights have no versions; else rule 9 comes with it."""
+    """Refuse a gradient that is lost or counted twice, where weights have no versions; else rule 9 comes with it.
+
+    Where there are forwards alone, rule 1 has refused all that could be.
+    """
     header, owner = proof.header, proof.owner
-    if header.weight_versions:
+    if header.weight_versions or header.is_forward:
         return
     stage_of = header.weight_shards.stage_of
     several = np.array(header.several_owners)[stage_of]

@@ -1,16 +1,22 @@
-"""Rule 1: every job exactly once, on the worker w names."""
+"""Rule 1: every job exactly once, on the worker w names; where there are forwards alone, nothing of training."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from schedgen.checker.proof import Proof
-from schedgen.ir.instructions import B, Ints, Op, W
+from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Ints, Op, W
 
 
 def rule_1(proof: Proof) -> None:
-    """Every job exactly once, on the worker that the header's `compute` names."""
+    """Every job exactly once, on the worker that the header's `compute` names, and no job that it does not have."""
     compute = proof.header.compute
+    if proof.header.is_forward:
+        trains = ~np.isin(proof.op, FORWARD_OPS) | ~np.isin(proof.kind, FORWARD_KINDS)
+        for row in np.flatnonzero(trains)[:1]:
+            proof.refuse(1, int(row), "a list of forwards trains nothing")
+        _once(proof, (Op.FWD,), compute[F], every=True)
+        return
     split = len(compute) == 3
     wanted = (Op.FWD, Op.BWD_I, Op.BWD_W) if split else (Op.FWD, Op.BWD)
     if not split:

@@ -24,6 +24,8 @@ def rule_10(proof: Proof) -> None:
         return
     split = header.tensor_parallel.split
     _summed(proof, Buffer.X, F, np.flatnonzero(split), np.full(split.sum(), -1), np.flatnonzero(split))
+    if header.is_forward:
+        return
     edges = [
         (producer, header.graph.gradient_consumer(producer, consumer), consumer)
         for producer, consumer in header.graph.edges

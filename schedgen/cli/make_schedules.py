@@ -61,6 +61,7 @@ def run_compile(options: CompileOptions) -> int:
                 tensor=options.tensor,
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 parts=parts,
+                forward=options.forward,
             ),
         )
     check_compiled(program)

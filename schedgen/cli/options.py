@@ -76,7 +76,7 @@ def durations(text: str) -> dict[str, float]:
         values[name] = int(value) if value.is_integer() else value
     names = next((names for names in DIRECTIONS.values() if set(names) == set(values)), None)
     if names is None:
-        raise argparse.ArgumentTypeError(f"'{text}': give F and B, or F, I and W")
+        raise argparse.ArgumentTypeError(f"'{text}': give F and B, or F, I and W, or F of forwards alone")
     return {name: values[name] for name in names}
 
 
@@ -153,6 +153,7 @@ class CompileOptions:
     graph: str | None = option(
         "--graph FILE", "what mpirun graph writes of a model: stages, edges, ties and more; - is standard input"
     )
+    forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, where training has them")
     updates: str | None = option(
         "--updates",
         "when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync; "

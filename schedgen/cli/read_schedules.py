@@ -51,9 +51,10 @@ def run_check(options: CheckOptions) -> int:
     for name in options.files:
         program = checked(name)
         header = program.header
+        gradients = "" if header.is_forward else ", every gradient at every owner"
         print(
             f"{display_name(name)}: {header.scheme['name']}, {header.workers} workers, {len(program)} instructions: "
-            "every job once, no deadlock, every gradient at every owner"
+            f"every {'forward' if header.is_forward else 'job'} once, no deadlock{gradients}"
         )
     return 0
 
@@ -113,7 +114,7 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     measured = _read_trace(options.measured, program) if options.measured else []
     if measured and not (options.cost or options.profile):
         times = run_numbers(program, measured)["profile"]
-        cost, machine = times, machine._replace(step=times.pop("step"))
+        cost, machine = times, machine._replace(step=times.pop("step", 0.0))
     seconds = bool(options.profile or (measured and not options.cost))
     return _Execution(program, simulate(program, cost, machine), machine, measured, seconds)
 

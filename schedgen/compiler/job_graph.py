@@ -46,9 +46,11 @@ def job_graph(
     pred: list[set[int]] = [set() for _ in range(directions * S)]
     for producer, consumer in stages.edges:
         pred[F * S + consumer].update(F * S + stage for stage in summed(producer))
-        pred[B * S + producer].update(B * S + stage for stage in summed(consumer))
+        if directions > 1:
+            pred[B * S + producer].update(B * S + stage for stage in summed(consumer))
     for s in range(S):
-        pred[B * S + s].add(F * S + s)
+        if directions > 1:
+            pred[B * S + s].add(F * S + s)
         if directions == 3:
             pred[W * S + s].add(B * S + s)
     succ: list[list[int]] = [[] for _ in pred]

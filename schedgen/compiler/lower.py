@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from schedgen.compiler.order import Times
-from schedgen.compiler.passes import PIPELINE, WITH_VERSIONS
+from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
 from schedgen.compiler.place import PlacedScheme
@@ -24,7 +24,8 @@ from schedgen.util.version import __version__
 def lower(placed: PlacedScheme, start: Times) -> Program:
     """The projected program for jobs that start at `start` (flat, indexed by job)."""
     program = emit_jobs(header_of(placed), start, placed)
-    passes = WITH_VERSIONS if program.header.weight_versions else PIPELINE
+    header = program.header
+    passes = FORWARDS if header.is_forward else WITH_VERSIONS if header.weight_versions else PIPELINE
     for insert in over(passes, "lower", len(passes)):
         program = insert(program, placed)
     program = program.project()  # not nested: the global program is a third of the memory
@@ -65,7 +66,9 @@ def header_of(placed: PlacedScheme) -> Header:
         part_owners=placed.part_owners,
         tensor_parallel=placed.tensor_parallel,
     )  # fmt: skip
-    groups = {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
-    groups |= {header.ties.sharers(tie) for tie in range(len(header.ties))}
-    groups |= shard_groups(placed) | {tuple(range(placed.workers))}
+    groups = shard_groups(placed)
+    if not header.is_forward:
+        groups |= {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
+        groups |= {header.ties.sharers(tie) for tie in range(len(header.ties))}
+        groups |= {tuple(range(placed.workers))}
     return replace(header, groups=tuple(sorted(groups, key=lambda group: (-len(group), group))))

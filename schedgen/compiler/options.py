@@ -29,6 +29,7 @@ class Options:
     parts: int = 1  # stages of the model in each stage of the scheme, one behind the other
     tensor: int = 1  # shards of each stage of the model
     replicated_stages: Collection[int] = ()  # stages that all shards compute alike; the last always is
+    forward: bool = False  # forwards alone, for evaluation and prediction, where training has them
 
 
 def part_counts(sizes: Sizes, options: Options) -> list[int]:
@@ -49,6 +50,8 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     if (options.mode or scheme.mode) == "strict" and (scheme.cap is not None or options.memory is not None):
         what = "--memory-limit" if scheme.cap is None else "cap"
         raise UsageError(f"{what} works with --mode greedy: a strict n leaves nothing to hold back")
+    if options.forward:
+        _check_forward(options)
     stages = sizes.stages * options.parts
     check_jobs(stages * options.tensor, sizes.microbatches, 3 if scheme.split else 2)
     if max(part_counts(sizes, options)) > 1:
@@ -71,6 +74,16 @@ def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
     """UsageError where jobs are too many; `per_pair`: those of a stage and a microbatch."""
     if stages * microbatches * per_pair > MOST_JOBS:
         raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
+
+
+def _check_forward(options: Options) -> None:
+    for option, given, why in (
+        ("--recompute", options.recompute, "there is no backward to redo a forward for"),
+        ("--memory-limit", options.memory is not None, "forwards save nothing for a backward"),
+        (f"--updates {options.updates}", options.updates not in (None, FLUSH), "weights do not change"),
+    ):
+        if given:
+            raise UsageError(f"{option} does not go with --forward: {why}")
 
 
 def _check_divided_weights(scheme: Scheme, options: Options, updates: str) -> None:

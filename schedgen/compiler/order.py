@@ -45,7 +45,8 @@ def _lengths(placed: PlacedScheme) -> Times:
     length[:] = np.array(list(placed.cost.values()), np.float64)[:, None, None]
     if placed.unsplit_backward.any():
         length[:, placed.unsplit_backward] = [[placed.cost["F"]], [placed.cost["I"] + placed.cost["W"]], [0.0]]
-    length[B, placed.redone] += placed.cost["F"]
+    if placed.redone.any():
+        length[B, placed.redone] += placed.cost["F"]
     return length.ravel()
 
 

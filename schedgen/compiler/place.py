@@ -48,17 +48,17 @@ class PlacedScheme:
     @property
     def redone(self) -> Flags:
         """(S, B): whether the forward is redone before the backward, as also where that is on another worker."""
-        elsewhere: Flags = self.compute[F] != self.compute[B]
+        elsewhere: Flags = self.compute[F] != self.compute[min(B, len(self.compute) - 1)]
         return elsewhere | self.recompute[:, None]
 
 
 def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     """Evaluate the scheme in the order that the options choose; UsageError where a function returns what none may."""
     scheme, stages, batches = apply_options(scheme, sizes, options), sizes.stages, sizes.microbatches
-    cost = durations(options.cost, scheme.split)
+    directions = 3 if scheme.split else 2
     limits = caps(scheme, stages)
     counts = part_counts(sizes, options)[:: options.parts]
-    placement = place_jobs(scheme, stages, batches, len(cost), counts, options.tensor)
+    placement = place_jobs(scheme, stages, batches, directions, counts, options.tensor)
     program_stages = stages * options.parts * options.tensor
     if placement.workers * program_stages > MOST_PAIRS:
         raise UsageError(f"{placement.workers} workers and {program_stages} stages are too many")
@@ -66,11 +66,11 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     return PlacedScheme(
         scheme=scheme,
         options=options,
-        cost=cost,
+        cost=durations(options.cost, 1 if options.forward else directions),
         workers=placement.workers,
         weights=placement.weights,
         compute=placement.compute,
-        n=priorities(scheme, stages, batches, len(cost)),
+        n=priorities(scheme, stages, batches, directions),
         graph=StageGraph(stages, edges, scheme.per_consumer),
         part_owners=placement.part_owners,
         caps=limits,

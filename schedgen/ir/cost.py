@@ -14,27 +14,32 @@ from schedgen.util.errors import UsageError
 
 Amount = float | Sequence[float] | NDArray[np.float64]  # of every stage, or by stage
 
-# By whether the backward is split.
-DEFAULT_COST: dict[bool, Mapping[str, float]] = {False: {"F": 1, "B": 2}, True: {"F": 1, "I": 1, "W": 1}}
+# By the number of directions.
+DEFAULT_COST: dict[int, Mapping[str, float]] = {1: {"F": 1}, 2: {"F": 1, "B": 2}, 3: {"F": 1, "I": 1, "W": 1}}
 
 # The direction whose duration an instruction takes.
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
-def durations(cost: Mapping[str, Any] | None, split: bool) -> dict[str, Any]:
+def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
     """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
-    Of a schedule that does not split the backward, B is I + W. UsageError where they differ too much.
+    Of a schedule that does not split the backward, B is I + W; of forwards alone, only F counts. UsageError where they
+    differ too much, or one is missing.
     """
     if cost is None:
-        return dict(DEFAULT_COST[split])
+        return dict(DEFAULT_COST[directions])
     cost = {name: np.array(time) if isinstance(time, Sequence) else time for name, time in cost.items()}
     shortest, longest = (f([f(time) for time in cost.values()]) for f in (np.min, np.max))
     if not 0 < longest <= MOST_RATIO * shortest:
         raise UsageError("costs: the longest job may take a million times as long as the shortest, not more")
-    if split and "B" in cost:
+    if directions == 1:
+        return {"F": cost["F"]}
+    if len(cost) == 1:
+        raise UsageError("the schedule has backwards: --cost must give F and B, or F, I and W")
+    if directions == 3 and "B" in cost:
         raise UsageError("the schedule splits the backward: --cost must give F, I and W")
-    return cost if split or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}
+    return cost if directions == 3 or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:

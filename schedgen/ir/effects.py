@@ -218,7 +218,7 @@ class _Names(NamedTuple):
     first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
     tied: Numbers
     owner: NDArray[np.bool_]  # (workers, units)
-    redone: NDArray[np.bool_]  # (stages, microbatches): the backward's rank redoes the forward
+    redone: NDArray[np.bool_]  # (stages, microbatches): the forward keeps nothing, or the backward's rank redoes it
     stays: NDArray[np.bool_]  # by row, of STEP: a FREE of the version before follows
     again: NDArray[np.bool_]  # by row: an ALLREDUCE of a tie that its rank has entered
     stages: int
@@ -233,7 +233,7 @@ def _names(program: Program) -> _Names:
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
     stages, shards = np.arange(header.stages + 1), header.weight_shards
-    redone = header.compute[F] != header.compute[B]
+    redone = np.full(header.compute.shape[1:], True) if header.is_forward else header.compute[F] != header.compute[B]
     again = np.flatnonzero(table.op == Op.RECOMPUTE)
     redone[table.stage[again], table.mb[again]] = True
     return _Names(

@@ -21,12 +21,18 @@ from schedgen.ir.weight_shards import WeightShards
 from schedgen.ir.weight_versions import FLUSH, WeightVersions
 
 
+def owners_of(weights: Ints) -> tuple[tuple[int, ...], ...]:
+    """By stage, every worker that these w_weights name, ascending; `weights`: (directions, stages, microbatches)."""
+    return tuple(tuple(np.unique(weights[:, s]).tolist()) for s in range(weights.shape[1]))
+
+
 @dataclass(frozen=True, eq=False)
 class Header:
     """What a schedule is, apart from its instructions.
 
     `compute` and `weights` are the two halves of w on every job, shape
-    (directions, stages, microbatches).
+    (directions, stages, microbatches). In a list of forwards alone `compute` has
+    the direction F; `weights` has more where they name owners that F does not.
     """
 
     scheme: Mapping[str, Any]  # name, workers, stages, microbatches, then the scheme's own: numbers, words, lists
@@ -61,15 +67,20 @@ class Header:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """F and B, or F, I and W where the backward is split."""
+        """F and B, or F, I and W where the backward is split; F of a list of forwards alone."""
         return DIRECTIONS[len(self.compute)]
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the list has forwards alone: it evaluates or predicts, and trains nothing."""
+        return len(self.compute) == 1
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
         """owners(s): every worker that w_weights names, ascending; of a divided stage, the owners of parts."""
         if self.part_owners:
             return tuple(tuple(sorted(set(ranks))) for ranks in self.part_owners)
-        return tuple(tuple(np.unique(self.weights[:, s]).tolist()) for s in range(self.stages))
+        return owners_of(self.weights)
 
     @cached_property
     def several_owners(self) -> tuple[bool, ...]:

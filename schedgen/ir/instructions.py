@@ -19,10 +19,10 @@ AnyInts = NDArray[np.integer[Any]]
 
 # Directions, the third argument of w and n. Where the backward is not split
 # there are two, F and B; where it is, three: F, I (gradient of the input) and
-# W (gradient of the weights).
+# W (gradient of the weights). A list of forwards alone has one.
 F, B, W = 0, 1, 2
 I = B  # noqa: E741  the name the zero-bubble papers use
-DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W")}
+DIRECTIONS = {2: ("F", "B"), 3: ("F", "I", "W"), 1: ("F",)}
 
 
 class Op(IntEnum):
@@ -84,6 +84,8 @@ KINDS: dict[Op, tuple[Kind, ...]] = {
 }
 EXCHANGED = (Kind.X, Kind.G)  # the kinds whose ALLREDUCE is an exchange between shards
 COMPUTE = (Op.FWD, Op.BWD, Op.BWD_I, Op.BWD_W, Op.RECOMPUTE)
+FORWARD_OPS = (Op.FETCH_W, Op.RECV, Op.SEND, Op.FWD, Op.ALLREDUCE, Op.FREE)  # what a list of forwards may have,
+FORWARD_KINDS = (Kind.NONE, Kind.X, Kind.W)  # of these kinds of buffer
 VERSIONED = (*COMPUTE, Op.STEP)  # have a last operand "version" where a schedule has versions of weights
 
 

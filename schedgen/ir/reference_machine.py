@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
-from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op, buffer_name
+from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, Instruction, Kind, Op, buffer_name
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import VERTICAL
 
@@ -114,7 +114,9 @@ class ReferenceMachine:
         self.ranks = [Rank(rank, program) for rank in range(self.header.workers)]
         # By (from, to, kind): what receives wait for, the name as it is sent and as it is received.
         self.posted: defaultdict[tuple[int, int, int], deque[tuple[str, str]]] = defaultdict(deque)
-        self.redone = {(i.stage, i.mb) for rank in self.ranks for i in rank.list if i.op == Op.RECOMPUTE}
+        self.jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
+        redone = {(i.stage, i.mb) for rank in self.ranks for i in rank.list if i.op == Op.RECOMPUTE}
+        self.keep_nothing = self.jobs if self.header.is_forward else redone  # forwards without a backward, or redone
         self.forwards: Counter[tuple[int, int]] = Counter()
         # By job: the version of the weights that it uses, and the newest that was there when its forward ran.
         self.uses: dict[tuple[int, int], int] = {}
@@ -139,6 +141,8 @@ class ReferenceMachine:
         try:
             while rank.at < len(rank.list):
                 i = rank.list[rank.at]
+                trains = i.op not in FORWARD_OPS or i.kind not in FORWARD_KINDS
+                rank.need(not (self.header.is_forward and trains), "a list of forwards trains nothing")
                 EXECUTE[Op(i.op)](self, rank, i)
                 rank.at += 1
         except _MustWait:
@@ -146,13 +150,16 @@ class ReferenceMachine:
         return rank.at > begin
 
     def end(self) -> None:
-        """At the end every job is done, every owner has stepped, and it has the newest of its weights and no more."""
-        jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
-        if self.forwards != Counter(jobs):
+        """At the end every job is done, every owner has stepped, and it has the newest of its weights and no more.
+
+        No owner steps where there are forwards alone.
+        """
+        if self.forwards != Counter(self.jobs):
             raise CannotExecute("not every forward is there once")
         for rank in self.ranks:
             own = {rank.weights(*unit) for unit in rank.owned}
-            for names, words in ((own - rank.stepped, "has not stepped"), (set(rank.held) - own, "is left")):
+            waiting = set() if self.header.is_forward else own - rank.stepped
+            for names, words in ((waiting, "has not stepped"), (set(rank.held) - own, "is left")):
                 if names:
                     raise CannotExecute(f"rank {rank.rank}: {min(names)} {words}")
         if self.header.weight_versions:
@@ -212,8 +219,8 @@ class ReferenceMachine:
         self.ranks[i.peer].held[name] = value
 
     def forward(self, rank: Rank, i: Instruction) -> None:
-        """FWD: x.s.b, and what its backward needs unless a RECOMPUTE redoes it, from every x.p.b and w.s."""
-        self.recompute(rank, i, (i.stage, i.mb) not in self.redone)
+        """FWD: x.s.b, and what its backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
+        self.recompute(rank, i, (i.stage, i.mb) not in self.keep_nothing)
         self.forwards[i.stage, i.mb] += 1
         self.newest[i.stage, i.mb] = rank.newest.get(i.stage, -1)
         for consumer in self.header.graph.output_consumers(i.stage):

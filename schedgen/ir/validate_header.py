@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.ir.header import Header
+from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
 from schedgen.ir.stage_graph import StageGraph, check_edges
@@ -89,7 +89,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         raise Wrong("generator", "generator must be a printable string")
     tensor_parallel = _tensor_parallel(raw, limits)
     edges = _edges(raw.get("edges"), limits, tensor_parallel.degree)
-    if len(edges) * limits.microbatches > jobs:  # each has a gradient, which somebody frees
+    if len(edges) * limits.microbatches > _room(jobs, shape):  # each has a gradient, which somebody frees
         raise Wrong("edges", f"edges ask for more gradients than {jobs} instructions can be for")
     header = Header(
         scheme=raw["scheme"],
@@ -101,12 +101,14 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         tied=_tied(raw.get("tied"), limits),
         groups=_lists("groups", raw.get("groups"), "ranks", limits.workers),
         compute=_placement(raw, "compute", shape, limits),
-        weights=_placement(raw, "weights", shape, limits),
+        weights=_placement(raw, "weights", _weights_shape(raw, shape), limits),
         generator=raw["generator"],
         part_owners=tuple(map(tuple, raw.get("shards", ()))),
         tensor_parallel=tensor_parallel,
     )
     _check_shards(header, jobs)
+    if header.is_forward:
+        _check_forward(header)
     if tensor_parallel:
         _check_tensor_parallel(header)
     if _lists("owners", raw.get("owners"), "ranks", limits.workers) != header.owners:
@@ -124,7 +126,7 @@ def _order(value: object) -> dict[str, Any]:
         raise Wrong("order", "order: mode must be greedy or strict")
     cost = value["cost"]
     if not isinstance(cost, dict) or tuple(cost) not in DIRECTIONS.values():
-        raise Wrong("order", "order: cost must have F and B, or F, I and W")
+        raise Wrong("order", "order: cost must have F and B, or F, I and W, or F of forwards alone")
     if not all(type(time) in (int, float) and 1e-12 < time < 1e12 for time in cost.values()):
         raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12")
     if max(cost.values()) > MOST_RATIO * min(cost.values()):
@@ -132,11 +134,19 @@ def _order(value: object) -> dict[str, Any]:
     return value
 
 
+def _room(jobs: int, shape: tuple[int, int, int]) -> int:
+    """What the instructions can be for: of forwards alone, one instruction reads many inputs, or parts of weights."""
+    return jobs * MOST_USES if shape[0] == 1 else jobs
+
+
 def _check_sizes(shape: tuple[int, int, int], limits: Limits, jobs: int) -> None:
-    if max(shape[0] * shape[1] * shape[2], limits.workers) > jobs or limits.workers * limits.stages > MOST_PAIRS:
+    least = shape[0] * shape[1] * shape[2]
+    if shape[0] > 1:  # every rank enters NORM; of forwards alone a rank's list may be empty
+        least = max(least, limits.workers)
+    if least > jobs or limits.workers * limits.stages > MOST_PAIRS:
         raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
     parts = sum(limits.parts)
-    if limits.workers * parts > MOST_PAIRS or parts > jobs:  # every part has a STEP
+    if limits.workers * parts > MOST_PAIRS or parts > _room(jobs, shape):  # every part has a STEP
         raise Wrong("shards", f"shards ask for more parts than {jobs} instructions can be for")
 
 
@@ -166,6 +176,16 @@ def _check_shards(header: Header, jobs: int) -> None:
         raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
     if header.part_owners and (header.tied or header.weight_versions or header.tensor_parallel):
         raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
+
+
+def _check_forward(header: Header) -> None:
+    """Of a list of forwards alone."""
+    if header.tied:
+        raise Wrong("tied", "tied: a list of forwards sums no gradients, so it has no ties")
+    if header.lowering["recompute"] or header.weight_versions:
+        raise Wrong("lowering", "lowering: a list of forwards redoes nothing and makes no versions of weights")
+    if len(header.weights) > 1 and owners_of(header.weights) == owners_of(header.weights[:1]):
+        raise Wrong("weights", "weights: of a list of forwards the direction F says it, for it names all owners")
 
 
 def _check_tensor_parallel(header: Header) -> None:
@@ -234,11 +254,20 @@ def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, .
     return tuple(map(tuple, value))
 
 
+def _weights_shape(raw: Mapping[str, Any], shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Of forwards alone, too, weights may have the directions of training."""
+    named = raw.get("weights")
+    if shape[0] > 1 or not isinstance(named, dict):
+        return shape
+    return next((d, *shape[1:]) for d in (1, 2, 3) if d == 3 or set(named) <= set(DIRECTIONS[d]))
+
+
 def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], limits: Limits) -> Ints:
     """The workers of all jobs, of `shape` (directions, stages, microbatches)."""
     value, names = raw.get(key), DIRECTIONS[shape[0]]
     if not isinstance(value, dict) or names[0] not in value or not set(value) <= set(names):
-        raise Wrong(key, f"{key} must have {names[0]} and may have {', '.join(names[1:])}")
+        more = f" and may have {', '.join(names[1:])}" if names[1:] else " alone"
+        raise Wrong(key, f"{key} must have {names[0]}{more}")
     placement = np.empty(shape, np.int32)
     for d, name in enumerate(names):
         if name not in value:

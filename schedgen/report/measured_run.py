@@ -118,7 +118,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
-    """Mean seconds of a job of each direction and of a STEP, by stage; `seconds`: of each row of the program.
+    """Mean seconds of a job of each direction and of a STEP, if there are any, by stage; `seconds`: by row.
 
     Where a schedule splits backwards, a stage that has only unsplit ones takes half of their time as I, half as W.
     """
@@ -139,7 +139,8 @@ def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
             unsplit = np.flatnonzero((table.op == Op.BWD) & ~halves[table.stage])
             rows, weight = np.append(rows, unsplit), np.append(weight, np.full(len(unsplit), 0.5))
         means[direction] = mean(rows, weight)
-    return {**means, "step": mean(np.flatnonzero(table.op == Op.STEP))}
+    steps = np.flatnonzero(table.op == Op.STEP)
+    return {**means, "step": mean(steps)} if len(steps) else means
 
 
 def _slices(text: str, name: str, workers: int) -> list[list[_Slice]]:

@@ -1,7 +1,7 @@
 """Footprint: the bytes that every rank needs, the sum of three.
 
 owned     what it holds throughout: weights, optimizer state and gradients of the units it owns, room for the sums that
-          it takes part in, losses
+          it takes part in, losses; where there are forwards alone, weights and room for sums
 slots     its memory plan
 computed  the most bytes at once of activations, gradients and saved forwards that it computes, and workspaces
 """
@@ -65,12 +65,15 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
     weight, _ = sizes.by_unit(header)
     for size, (stage, part) in zip(weight.tolist(), shards.units, strict=True):
         ranks = shards.holders(stage, part)
+        if header.is_forward:
+            owned[list(ranks)] += size
+            continue
         weights = int(sizes.owned[stage])
         if part >= 0:
             weights = _share(weights, int(sizes.weight[stage]), size)
         owned[list(ranks)] += weights + size + _received_slices(size, len(ranks))
     for stage in range(header.stages):
-        if not header.graph.consumers[stage]:  # losses are kept until NORM
+        if not header.graph.consumers[stage] and not header.is_forward:  # losses are kept until NORM
             owned += sizes.activation[stage] * np.bincount(header.compute[F, stage], minlength=header.workers)
     for rank, ranks, size in _exchanges(header, sizes.outputs(header)):
         owned[rank] += size + _received_slices(size, len(ranks))
@@ -107,7 +110,8 @@ def _exchanges(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ..
         gradients.setdefault(stage, []).append(size)
     for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
         shards = header.tensor_parallel.siblings(stage)
-        for d, parts in ((F, [int(outputs[stage])]), (B, gradients.get(stage, []))):
+        given = (F, [int(outputs[stage])]), (B, gradients.get(stage, []))
+        for d, parts in given[: len(header.compute)]:
             for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):
                 exchanges |= {(ranks[shards.index(stage)], ranks, size) for size in parts}
     return exchanges

@@ -23,11 +23,13 @@ from schedgen.simulator.timeline import Times
 
 
 def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) -> dict[str, float]:
-    """work, critical_path and memory, in the units of `cost`; `peak_activations`: summed over workers."""
-    split = "W" in header.cost
-    lengths = {name: by_stage(time, header.stages) for name, time in durations(cost, split).items()}
-    forward, backward = lengths["F"], lengths["I"] if split else lengths["B"]
-    weights = lengths["W"] if split else np.zeros(header.stages)
+    """work, critical_path and, unless there are forwards alone, memory, in the units of `cost`.
+
+    `peak_activations`: summed over workers.
+    """
+    lengths = {name: by_stage(t, header.stages) for name, t in durations(cost, len(header.directions)).items()}
+    none = np.zeros(header.stages)
+    forward, backward, weights = [*lengths.values(), none, none][:3]
     busy = np.zeros(header.workers)
     for d, name in enumerate(header.directions):
         time = np.repeat(lengths[name], header.microbatches)
@@ -38,11 +40,10 @@ def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: i
         forwards[producer] = max(forwards[producer], forwards[consumer] + forward[consumer])
         backwards[producer] = max(backwards[producer], backwards[consumer] + backward[consumer])
     alive = forwards + backwards + backward + weights  # from the end of a stage's forward to that of its W
-    return {
-        "work": float(busy.max()),
-        "critical_path": float((forward + alive).max()),
-        "memory": float(alive.sum()) * header.microbatches / max(peak_activations, 1),
-    }
+    bounds = {"work": float(busy.max()), "critical_path": float((forward + alive).max())}
+    if not header.is_forward:
+        bounds["memory"] = float(alive.sum()) * header.microbatches / max(peak_activations, 1)
+    return bounds
 
 
 def window_bound(compute: Ints, lengths: Times, recompute: Times, hops: Times, workers: int) -> float:

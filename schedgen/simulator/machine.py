@@ -84,7 +84,7 @@ def read_profile(
         raise UsageError(f"{name}: not JSON: {error}") from None
     names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
     if names is None:
-        raise UsageError(f"{name}: should be an object with F and B, or F, I and W")
+        raise UsageError(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None and header.tensor_parallel and all(map(_has_amounts, values.values())):
         values = _expand_shards(values, header)
     of_stages = f"{counted} {stages} stages"

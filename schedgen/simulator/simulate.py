@@ -111,7 +111,7 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -
     duration = np.zeros(len(program))
     steps = np.flatnonzero(table.op == Op.STEP)  # of a part of the weights: its part of the time
     duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
-    lengths = durations(cost, split="W" in header.cost)
+    lengths = durations(cost, len(header.directions))
     unsplit_backward = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
     for op, direction in DIRECTION.items():
         rows = np.flatnonzero(table.op == op)

@@ -141,7 +141,8 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
 def _uses_away_from_home(header: Header) -> Numbers:
     """By worker: its jobs whose weights, or parts of them, live elsewhere."""
     is_divided = np.array([bool(header.weight_shards) and len(ranks) > 1 for ranks in header.owners])
-    elsewhere = (header.weights != header.compute) | is_divided[:, None]
+    weights = header.weights[: len(header.compute)]
+    elsewhere = (weights != header.compute) | is_divided[:, None]
     return np.bincount(header.compute[elsewhere], minlength=header.workers)
 
 

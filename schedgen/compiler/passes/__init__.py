@@ -25,4 +25,5 @@ PIPELINE = (
     optimizer_step,
     prefetch,
 )
+FORWARDS = (weight_fetch, shard_allreduce, send_recv, prefetch)  # of forwards alone
 WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; they stay at home

@@ -1,4 +1,4 @@
-"""Jobs: one FWD and one BWD (or BWD_I and BWD_W) for every stage and microbatch, in time order.
+"""Jobs: one FWD and one BWD (or BWD_I and BWD_W, or none) for every stage and microbatch, in time order.
 
 Where the forward keeps nothing, it is redone before the backward: RECOMPUTE. So it is where the backward runs on
 another worker than the forward, which has what was saved.
@@ -14,7 +14,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, Op, W
 from schedgen.ir.program import Program, rows
 
-OPS = {2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}
+OPS = {1: (Op.FWD,), 2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}
 
 
 def emit_jobs(header: Header, start: Times, placed: PlacedScheme) -> Program:

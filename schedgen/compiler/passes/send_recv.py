@@ -18,6 +18,8 @@ from schedgen.ir.program import Program, Rows, concatenate, rows
 def send_recv(program: Program, placed: PlacedScheme) -> Program:
     """The program with a SEND and a RECV for every activation and gradient that changes its worker."""
     activations, after_forward = _activations(program, placed.delayed_send)
+    if program.header.is_forward:
+        return program.insert(activations, after=after_forward)
     gradients, after_backward = _gradients(program)
     new = concatenate([activations, gradients])
     return program.insert(new, after=np.concatenate([after_forward, after_backward]))
@@ -31,8 +33,8 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, RowNumber
     for producer, consumer in graph.edges:
         key = producer * outputs + graph.output_consumer(producer, consumer) + 1
         job = (key * header.microbatches + b) * header.workers
-        directions = (F, B) if (header.compute[F, consumer] != header.compute[B, consumer]).any() else (F,)
-        keys += [job + header.compute[d, consumer] for d in directions]
+        places = header.compute[: B + 1, consumer]  # of the forward, and of the backward if there is one
+        keys += [job + place for place in (places if (places != places[F]).any() else places[:1])]
     messages = np.concatenate(keys)
     if (messages[1:] <= messages[:-1]).any():
         messages = np.unique(messages)

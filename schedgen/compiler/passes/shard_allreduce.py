@@ -25,6 +25,8 @@ def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
     edges = [(c, p, graph.gradient_consumer(p, c)) for p, c in graph.edges if split[c]]
     inputs = np.array(edges, np.int64).reshape(-1, 3).T
     forwards, after_forward = _sums(program, Kind.X, F, outputs, job_rows(program, Op.FWD))
+    if program.header.is_forward:
+        return program.insert(forwards, after=after_forward)
     backwards, after_backward = _sums(program, Kind.G, B, inputs, job_rows(program, Op.BWD, Op.BWD_I))
     return program.insert(concatenate([forwards, backwards]), after=np.concatenate([after_forward, after_backward]))
 

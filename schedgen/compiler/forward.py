@@ -1,0 +1,90 @@
+"""Forwards alone: what evaluates or predicts with weights that lie where training has them.
+
+The forwards stay on their workers and the weights with their owners. There is no backward, nothing is saved for one,
+and no weights change; the rest is lowered as in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from schedgen.compiler.lower import lower
+from schedgen.compiler.options import Options
+from schedgen.compiler.order import order
+from schedgen.compiler.place import PlacedScheme
+from schedgen.ir.header import owners_of
+from schedgen.ir.instructions import AnyInts, Ints, Op
+from schedgen.ir.program import Program
+from schedgen.ir.weight_versions import FLUSH
+from schedgen.schemes.scheme import Scheme
+
+_SIZES = ("name", "workers", "stages", "microbatches")
+
+
+def forwards(placed: PlacedScheme) -> PlacedScheme:
+    """The forwards of a refined scheme, in its order. What bounds or delays them for the backwards' sake is gone."""
+    owned_by_forwards = owners_of(placed.weights[:1]) == owners_of(placed.weights)
+    nowhere = np.zeros(placed.compute.shape[1:], bool)
+    return replace(
+        placed,
+        scheme=placed.scheme._replace(updates=FLUSH),
+        cost={"F": placed.cost["F"]},
+        weights=placed.weights[:1] if owned_by_forwards else placed.weights,
+        compute=placed.compute[:1],
+        n=placed.n[:1],
+        caps=None,
+        unsplit_backward=nowhere,
+        delayed_send=nowhere,
+        recompute=np.zeros(len(nowhere), bool),
+        tied=(),
+    )
+
+
+def forward_list(program: Program) -> Program:
+    """The forwards of any checked, projected program as a program of their own; of forwards alone, the same program.
+
+    Every rank computes the forwards that it computes there, in the order in which it does, and owns the same weights.
+    Messages, copies of weights and sums over shards are those that these need, by the `lowering` of the header.
+    """
+    if program.header.is_forward:
+        return program
+    placed = forwards(_placed(program))
+    return lower(placed, order(placed))
+
+
+def _placed(program: Program) -> PlacedScheme:
+    """The refined scheme whose strict order is that of a program's forwards."""
+    header, table = program.header, program.rows
+    place = np.zeros(header.compute.shape, np.int64)
+    rows = np.flatnonzero(table.op == Op.FWD)
+    place[0, table.stage[rows], table.mb[rows]] = rows
+
+    def w(s: AnyInts, b: AnyInts, d: AnyInts) -> tuple[Ints, Ints]:
+        return header.weights[d, s, b], header.compute[d, s, b]
+
+    def n(s: AnyInts, b: AnyInts, d: AnyInts) -> AnyInts:
+        return place[d, s, b]
+
+    parameters = {key: value for key, value in header.scheme.items() if key not in _SIZES}
+    numbers: dict[str, Any] = {key: header.lowering[key] for key in ("weight_slots", "fan_out", "prefetch")}
+    nowhere = np.zeros(header.compute.shape[1:], bool)
+    return PlacedScheme(
+        scheme=Scheme(header.scheme["name"], header.workers, w, n, header.n, "strict", parameters=parameters),
+        options=Options(forward=True, **numbers),
+        cost=dict(header.cost),
+        workers=header.workers,
+        weights=header.weights,
+        compute=header.compute,
+        n=place,
+        graph=header.graph,
+        part_owners=header.part_owners,
+        caps=None,
+        unsplit_backward=nowhere,
+        delayed_send=nowhere,
+        recompute=np.zeros(len(nowhere), bool),
+        tied=(),
+        tensor_parallel=header.tensor_parallel,
+    )

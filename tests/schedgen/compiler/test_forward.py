@@ -1,0 +1,301 @@
+"""Lists of forwards alone: what they have, that they are proved and run, and what is refused in them."""
+
+import io
+import json
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from schedgen import Options, Sizes, check, compile, forward_list, read, stats, write
+from schedgen.ir.instructions import FORWARD_OPS, Op
+from schedgen.ir.reference_machine import CannotExecute
+from schedgen.ir.reference_machine import execute as run_program
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.user_file import load_file
+from schedgen.util.errors import RefusedFile, UsageError
+
+# (stages, microbatches, workers), and what it says besides.
+SIZES = [(4, 4, 4, {}), (8, 3, 4, {}), (1, 1, 1, {}), (4, 3, 4, {"shards": (1, 3, 2, 1)}), (2, 3, 4, {})]
+OWN = {
+    "lpp": {"groups": 2}, "fslpp": {"groups": 2}, "1f1b-rr": {"replicas": (3, 1)}, "pipedream": {"replicas": (3, 1)},
+}  # fmt: skip
+
+
+def written(program):
+    out = io.BytesIO()
+    write(program, out)
+    return out.getvalue()
+
+
+def both(scheme, sizes, **options):
+    """The training program, and its forwards by `forward_list` and by the compiler."""
+    training = compile(scheme, sizes, Options(**options))
+    return training, forward_list(training), compile(scheme, sizes, Options(**options, forward=True))
+
+
+def assert_forwards_of(training, program, runs_as_proved):
+    """It is proved, runs, computes and owns where training does, and is the same when it is read again."""
+    runs_as_proved(program)
+    assert set(program.rows.op.tolist()) <= set(FORWARD_OPS)
+    old, new = training.header, program.header
+    assert new.directions == ("F",)
+    assert (new.compute[0] == old.compute[0]).all()
+    assert (new.owners, new.part_owners, new.graph) == (old.owners, old.part_owners, old.graph)
+    assert new.tensor_parallel == old.tensor_parallel
+    again, fault = read(io.BytesIO(written(program)), "again")
+    assert fault is None
+    assert written(again) == written(program)
+
+
+def forwards_of(program):
+    """By rank, its forwards in their order."""
+    return [
+        [(i.stage, i.mb) for i in program.instructions(rank) if i.op == Op.FWD]
+        for rank in range(program.header.workers)
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_forwards_of_every_scheme(name, runs_as_proved):
+    compiled = 0
+    for stages, microbatches, workers, more in SIZES:
+        own = {key: value for key, value in OWN.get(name, {}).items() if key != "replicas" or stages == 2}
+        sizes = Sizes(stages, microbatches, workers, **own, **more)
+        for tensor in (1, 2) if stages < 8 else (1,):
+            try:
+                scheme = load(name, sizes, tensor)
+                training, listed, program = both(scheme, sizes, tensor=tensor)
+            except UsageError:  # no sizes of this scheme
+                continue
+            compiled += 1
+            assert_forwards_of(training, program, runs_as_proved)
+            assert forwards_of(listed) == forwards_of(training)
+            if scheme.mode == "strict":
+                assert written(listed) == written(program)
+            else:
+                assert_forwards_of(training, listed, runs_as_proved)
+    assert compiled
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_the_forwards_of_random_schemes(cases, runs_as_proved, data):
+    case = data.draw(cases)
+    training = case.compile()
+    listed = forward_list(training)
+    compiled = case.compile(forward=True, recompute=())
+    for program in (listed, compiled):
+        assert_forwards_of(training, program, runs_as_proved)
+    assert forwards_of(listed) == forwards_of(training)
+
+
+def one_f_one_b(microbatches):
+    sizes = Sizes(4, microbatches)
+    return compile(load("1f1b", sizes), sizes)
+
+
+def test_an_output_is_freed_where_the_loss_has_been_read():
+    program = forward_list(one_f_one_b(8))
+    ops = [(Op(i.op), i.buffer if i.op == Op.FREE else "") for i in program.instructions(3)]
+    for b, at in enumerate(at for at, (op, _) in enumerate(ops) if op == Op.FWD):
+        assert ops[at + 1 : at + 3] == [(Op.FREE, f"x.2.{b}"), (Op.FREE, f"x.3.{b}")]
+    memory = check(program)
+    assert memory.saved.max() == 0
+    assert memory.activation.tolist() == check(forward_list(one_f_one_b(16))).activation.tolist() == [2, 5, 5, 4]
+
+
+def test_forwards_of_forwards_are_the_same():
+    program = forward_list(one_f_one_b(2))
+    assert forward_list(program) is program
+
+
+def test_a_schedule_edited_by_hand_keeps_its_order(run, judge):
+    file = json.loads(run("compile", "gpipe", "--stages", 4, "--microbatches", 4, "-o", "-").out)
+    first = file["programs"][3]
+    a, b = [i for i, item in enumerate(first) if item["op"] == "FWD"][:2]
+    x, y = [i for i, item in enumerate(first) if item["op"] == "RECV" and item["buf"].startswith("x")][:2]
+    assert x < y < a < b  # both are there before the first
+    first[a]["mb"], first[b]["mb"] = 1, 0
+    for item in first[a:]:
+        if item["op"] == "FREE" and item["buf"] in ("x.3.0", "x.3.1"):
+            item["buf"] = "x.3.1" if item["buf"] == "x.3.0" else "x.3.0"
+    result, path = judge(file)
+    assert result.code == 0, result
+    program, _ = read(io.BytesIO(path.read_bytes()), "edited")
+    assert forwards_of(forward_list(program)) == forwards_of(program)
+
+
+def test_owners_of_the_backwards_alone_stay_owners(tmp_path, runs_as_proved):
+    path = tmp_path / "far.py"
+    path.write_text("def w(s, b, d):\n    return (s + d) % 3, s % 3\n\n\ndef n(s, b, d):\n    return b\n")
+    sizes = Sizes(3, 2, 3)
+    training, listed, compiled = both(load_file(path, sizes, 1), sizes)
+    assert listed.header.owners == ((0, 1), (1, 2), (0, 2))
+    for program in (listed, compiled):
+        assert_forwards_of(training, program, runs_as_proved)
+
+
+def test_greedy_orders_forwards_anew():
+    sizes = Sizes(8, 8, 4)
+    _, listed, compiled = both(load("breadth-first", sizes), sizes)
+    assert stats(compiled)["latency"] <= stats(listed)["latency"]
+    assert (compiled.header.mode, listed.header.mode) == ("greedy", "strict")
+
+
+# What is refused
+
+
+def lines(file, rank, edit):
+    file["programs"][rank] = edit(file["programs"][rank])
+    return file
+
+
+def without(op):
+    def edit(instructions):
+        at = next(i for i, item in enumerate(instructions) if item["op"] == op)
+        return instructions[:at] + instructions[at + 1 :]
+
+    return edit
+
+
+def swapped(instructions):
+    """The first two forwards in the other order."""
+    a, b = [i for i, item in enumerate(instructions) if item["op"] == "FWD"][:2]
+    instructions[a], instructions[b] = instructions[b], instructions[a]
+    return instructions
+
+
+def added(**item):
+    return lambda instructions: [*instructions, item]
+
+
+MUTANTS = {
+    "send": (0, without("SEND"), 3),
+    "receive": (1, without("RECV"), 2),
+    "forward": (2, without("FWD"), 1),
+    "free": (1, without("FREE"), 7),
+    "order": (1, swapped, 2),
+    "twice": (3, added(op="FWD", stage=3, mb=0), 1),
+    "BWD": (3, added(op="BWD", stage=3, mb=0), 1),
+    "BWD_W": (3, added(op="BWD_W", stage=3, mb=0), 1),
+    "RECOMPUTE": (3, added(op="RECOMPUTE", stage=3, mb=0), 1),
+    "STEP": (0, added(op="STEP", stage=0), 1),
+    "dw": (0, added(op="SEND", buf="dw.0", to=1), 1),
+    "g": (0, added(op="RECV", buf="g.0.0", **{"from": 1}), 1),
+}
+
+
+@pytest.mark.parametrize(("rank", "edit", "rule"), MUTANTS.values(), ids=MUTANTS)
+def test_a_mutant_is_refused(run, judge, rank, edit, rule):
+    text = run("compile", "1f1b", "--stages", 4, "--microbatches", 4, "--forward", "-o", "-").out
+    result, path = judge(lines(json.loads(text), rank, edit))
+    assert result.code == 1
+    assert f"(rule {rule}: " in result.err, result.err
+    program, _ = read(io.BytesIO(path.read_bytes()), "mutant")
+    with pytest.raises(CannotExecute):
+        run_program(program)
+
+
+@pytest.mark.parametrize("op", ["NORM", "ALLREDUCE"])
+def test_sums_of_training_are_refused(op, judge, run):
+    text = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", "-o", "-").out
+    file = json.loads(text)
+    file["groups"] = [[0, 1]]
+    for listed in file["programs"]:
+        listed.append({"op": op, "group": 0} if op == "NORM" else {"op": op, "buf": "dw.0", "group": 0})
+    result, _ = judge(file)
+    assert result.code == 1
+    assert "a list of forwards trains nothing (rule 1: " in result.err
+
+
+def test_a_message_too_few_for_shards_is_refused():
+    sizes = Sizes(2, 2, 2)
+    program = compile(load("1f1b", sizes, 2), sizes._replace(workers=4), Options(tensor=2, forward=True))
+    assert len(program.exchanges()) == 4
+    rest = np.delete(np.arange(len(program)), program.exchanges()[0])
+    with pytest.raises(RefusedFile, match=r"rule (6|10)"):
+        check(type(program)(program.header, program.rows.take(rest)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("tied", [[0, 1]], "sums no gradients"),
+        ("lowering", {"recompute": [0]}, "redoes nothing"),
+        ("weights", {"B": [0, 1]}, "names all owners"),
+        ("compute", {"B": [0, 1]}, "compute must have F alone"),
+    ],
+)
+def test_a_header_of_training_is_refused(run, tmp_path, key, value, reason):
+    file = json.loads(run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", "-o", "-").out)
+    file[key] = {**file[key], **value} if isinstance(value, dict) else value
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps(file))
+    result = run("seal", path)
+    assert result.code == 1
+    assert reason in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--recompute", "all"], "--recompute does not go with --forward: there is no backward"),
+        (["--memory-limit", "3", "--mode", "greedy"], "--memory-limit does not go with --forward"),
+        (["--updates", "stash"], "--updates stash does not go with --forward"),
+    ],
+)
+def test_options_of_training_are_refused(run, refused, options, reason):
+    result = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", *options, "-o", "-")
+    assert reason in refused(result, 2)
+
+
+def test_costs_of_forwards_alone_train_nothing(run, refused):
+    result = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--cost", "F=1", "-o", "-")
+    assert "--cost must give F and B, or F, I and W" in refused(result, 2)
+
+
+# What reads schedules reads them
+
+
+@pytest.fixture
+def path(run, tmp_path):
+    path = tmp_path / "forward.json"
+    options = ("--stages", 4, "--microbatches", 4, "--workers", 2, "--forward", "-o", path)
+    assert run("compile", "fsdp", *options) == (0, "", "")
+    return path
+
+
+def test_stats_have_no_nonsense(run, path):
+    numbers = json.loads(run("stats", path, "--json").out)
+    assert set(numbers["bounds"]) == {"work", "critical_path"}
+    assert 0 <= numbers["gap"] < 1
+    assert numbers["latency"] == 8
+    assert "nan" not in run("stats", path).out
+    assert run("check", path).out.endswith("every forward once, no deadlock\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--cost", "F=2"), ("--cost", "F=2,B=4"), ("--alpha", 0.1, "--beta", 0.1)])
+def test_it_is_simulated(run, path, options):
+    result = run("simulate", path, *options)
+    assert result.code == 0, result
+    assert "nan" not in result.out
+
+
+@pytest.mark.parametrize("suffix", ["html", "svg"])
+def test_it_is_drawn(run, path, tmp_path, suffix):
+    assert run("draw", path).code == 0
+    assert run("draw", path, "-o", tmp_path / f"picture.{suffix}").code == 0
+
+
+@pytest.mark.parametrize("to", ["chrome", "chakra", "csv"])
+def test_it_is_exported(run, path, tmp_path, to):
+    assert run("export", path, "--to", to, "-o", tmp_path / "exported").code == 0
+
+
+def test_it_differs_from_training(run, path, tmp_path):
+    run("compile", "fsdp", "--stages", 4, "--microbatches", 4, "--workers", 2, "-o", tmp_path / "training.json")
+    assert run("diff", path, path).code == 0
+    result = run("diff", path, tmp_path / "training.json")
+    assert (result.code, result.err) == (1, "")
