@@ -2,8 +2,9 @@
 
     mpiexec -n W python -m mpirun FILE --model MODULE:FUNCTION
 
-The names below are what a model's source needs: the contract (`Model`), ways from a module to stages (`split`,
-`split_sequential`, `split_layers`), and what stages read (`Input`, `Value`).
+`Engine` is the same as a library: a script's own loop, data, optimizer and evaluation. What a model's source needs are
+the contract (`Model`), ways from a module to stages (`split`, `split_sequential`, `split_layers`), and what stages read
+(`Input`, `Value`).
 """
 
 import importlib
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import pipe_split
 
     from mpirun.data.microbatches import Minibatch
+    from mpirun.engine.recipe import NamedParameter
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
     from mpirun.model.frontend.batch_coupling import batch_coupled
@@ -20,19 +22,22 @@ if TYPE_CHECKING:
     from mpirun.model.frontend.split_module import split
     from mpirun.model.frontend.split_result import Cut
     from mpirun.model.frontend.split_sequential import split_sequential
+    from mpirun.training.engine import Engine
     from schedgen.util.errors import MpirunWarning
 
 __all__ = [
-    "Cut", "Input", "Minibatch", "Model", "MpirunWarning", "Value",
+    "Cut", "Engine", "Input", "Minibatch", "Model", "MpirunWarning", "NamedParameter", "Value",
     "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
 ]  # fmt: skip
 
 _MODULES = {
     "Cut": "mpirun.model.frontend.split_result",
+    "Engine": "mpirun.training.engine",
     "Input": "mpirun.model.dataflow",
     "Minibatch": "mpirun.data.microbatches",
     "Model": "mpirun.model.contract",
     "MpirunWarning": "schedgen.util.errors",
+    "NamedParameter": "mpirun.engine.recipe",
     "Value": "mpirun.model.dataflow",
     "batch_coupled": "mpirun.model.frontend.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",

@@ -6,6 +6,7 @@ where they divide its weights, it gathers their parts first. Every tensor shard 
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from torch import Tensor
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
 from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
+from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import restore
 from mpirun.checkpoint.run_settings import differing_settings, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, together
@@ -55,6 +57,7 @@ class CheckpointWriter:
         self.state = state
         descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
         self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
+        self.settings["run"] = comm.bcast(secrets.token_hex(8))
         own = [(entry, s) for s in stages if self._writes_untrained(s) for entry in self._untrained(s)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
         self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
@@ -62,6 +65,7 @@ class CheckpointWriter:
             self.first_stage[entry] = min(stage, self.first_stage.get(entry, stage))
         self._check_entries([entry for entry, _ in untrained])
         self.directory: Path | None = None
+        self.lock: FolderLock | None = None  # on rank 0
         self.keep, self.last = 0, 0
 
     def _check_entries(self, untrained: list[str]) -> None:
@@ -95,9 +99,18 @@ class CheckpointWriter:
         UsageError where ranks do not see one folder, or it has checkpoints of another run than the `resumed` one.
         """
         self.directory, self.keep = Path(directory), keep
+        self.close()
         on_rank_0(self.comm, lambda: _prepare(Path(directory), resumed))
+        self.lock = on_rank_0(self.comm, lambda: FolderLock(Path(directory), self.settings["run"]))
+        on_rank_0(self.comm, lambda: _check_others(Path(directory), resumed))
         together(self.comm, lambda: _check_visible(Path(directory)))
         on_rank_0(self.comm, lambda: _tidy(Path(directory)))
+
+    def close(self) -> None:
+        """Save no more: another run may."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
     def save(self, step: int) -> bool:
         """Write a checkpoint after so many steps; whether that succeeded. Collective."""
@@ -215,7 +228,7 @@ def _assembled(fragments: list[tuple[int, Values]], size: torch.Size) -> Values:
 
 
 def _prepare(directory: Path, resumed: str | None) -> None:
-    """Make the folder; UsageError where it has checkpoints of another run."""
+    """Make the folder; UsageError where it cannot be, or is a checkpoint."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / ".seen").write_bytes(b"")
@@ -223,6 +236,10 @@ def _prepare(directory: Path, resumed: str | None) -> None:
         raise UsageError(f"--save {directory}: {error.strerror}") from None
     if (directory / disk_format.MANIFEST).exists():
         raise UsageError(f"--save {directory}: it is a checkpoint itself: save to another folder")
+
+
+def _check_others(directory: Path, resumed: str | None) -> None:
+    """UsageError where it has checkpoints of another run than the one that is resumed."""
     if disk_format.step_folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
         raise UsageError(f"--save {directory}: it has checkpoints already: go on with --resume {directory}")
 

@@ -136,7 +136,7 @@ def expanded_model(unsharded_model: Model, header: Header) -> Model:
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
     """What each stage reads, checked against the schedule."""
     try:
-        leaves = len(microbatches(0, 0).leaves)
+        leaves = len(microbatches.examples()[0].leaves)
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
@@ -160,7 +160,8 @@ def _shapes(
     firsts, _ = _sizes(microbatches)
     if len(firsts) > 1 and passes > 1:
         raise UsageError("--accumulate: the minibatch cannot be cut into microbatches of one size")
-    return [infer_shapes(model, reads, microbatches(0, number), autocast_dtype) for number in firsts]
+    examples = microbatches.examples()
+    return [infer_shapes(model, reads, examples[number], autocast_dtype) for number in firsts]
 
 
 def use_host(comm: MPI.Intracomm, device: str, threads: int) -> Host:

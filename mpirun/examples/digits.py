@@ -51,7 +51,7 @@ def main(schedule: str, epochs: int = EPOCHS, checkpoints: str | None = None, **
     train, test = (torch.utils.data.Subset(data, range(*ends)) for ends in ((0, 1500), (1500, len(data))))
     torch.manual_seed(0)
     run = mpirun.Engine(
-        schedule, mpirun.split(resnet(), torch.zeros(8, 1, 8, 8), stages=4), loss=loss,
+        schedule, lambda stages: mpirun.split(resnet(), torch.zeros(8, 1, 8, 8), stages=stages), loss=loss,
         optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1, momentum=0.9, nesterov=True),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5), **options,
     )  # fmt: skip

@@ -7,7 +7,6 @@ evaluates on the last tenth of the text and saves a checkpoint. Started again, i
 goes to the directory TUNED, which from_pretrained loads.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -55,10 +54,9 @@ def main(model: str, text: str, schedule: str, tuned: str) -> None:
     cut = len(tokens) * 9 // 10
     with torch.device("meta"):  # each rank reads only what it holds
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, use_cache=False))
-    stages = json.loads(Path(schedule).read_text())["stages"]
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     run = mpirun.Engine(
-        schedule, mpirun.split(net, example, stages=stages), loss=loss, optimizer=optimizer, clip=1.0, weights=model,
+        schedule, lambda stages: mpirun.split(net, example, stages=stages), loss=loss, optimizer=optimizer, clip=1.0, weights=model,
         lr=lambda step: RATE * (1 + math.cos(math.pi * step / steps)) / 2, log=f"{tuned}-events",
     )  # fmt: skip
     loader = run.loader(Pieces(tokens[:cut]), microbatch_size=2, shuffle=True)

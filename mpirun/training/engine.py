@@ -158,7 +158,9 @@ class Engine:
             if stages is None:
                 raise UsageError("stages: say how many the function is to make")
             model = model(stages)
-        self.pair: Pair = input_and_target
+        import torch.utils._pytree as pt
+
+        self.pair: Pair = lambda c: (pt.tree_leaves(input_and_target(c)[0]), input_and_target(c)[1])
         self.rebuild: Callable[[Any], Any] = lambda output: output
         if isinstance(model, Cut):
             if loss is None:
@@ -385,7 +387,7 @@ class Engine:
         session, example = self._running, self._example(batch)
         self.batches = StepBatches(example, self._count)
         self.tokens_per_sample = tokens(example) // max(1, example.size)
-        if self.comm.rank == 0 and isinstance(self.model.weights, Pretrained):
+        if self.comm.rank == 0 and isinstance(getattr(self.model, "weights", None), Pretrained):
             for sentence in unused_names(self.model, self.model.weights):
                 self._say(sentence)
         with print_notes(self.comm):

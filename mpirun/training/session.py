@@ -199,6 +199,8 @@ class Session:
 
     def close(self, error: BaseException | None = None) -> None:
         """The end of the run on this rank; `error`: what ends it."""
+        if self.writer is not None:
+            self.writer.close()
         self.end.__exit__(type(error) if error else None, error, None)
 
 

@@ -23,7 +23,7 @@ def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
         tensor_parallel=TensorParallel(1, (), stages),
     )
     shapes = setup.shapes[::T]
-    reads = setup.unsharded_model.resolved_reads(plain.graph.producers, len(setup.microbatches(0, 0).leaves))
+    reads = setup.unsharded_model.resolved_reads(plain.graph.producers, len(setup.microbatches.examples()[0].leaves))
     dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
     return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
 

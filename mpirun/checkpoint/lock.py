@@ -1,0 +1,51 @@
+"""A lock on a folder of checkpoints: one run at a time saves there. It ends with the process that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+from pathlib import Path
+
+from schedgen.util.errors import RefusedFile, UsageError
+
+NAME = ".lock"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
+
+
+class FolderLock:
+    """Held from its making until `release`, or the end of the process."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        """`run`: the id of the run that saves. UsageError where another run has the lock.
+
+        A file system without locks is said to have none.
+        """
+        try:
+            self.file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RefusedFile(f"{folder / NAME}: {error.strerror}") from None
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self.file, 200).decode(errors="replace").strip()
+            os.close(self.file)
+            raise UsageError(
+                f"--save {folder}: another run saves there: {holder or 'which has not said its name'}"
+            ) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise RefusedFile(f"{folder / NAME}: {error.strerror}") from None
+            print(
+                f"mpirun: note: {folder}: its file system has no locks: save one run there at a time", file=sys.stderr
+            )
+        os.ftruncate(self.file, 0)
+        os.write(self.file, f"run {run} on {socket.gethostname()}, process {os.getpid()}\n".encode())
+
+    def release(self) -> None:
+        """Let another run save there."""
+        with contextlib.suppress(OSError):
+            os.close(self.file)
