@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import random
 import signal
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,9 @@ _PR_SET_PDEATHSIG = 1
 
 def made_by_processes(data: DataLoader[Any]) -> Generator[Any, None, None]:
     """The items of a DataLoader that has workers."""
-    items: Any = iter(data)
+    with warnings.catch_warnings():  # since Python 3.12; workers touch none of what the rank's threads may have locked
+        warnings.filterwarnings("ignore", ".* multi-threaded, use of fork", DeprecationWarning)
+        items: Any = iter(data)
     try:
         yield from items
     finally:

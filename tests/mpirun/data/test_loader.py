@@ -250,6 +250,16 @@ def test_a_function():
     assert endless.state()["step"] == 4
 
 
+@pytest.mark.parametrize("dataset", [numbers(21), Stream(21), make], ids=["map", "stream", "function"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_that_reads_nothing(dataset, workers):
+    """As those in the middle of a pipeline: it goes through the same steps."""
+    some = loader(dataset, reads=[], workers=workers)
+    steps = [shown(batch) for batch, _ in zip(some, range(3), strict=False)]
+    last = [2] * 4 if dataset is make else [2, 2, 1, 0]
+    assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, last, {})]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_one_step_ahead(workers):
     """The next step's samples are made before anyone asks for them; the state does not count them."""
@@ -423,6 +433,12 @@ def test_other_data_is_refused(options, difference):
     state = loader(numbers(21), shuffle=True).state()
     with pytest.raises(UsageError, match=rf"^the data of the checkpoint has {difference}: other samples would follow$"):
         loader(**{"dataset": numbers(21), "shuffle": True, **options}).restore(state)
+
+
+def test_a_function_needs_the_same_steps():
+    state = loader(make).state()
+    with pytest.raises(UsageError, match=r"^the data of the checkpoint has microbatches 4, but the loader 2: other"):
+        loader(make, count=2).restore(state)
 
 
 def test_input_and_target():
