@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from mpirun.data.ahead import made_by_processes, made_by_thread, seeded, start_worker
+from mpirun.data.ahead import made_ahead, seeded, start_worker
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
 from schedgen.util.errors import UsageError
@@ -262,9 +262,7 @@ class Loader:
             generator=torch.Generator().manual_seed(seed),  # not the one from which the model draws
             **batches,
         )
-        if workers:
-            return made_by_processes(data)
-        return made_by_thread(data, ahead, dataset.may_be_made_by_thread)
+        return made_ahead(data, ahead, dataset.may_be_made_by_thread)
 
 
 class _Samples(Dataset[Any]):
