@@ -82,6 +82,7 @@ lint: venv
 # Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
 # first and the last stage are tied, in one the first of two stages has three replicas, in one each of two stages is
 # divided over all workers, in one two stages of four parts each have two shards. NAME.graph has what NAME's model says.
+# Those in forward/ have forwards alone.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
 TWO_STAGES := interleaved-1f1b looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
@@ -90,8 +91,11 @@ SHARDED    := fsdp-sharded
 TENSOR     := 1f1b-tensor
 GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS) $(SHARDED) $(TENSOR)
 COMMA      := ,
-traces: $(GOLDEN:%=traces/%.json)
-.PHONY: $(GOLDEN:%=traces/%.json)
+FORWARD    := 1f1b fsdp
+traces: $(GOLDEN:%=traces/%.json) $(FORWARD:%=traces/forward/%.json)
+.PHONY: $(GOLDEN:%=traces/%.json) $(FORWARD:%=traces/forward/%.json)
+$(FORWARD:%=traces/forward/%.json): traces/forward/%.json: venv
+	$(BIN)/schedgen compile $* --stages 4 --microbatches 8 --workers 4 --forward --output $@
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
 	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$(patsubst %-sharded,%,$(patsubst %-tensor,%,$*)))) \
 	    --stages $(if $(filter $*,$(TWO_STAGES)),8,$(if $(filter $*,$(REPLICAS) $(SHARDED) $(TENSOR)),2,4)) \

@@ -31,7 +31,7 @@ class Graph:
 
     def _write(self) -> None:
         stages = range(self.options.stages)
-        model = load_model(self.options.model, len(stages), seed=0)
+        model = load_model(self.options.model, len(stages), seed=0, needs_batch=False)
         producers = [[p for p, c in chain(len(stages)) if c == stage] for stage in stages]
         reads = model.resolved_reads(producers, 1)
         graph = model_graph(reads, ([stage for stage, _ in tie] for tie in model.tied), model.split)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import random
 import signal
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -21,40 +22,37 @@ from torch.utils.data import DataLoader
 _PR_SET_PDEATHSIG = 1
 
 
-def made_by_processes(data: DataLoader[Any]) -> Generator[Any, None, None]:
-    """The items of a DataLoader that has workers."""
-    items: Any = iter(data)
-    try:
-        yield from items
-    finally:
-        items._shutdown_workers()
-
-
-def made_by_thread(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
-    """The items of a DataLoader without workers; a thread makes `ahead` items before they are asked for.
+def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
+    """The items of a DataLoader; a thread makes `ahead` items before they are asked for, or takes them from workers.
 
     The first is made here, then `may_be` is asked whether a thread may make the others, and told whether the first drew
-    random numbers from the global generators. If not, they are made here.
+    random numbers from the global generators of this process. If not, they are made here.
     """
-    items, end = iter(data), object()
-    with seeded(0) as drew:
-        first = next(items, end)
-        in_thread = may_be(drew())
-    if first is end:
-        return
-    if not in_thread:
-        yield first
-        yield from items
-        return
-    thread = ThreadPoolExecutor(1, "mpirun-loader")
-    try:
+    end = object()
+    with ExitStack() as stack:
+        with (
+            warnings.catch_warnings()
+        ):  # since Python 3.12; workers touch none of what a rank's threads may have locked
+            warnings.filterwarnings("ignore", ".* multi-threaded, use of fork", DeprecationWarning)
+            items: Any = iter(data)
+        if data.num_workers:
+            stack.callback(items._shutdown_workers)
+        with seeded(0) as drew:
+            first = next(items, end)
+            in_thread = may_be(drew())
+        if first is end:
+            return
+        if not in_thread:
+            yield first
+            yield from items
+            return
+        thread = ThreadPoolExecutor(1, "mpirun-loader")
+        stack.callback(thread.shutdown, cancel_futures=True)
         made = deque(thread.submit(next, items, end) for _ in range(ahead))
         yield first
         while (item := made.popleft().result()) is not end:
             made.append(thread.submit(next, items, end))
             yield item
-    finally:
-        thread.shutdown(cancel_futures=True)
 
 
 def start_worker(_: int) -> None:

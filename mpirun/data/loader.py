@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from mpirun.data.ahead import made_by_processes, made_by_thread, seeded, start_worker
+from mpirun.data.ahead import made_ahead, seeded, start_worker
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
 from schedgen.util.errors import UsageError
@@ -46,16 +46,6 @@ def print_note(line: str) -> None:
     print(f"mpirun: {line}", file=sys.stderr)
 
 
-def input_and_target(collated: Any) -> tuple[Any, Any]:
-    """The input and the target of collated samples: a pair, an input without target, or a mapping, which is both."""
-    if isinstance(collated, tuple | list) and len(collated) in (1, 2):
-        return collated[0], collated[1] if len(collated) == 2 else None
-    if isinstance(collated, Mapping):
-        return collated, collated
-    found = f"{len(collated)} values" if isinstance(collated, tuple | list) else f"a {type(collated).__name__}"
-    raise UsageError(f"the dataset's items should be pairs (input, target), (input,) or mappings: collated is {found}")
-
-
 class Loader:
     """Each iteration goes through the rest of the epoch, and the next one begins the next epoch. One at a time.
 
@@ -69,7 +59,7 @@ class Loader:
         microbatch_size: int,
         microbatches: int,
         reads: Sequence[int],
-        pair: Callable[[Any], tuple[list[Any], Any]],
+        pair: Callable[[Any], tuple[Sequence[Any], Any]],
         *,
         shuffle: bool = False,
         seed: int = 0,
@@ -147,7 +137,7 @@ class Loader:
         step = state["step"]
         if state["microbatches"] != self.microbatches:
             step, rest = divmod(step * state["microbatches"], self.microbatches)
-            if rest or self.kind == "function":
+            if rest:
                 raise UsageError(
                     f"the data of the checkpoint is at step {state['step']} of {state['microbatches']} microbatches, "
                     f"which is not the begin of a step of {self.microbatches}"
@@ -175,6 +165,7 @@ class Loader:
             "microbatch_size": self.microbatch_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            **({"microbatches": self.microbatches} if self.kind == "function" else {}),
         }
 
     def _order(self, epoch: int) -> Sequence[int]:
@@ -200,9 +191,11 @@ class Loader:
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """`real`: samples of the step."""
+        if self.kind == "function" and not (isinstance(collated, tuple) and len(collated) == 2):
+            raise UsageError(f"the function should return a pair (input, target), not {type(collated).__name__}")
         leaves, target = self.pair(collated)
         divisor = real / dealt.real if dealt.real else math.inf
-        return Microbatch(leaves, target, divisor, len(dealt.samples), dealt.padding)
+        return Microbatch(list(leaves), target, divisor, len(dealt.samples), dealt.padding)
 
     def _of_samples(self) -> Generator[tuple[Batch, bool], None, None]:
         """The batches of the epoch's rest, and whether a batch is the last."""
@@ -213,7 +206,7 @@ class Loader:
             return iter(count(first) if self.length is None else range(first, len(self)))
 
         def wanted() -> Iterator[tuple[int, int, list[int]]]:
-            for step in steps():
+            for step in steps() if self.reads else ():
                 dealt = self.deal(order, step)
                 yield from ((step, number, dealt[number].samples) for number in self.reads)
 
@@ -247,21 +240,20 @@ class Loader:
     def _made(self, dataset: _Samples | _Stream, ahead: int, **batches: Any) -> Generator[Any, None, None]:
         """What torch's DataLoader makes of a dataset; `ahead` items are ready, or being made, before they are used."""
         seed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
+        workers = self.workers if ahead else 0
         data: DataLoader[Any] = DataLoader(
             dataset,
             collate_fn=_itself,
-            num_workers=self.workers,
-            prefetch_factor=ahead // self.workers + 1 if self.workers else None,
+            num_workers=workers,
+            prefetch_factor=ahead // workers + 1 if workers else None,
             # A script needs neither a guard around what it does, nor data that can be pickled. Workers leave by _exit,
             # which neither finalizes MPI nor calls what the rank does at its exit.
-            multiprocessing_context="fork" if self.workers else None,
+            multiprocessing_context="fork" if workers else None,
             worker_init_fn=start_worker,
             generator=torch.Generator().manual_seed(seed),  # not the one from which the model draws
             **batches,
         )
-        if self.workers:
-            return made_by_processes(data)
-        return made_by_thread(data, ahead, dataset.may_be_made_by_thread)
+        return made_ahead(data, ahead, dataset.may_be_made_by_thread)
 
 
 class _Samples(Dataset[Any]):
@@ -284,10 +276,7 @@ class _Samples(Dataset[Any]):
     def make(self, step: int, number: int, indices: list[int]) -> Any:
         dataset = self.loader.dataset
         if self.loader.kind == "function":
-            made = dataset(step, number, np.random.default_rng([self.loader.seed, step, number]))
-            if not isinstance(made, tuple) or len(made) != 2:
-                raise UsageError(f"the function should return a pair (input, target), not {type(made).__name__}")
-            return made
+            return dataset(step, number, np.random.default_rng([self.loader.seed, step, number]))
         whole = getattr(dataset, "__getitems__", None)
         return self.loader.collate(whole(indices) if whole else [dataset[index] for index in indices])
 

@@ -7,7 +7,7 @@ so that any rank can make it. Out: a `Microbatch`, the leaves of its input and i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -138,6 +138,16 @@ def digest(microbatch: Microbatch) -> str:
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()
+
+
+def input_and_target(collated: Any) -> tuple[Any, Any]:
+    """The input and the target of collated samples: a pair, an input without target, or a mapping, which is both."""
+    if isinstance(collated, tuple | list) and len(collated) in (1, 2):
+        return collated[0], collated[1] if len(collated) == 2 else None
+    if isinstance(collated, Mapping):
+        return collated, collated
+    found = f"{len(collated)} values" if isinstance(collated, tuple | list) else f"a {type(collated).__name__}"
+    raise UsageError(f"the dataset's items should be pairs (input, target), (input,) or mappings: collated is {found}")
 
 
 def to_device(values: Any, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ samples dealt to its microbatches. A step of `count` microbatches of `size` has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ class Dealt(NamedTuple, Generic[T]):
         return len(self.samples) - self.padding
 
 
+@lru_cache(2)
 def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[int]:
     """The dataset's indices in the order of an epoch."""
     return np.random.default_rng([seed, epoch]).permutation(length) if shuffle else range(length)  # type: ignore[return-value]

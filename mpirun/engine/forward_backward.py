@@ -17,6 +17,7 @@ from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
+from mpirun.model.frozen_statistics import frozen_statistics
 from schedgen.ir.instructions import Instruction, Kind, Op
 
 
@@ -82,7 +83,15 @@ class ForwardBackward:
 
     def recompute(self, row: int, i: Instruction) -> Act:
         """RECOMPUTE: do the forward again, only for what its backward needs."""
-        return self._forward(i, save=True)
+        forward, stage = self._forward(i, save=True), self._stage(i)
+        if not stage.shape.overwrites_buffers:
+            return forward
+
+        def act() -> None:
+            with frozen_statistics(stage.module):
+                forward()
+
+        return act
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         """What computes the outputs of a forward job, and saves for its backward if `save`."""

@@ -68,6 +68,7 @@ def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -
     with print_notes(comm):
         model = together(comm, lambda: _load_model(options, header))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
+    assert model.batch is not None  # load_model has refused it
     source = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
     autocast_dtype = torch.bfloat16 if options.autocast else None
     recipe = command_line_recipe(options)

@@ -9,7 +9,9 @@ goes to the directory TUNED, which from_pretrained loads.
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -20,7 +22,7 @@ import mpirun
 LENGTH, EPOCHS, RATE = 32, 2, 1e-3
 
 
-class Pieces(torch.utils.data.Dataset):
+class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Pieces of LENGTH tokens, one behind the other."""
 
     def __init__(self, tokens: torch.Tensor) -> None:
@@ -36,13 +38,13 @@ class Pieces(torch.utils.data.Dataset):
         return {"input_ids": self.pieces[index]}
 
 
-def loss(output, batch):
+def loss(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The next token's cross-entropy, and how often the likeliest token is right."""
     scores, targets = output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
     return cross_entropy(scores, targets), {"accuracy": (scores.argmax(-1) == targets).float().mean()}
 
 
-def optimizer(named):
+def optimizer(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
     """AdamW; matrices decay, biases and norms do not."""
     decays, rest = ([p.parameter for p in named if (len(p.shape) > 1) == matrix] for matrix in (True, False))
     return torch.optim.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
@@ -56,8 +58,9 @@ def main(model: str, text: str, schedule: str, tuned: str) -> None:
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, use_cache=False))
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     run = mpirun.Engine(
-        schedule, lambda stages: mpirun.split(net, example, stages=stages), loss=loss, optimizer=optimizer, clip=1.0, weights=model,
-        lr=lambda step: RATE * (1 + math.cos(math.pi * step / steps)) / 2, log=f"{tuned}-events",
+        schedule, lambda stages: mpirun.split(net, example, stages=stages), loss=loss, optimizer=optimizer, clip=1.0,
+        weights=model, lr=lambda step: RATE * (1 + math.cos(math.pi * step / steps)) / 2,
+        log=f"{tuned}-events",
     )  # fmt: skip
     loader = run.loader(Pieces(tokens[:cut]), microbatch_size=2, shuffle=True)
     validation = run.loader(Pieces(tokens[cut:]), microbatch_size=2)

@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import MakeBatch, Minibatch
+from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
 from mpirun.model.dataflow import Input, Reads, Value
 from mpirun.model.parallel_layers import UNSHARDED, Shard
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
+Pair = Callable[[Any], tuple[Sequence[Any], Any]]  # collated samples -> (leaves of the input, target)
+Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that there are
+
+
+def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
+    """The leaves of the input, flattened as a pytree, and the target, of collated samples."""
+    data, target = input_and_target(collated)
+    return pytree.tree_leaves(data), target
 
 
 class Model(NamedTuple):
@@ -33,7 +42,7 @@ class Model(NamedTuple):
                      over microbatches. Where the last stage returns a tuple, so is the output.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a
                      uint8 tensor, shape (bytes,); `rng` is seeded by the run's seed, the step and the microbatch. Or a
-                     Minibatch, which is made as a whole and then cut.
+                     Minibatch, which is made as a whole and then cut. None: a script gives the data.
     length           how many bytes of text `batch` needs at least.
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
                      first, and the sum of the gradients of all.
@@ -48,19 +57,30 @@ class Model(NamedTuple):
     split            stages that are sums over shards (see mpirun.model.parallel_layers), never the last. What builds
                      such a stage, or its layers, is called with `shard` if it has a parameter of that name, and without
                      it for the whole layer. Their parameters have no hooks, and their forward draws no random numbers.
+    weights          names in the whole model -> values of those that it has, as checkpoint.pretrained.Pretrained. A
+                     stage asks for its own parameters and buffers; those without a value keep the one they are built
+                     with, which is said, or are refused where they have none.
+    aliases          by name in the whole model, other names that the same parameter has there: weights may have it
+                     under one of these.
+    pair             collated samples of a loader -> (leaves of the input, target).
+    check_eval       UsageError where the stages would compute something else in eval mode than the model does.
     tensor_parallel  T, set by mpirun: stage s of the function is the T stages from T s on, shards where `split` has s,
                      replicas elsewhere.
     """
 
     stages: Sequence[StageEntry]
     loss: Callable[[Any, Any], Tensor]
-    batch: MakeBatch | Minibatch
+    batch: MakeBatch | Minibatch | None = None
     length: int = 1
     tied: Sequence[Sequence[tuple[int, str]]] = ()
     reads: Reads | None = None
     loss_of: str = "microbatch"
     named: bool = False
     split: Collection[int] = ()
+    weights: Weights | None = None
+    aliases: Mapping[str, Sequence[str]] = {}
+    pair: Pair = pair_of_leaves
+    check_eval: Callable[[], None] = lambda: None
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:

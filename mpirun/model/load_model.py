@@ -18,13 +18,16 @@ from mpirun.model.contract import Layers, Model
 from schedgen.util.errors import UsageError, raised
 
 
-def load_model(name: str, stages: int, seed: int, layers: Sequence[int] | None = None) -> Model:
+def load_model(
+    name: str, stages: int, seed: int, layers: Sequence[int] | None = None, needs_batch: bool = True
+) -> Model:
     """The model `name` (MODULE:FUNCTION) in `stages` stages.
 
     `layers`: the function is asked for sum(layers) stages, of which each stage joins so many; None: one each.
+    `needs_batch`: UsageError where the model does not say how a microbatch is made.
     """
     if layers is not None:
-        return join_stages(load_model(name, sum(layers), seed), layers)
+        return join_stages(load_model(name, sum(layers), seed, None, needs_batch), layers)
     module_name, colon, function_name = name.partition(":")
     if not colon:
         raise UsageError(f"--model {name}: should be MODULE:FUNCTION")
@@ -45,6 +48,8 @@ def load_model(name: str, stages: int, seed: int, layers: Sequence[int] | None =
     if not isinstance(model, Model):
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
     try:
+        if needs_batch and model.batch is None:
+            raise UsageError("has no batch: a script gives it data, but the command line does not")
         return check_model(model, stages)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
@@ -73,11 +78,12 @@ def join_stages(model: Model, layers: Sequence[int]) -> Model:
 
 
 def check_model(model: Model, stages: int) -> Model:
-    """The same, its numbers Python's own; UsageError where a field is not what it should be."""
+    """The model, its numbers Python's own; UsageError where a field is not what it should be."""
     _check_stages(model, stages)
     make = model.batch.make if isinstance(model.batch, Minibatch) else model.batch
-    for field, function in (("loss", model.loss), ("batch", make)):
-        if not callable(function):
+    functions = {"loss": model.loss, "batch": make, "weights": model.weights, "pair": model.pair}
+    for field, function in functions.items():
+        if not callable(function) and (function is not None or field not in ("batch", "weights")):
             raise UsageError(f"{field} should be a function, not {type(function).__name__}")
     if not isinstance(model.length, Integral) or model.length < 1:
         raise UsageError(f"length should be a number of bytes, not {model.length!r}")
@@ -114,7 +120,7 @@ def _check_stages(model: Model, stages: int) -> None:
                 raise UsageError(f"stage {stage} has a layer called {name!r}, which no module can be")
             tensors = [*layer.named_parameters(), *layer.named_buffers()] if isinstance(layer, nn.Module) else []
             for tensor_name, tensor in tensors:
-                if tensor.is_meta:
+                if tensor.is_meta and model.weights is None:
                     raise UsageError(f"stage {stage} has no values for {tensor_name}, which is on the meta device")
 
 

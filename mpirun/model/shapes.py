@@ -7,7 +7,7 @@ little memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class StageShape(NamedTuple):
     parameter_names: tuple[str, ...]  # of the trained parameters
     weight_bytes: int = 0  # of all of them, flat
     overwrites_inputs: bool = False  # whether it changes its inputs in place
+    overwrites_buffers: bool = False  # whether it changes its buffers, as running statistics
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
@@ -91,13 +92,14 @@ def infer_shapes(
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             inputs = [_argument(source, outputs, batch.leaves, stage) for source in reads[stage]]
             inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
-            write_counts = _write_counts(inputs)
+            write_counts, buffer_counts = _write_counts(inputs), _write_counts(module.buffers())
             with autocast("cpu", autocast_dtype), finder:
                 outputs.append(_outputs(module, inputs, stage))
         shapes.append(
             _parameter_shape(module)._replace(
                 outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
                 overwrites_inputs=write_counts != _write_counts(inputs),
+                overwrites_buffers=buffer_counts != _write_counts(module.buffers()),
                 aliased_outputs=_aliased_outputs(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
                 random_layers=tuple(finder.random_layers),
                 model_stage=stage // model.tensor_parallel,
@@ -135,7 +137,7 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
     return produced[source.output]
 
 
-def _write_counts(values: Sequence[Any]) -> list[int]:
+def _write_counts(values: Iterable[Any]) -> list[int]:
     """By tensor, how often it has been changed in place."""
     return [x._version for x in values if isinstance(x, Tensor)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,13 +10,11 @@ from torch.utils import _pytree as pytree
 
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, sample_count
-from mpirun.model.contract import Model
+from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
-
-Pair = Callable[[Any], tuple[tuple[Any, ...], Any]]  # collated samples to the leaves of the input, and the target
 
 
 class Origin(NamedTuple):
@@ -86,8 +84,9 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     if samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")
     size = samples // count
+    pairs = (pair(part) for part in chunk(data, count))
     microbatches = {
-        number: Microbatch(*pair(part), float(count), size) for number, part in enumerate(chunk(data, count))
+        number: Microbatch(list(leaves), target, float(count), size) for number, (leaves, target) in enumerate(pairs)
     }
     return Batch(0, 0, [size] * count, microbatches)
 

@@ -29,7 +29,7 @@ from mpirun.checkpoint.export import export
 from mpirun.checkpoint.pretrained import Pretrained, unused_names
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
-from mpirun.data.loader import Batch, Loader, input_and_target
+from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, tokens
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory, Recipe
@@ -37,7 +37,7 @@ from mpirun.engine.setup import StepOptions, expanded_model, set_up, use_host
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
-from mpirun.training.batches import Origin, Pair, StepBatches, read_by, whole_batch
+from mpirun.training.batches import Origin, StepBatches, read_by, whole_batch
 from mpirun.training.compiled import compile_for
 from mpirun.training.errors import end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator
@@ -49,7 +49,7 @@ from schedgen.util.errors import UsageError
 P = ParamSpec("P")
 T = TypeVar("T")
 Log = Callable[[int, Mapping[str, float]], None]  # of the steps done, and a step's numbers by name
-Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model]
+Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -60,7 +60,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
         with exit_by(self.comm, self._position):
             return method(self, *args, **kwargs)
 
-    return called
+    return called  # type: ignore[return-value]  # its argument is called self
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         """Read or compile the schedule, and check that the model fits it.
 
         schedule      a file that schedgen has written, or the name of a scheme, which `stages` and `microbatches` size
-        model         what `split` returns, a Model, a list of modules, one a stage, or a function: stages -> Model
+        model         what `split` returns, a Model, a list of modules, one a stage, or a function of their number
         loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
         optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
         lr            the learning rate, or one for each step, counted from 0; None: that of the optimizer
@@ -158,14 +158,10 @@ class Engine:
             if stages is None:
                 raise UsageError("stages: say how many the function is to make")
             model = model(stages)
-        import torch.utils._pytree as pt
-
-        self.pair: Pair = lambda c: (pt.tree_leaves(input_and_target(c)[0]), input_and_target(c)[1])
         self.rebuild: Callable[[Any], Any] = lambda output: output
         if isinstance(model, Cut):
             if loss is None:
                 raise UsageError("loss: a split module has none")
-            self.pair = model.pair
             if model.output is not None:
                 self.rebuild = model.output.rebuild
             model = model.model(loss)
@@ -226,7 +222,7 @@ class Engine:
         return together(
             self.comm,
             lambda: Loader(
-                dataset, microbatch_size, self._count, self.reads, self.pair, shuffle=shuffle,
+                dataset, microbatch_size, self._count, self.reads, self.model.pair, shuffle=shuffle,
                 seed=self.options.seed if seed is None else seed, workers=workers, last=last, collate=collate,
                 say=self._say,
             ),
@@ -368,7 +364,7 @@ class Engine:
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop where it has not the microbatches of a step."""
         if not isinstance(batch, Batch):
-            return together(self.comm, lambda: whole_batch(batch, self._count, self.pair))
+            return together(self.comm, lambda: whole_batch(batch, self._count, self.model.pair))
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
         return batch
@@ -387,7 +383,7 @@ class Engine:
         session, example = self._running, self._example(batch)
         self.batches = StepBatches(example, self._count)
         self.tokens_per_sample = tokens(example) // max(1, example.size)
-        if self.comm.rank == 0 and isinstance(getattr(self.model, "weights", None), Pretrained):
+        if self.comm.rank == 0 and isinstance(self.model.weights, Pretrained):
             for sentence in unused_names(self.model, self.model.weights):
                 self._say(sentence)
         with print_notes(self.comm):

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
+from mpirun.data.microbatches import input_and_target
 from schedgen.util.errors import UsageError
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of a module's forward
@@ -24,7 +25,10 @@ class Example(NamedTuple):
         """The leaves of a microbatch's input: a tuple of args, a dict of kwargs, (args, kwargs) or the one tensor.
 
         UsageError where it is not like the example. A `minibatch`, from which microbatches are cut, has other shapes.
+        A list, as a DataLoader collates tuples, stands for a tuple of args where there are several.
         """
+        if isinstance(data, list) and len(self.args) > 1:
+            data = tuple(data)
         if self.args and self.kwargs:
             args, kwargs = data
         elif isinstance(data, Mapping) and not self.args:
@@ -41,6 +45,23 @@ class Example(NamedTuple):
             self.check(leaves)
         return tuple(leaves)
 
+    def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:
+        """Of collated samples the leaves of the input, and the target. UsageError where there is no such input.
+
+        Of a pair (input, target) as it is; of a mapping its entries that are kwargs of the example, and all of it.
+        """
+        if not isinstance(collated, Mapping):
+            data, target = input_and_target(collated)
+            return self.leaves(data), target
+        if self.args or not self.kwargs:
+            raise UsageError(
+                "samples are mappings, but the module was traced on positional arguments: "
+                "split(module, {name: tensor}) says which entries are its input"
+            )
+        if missing := [name for name in self.kwargs if name not in collated]:
+            raise UsageError(f"samples have no {missing[0]}, which the module was traced on: they have {[*collated]}")
+        return self.leaves({name: collated[name] for name in self.kwargs}), collated
+
     def check(self, leaves: Sequence[Any]) -> None:
         """UsageError where the leaves of a microbatch are neither like the example nor like `smaller`."""
         if self.smaller is not None and _unlike_example(leaves, self.smaller) is None:
@@ -50,6 +71,14 @@ class Example(NamedTuple):
                 "; split with dims, it may have a sample less" if self.smaller is None else ", or a sample less"
             )
             raise UsageError(f"{difference}: {shapes}")
+
+
+def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
+    """By parameter that has several names in a module, those beside its first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
 
 
 class ModuleOutput(NamedTuple):

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -23,6 +23,8 @@ from mpirun.model.frontend.errors import unknown_name, warn_user
 from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
 from mpirun.model.frontend.meta_device import Init, meta_module
+from mpirun.model.frontend.mode_ops import check_same_in_eval
+from mpirun.model.frontend.module_io import Call, parameter_aliases
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
@@ -33,7 +35,7 @@ SHARED = ("transmit", "replicate")
 
 def split(
     module: nn.Module,
-    example_args: tuple[Any, ...] = (),
+    example: Any = (),
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     stages: int | None = None,
@@ -45,6 +47,7 @@ def split(
 ) -> Cut:
     """The stages of `module`, traced on the example of one microbatch's input.
 
+    `example`: a tensor, a tuple of args or a mapping of kwargs; where there are both, `example_kwargs` has the latter.
     It is cut where submodules named in `points` begin and where its source calls `pipe_split()`; if there are
     none, into `stages` balanced parts between which little is sent. `costs`, by submodule, replace the estimate
     of what they cost, flops and bytes of parameters; others then cost nothing. `shared`: whether a parameter
@@ -55,13 +58,13 @@ def split(
     ranks that build them (the default is its reset_parameters). UsageError, with the line of the model that is the
     reason, where the module cannot be split.
     """
-    if not isinstance(example_args, tuple):
-        example_args = (example_args,)
-    _check_options(module, example_kwargs, stages, points, costs, shared)
+    args, kwargs = _call(example, example_kwargs)
+    _check_options(module, stages, points, costs, shared)
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
     meta = meta_module(module, init)
-    exported = _export(module, example_args, dict(example_kwargs or {}), dims)
+    check_eval = _eval_check(module, args, kwargs)
+    exported = _export(module, args, kwargs, dims)
     dependencies = copy_changed_inputs(update_buffers_early(Dependencies(exported)))
     if not dependencies.body:
         raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
@@ -87,20 +90,53 @@ def split(
         tuple(sum(dependencies.flops.get(node, 0) for node in nodes) for nodes in bodies),
         built.sent_bytes,
         meta,
+        parameter_aliases(module),
+        check_eval,
     )
 
 
-def _check_options(
-    module: object, example_kwargs: object, stages: object, points: object, costs: object, shared: object
-) -> None:
+def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
+    """The args and kwargs of an example."""
+    if not isinstance(example_kwargs, Mapping | None):
+        raise UsageError(f"example_kwargs should be a mapping from names, not {type(example_kwargs).__name__}")
+    if not isinstance(example, Mapping):
+        return example if isinstance(example, tuple) else (example,), dict(example_kwargs or {})
+    if example_kwargs:
+        raise UsageError("the example is a mapping, which is kwargs, and there are example_kwargs: give one of them")
+    if not all(isinstance(name, str) for name in example):
+        raise UsageError("the example is a mapping, which is kwargs: a dict that is one argument is written ({...},)")
+    return (), dict(example)
+
+
+def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+    """What raises UsageError where eval mode differs from the mode that the module is in, as stages cannot follow."""
+    traced = [(part, part.training) for part in module.modules()]
+
+    def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
+        before = [(part, part.training) for part in module.modules()]
+        try:
+            for part, mode in modes:
+                part.training = mode
+            return export_graph(module, args, kwargs)
+        finally:
+            for part, mode in before:
+                part.training = mode
+
+    def check() -> None:
+        if any(mode for _, mode in traced):
+            check_same_in_eval(exported(traced), exported([(part, False) for part, _ in traced]))
+
+    return check
+
+
+def _check_options(module: object, stages: object, points: object, costs: object, shared: object) -> None:
     """UsageError where they are not of the types that `split` takes."""
     if not isinstance(module, nn.Module):
         raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
     if isinstance(points, str) or not isinstance(points, Collection):
         raise UsageError(f"points should be names of submodules, not {points!r}")
-    for what, value in (("example_kwargs", example_kwargs), ("costs", costs)):
-        if not isinstance(value, Mapping | None):
-            raise UsageError(f"{what} should be a mapping from names, not {type(value).__name__}")
+    if not isinstance(costs, Mapping | None):
+        raise UsageError(f"costs should be a mapping from names, not {type(costs).__name__}")
     if not isinstance(shared, str | Mapping):
         raise UsageError(f"shared should be 'transmit' or 'replicate', or a mapping to these, not {shared!r}")
     if stages is not None and type(stages) is not int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.contract import Model, StageEntry
+from mpirun.model.contract import Model, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value
 from mpirun.model.frontend.meta_device import MetaBuilder, MetaModule
 from mpirun.model.frontend.module_io import Example, ModuleOutput
@@ -31,6 +31,9 @@ class Cut(NamedTuple):
     flops       by stage, of its forward; empty where they are not known.
     sent_bytes  by value that is sent, as far as they are known.
     meta        where the module is on the meta device: what gives values to its stages.
+    aliases     by parameter, other names that it has in the module.
+    check_eval  UsageError, with the line of the model, where the stages in eval mode would compute something else than
+                the module does: a branch on self.training is traced as it is taken in the mode that it is traced in.
     """
 
     stages: list[nn.Module]
@@ -42,6 +45,8 @@ class Cut(NamedTuple):
     flops: tuple[int, ...] = ()
     sent_bytes: Mapping[Value, int] = {}
     meta: MetaModule | None = None
+    aliases: Mapping[str, Sequence[str]] = {}
+    check_eval: Callable[[], None] = lambda: None
 
     @property
     def edges(self) -> list[tuple[int, int]]:
@@ -51,6 +56,16 @@ class Cut(NamedTuple):
     def leaves(self, data: Any, minibatch: bool = False) -> tuple[Any, ...]:
         """The leaves of the input of a microbatch, or of a whole minibatch, in the order that Input counts."""
         return tuple(pytree.tree_leaves(data)) if self.example is None else self.example.leaves(data, minibatch)
+
+    def pair(self, collated: Any) -> tuple[tuple[Any, ...], Any]:
+        """The leaves of the input, and the target, of collated samples: a pair (input, target), or a mapping.
+
+        Of a mapping, the input is the entries that the example's kwargs name, and the target is all of it.
+        """
+        if self.example is not None:
+            return self.example.pair(collated)
+        leaves, target = pair_of_leaves(collated)
+        return tuple(leaves), target
 
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A loss of the last stage's outputs, from one of the module's own output."""
@@ -62,15 +77,34 @@ class Cut(NamedTuple):
     def model(
         self,
         loss: Callable[[Any, Any], Tensor],
-        batch: MakeBatch | Minibatch,
+        batch: MakeBatch | Minibatch | None = None,
         length: int = 1,
         loss_of: str = "microbatch",
+        weights: Weights | None = None,
     ) -> Model:
         """For mpirun. `loss` takes the module's own output; the input that `batch` returns is the module's own.
 
         That is a tuple of args, a dict of kwargs, (args, kwargs) where the example had both, or the one tensor.
         Of a Minibatch, `make` returns so much for all microbatches; its dims are one number, or count leaves.
+        `batch`: None where a script gives the data. `weights` as Model.weights.
         """
+        return Model(
+            stages=[_entry(stage, self.meta) for stage in self.stages],
+            loss=self.loss(loss),
+            batch=batch if batch is None else self._batch_of_leaves(batch),
+            length=length,
+            tied=self.tied,
+            reads=self.reads,
+            loss_of=loss_of,
+            named=True,
+            weights=weights,
+            aliases=self.aliases,
+            pair=self.pair,
+            check_eval=self.check_eval,
+        )
+
+    def _batch_of_leaves(self, batch: MakeBatch | Minibatch) -> MakeBatch | Minibatch:
+        """The same whose input is leaves as stages count them."""
         make = batch.make if isinstance(batch, Minibatch) else batch
 
         def make_leaves(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
@@ -78,16 +112,7 @@ class Cut(NamedTuple):
             return self.leaves(data, isinstance(batch, Minibatch)), target
 
         check = None if self.example is None else self.example.check
-        return Model(
-            stages=[_entry(stage, self.meta) for stage in self.stages],
-            loss=self.loss(loss),
-            batch=batch._replace(make=make_leaves, check=check) if isinstance(batch, Minibatch) else make_leaves,
-            length=length,
-            tied=self.tied,
-            reads=self.reads,
-            loss_of=loss_of,
-            named=True,
-        )
+        return batch._replace(make=make_leaves, check=check) if isinstance(batch, Minibatch) else make_leaves
 
     def summary(self) -> str:
         """A table of the stages: parameters, flops, bytes sent to which stages, submodules; then the ties."""

@@ -12,6 +12,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.frontend.dynamic_sizes import SHAPES
+from mpirun.model.frontend.mode_ops import MODE_OPS, counters_of, follow_mode_inside, mode_op
 from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
 from mpirun.model.frontend.subgraphs import attributes
@@ -43,6 +44,7 @@ class StageBuilder:
         self.dependencies, self.stage_of, self.results, self.owners = dependencies, stage_of, results, owners
         self.exported = dependencies.exported
         self.count = max(stage_of.values()) + 1
+        self.counters = counters_of(self.exported.graph)
         self.sent: list[set[fx.Node]] = [set() for _ in range(self.count)]  # by stage
         self.placed: set[str] = set()  # parameters that a stage has already
 
@@ -101,14 +103,17 @@ class StageBuilder:
         new = {node: graph.placeholder(node.name) for node in received}
         for node in nodes:
             if node not in new:
-                new[node] = self._random_op(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
+                new[node] = self._layer(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
                 if node.target is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
                     new[node].target = aten.reshape.default  # what is received is contiguous, whatever was traced
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest of meta holds fake tensors
             copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
-        insert_lookups(graph, attributes(root, graph))
+        state, counters = attributes(root, graph), counters_of(graph)
+        for node in graph.nodes:
+            follow_mode_inside(node, state, counters)
+        insert_lookups(graph, state)
         returned = [
             graph.call_function(aten.clone.default, (new[node],)) if node.op == "get_attr" else new[node]
             for node in outputs
@@ -123,17 +128,20 @@ class StageBuilder:
         }
         return module
 
-    def _random_op(
-        self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]
-    ) -> fx.Node | None:
-        """A node that draws random numbers, as a call of a layer; None for others."""
-        if node.op != "call_function" or not self.dependencies.draws(node):
+    def _layer(self, root: nn.Module, graph: fx.Graph, node: fx.Node, new: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
+        """A node that draws random numbers, or follows train and eval mode, as a call of a layer; None for others."""
+        if node.op != "call_function":
             return None
-        if not hasattr(root, RANDOM_OPS):
-            root.add_module(RANDOM_OPS, nn.Module())
-        root.get_submodule(RANDOM_OPS).add_module(node.name, RandomOp(node.target))  # type: ignore[arg-type]
+        layer, where = mode_op(node, self.counters), MODE_OPS
+        if self.dependencies.draws(node):
+            layer, where = RandomOp(layer or node.target), RANDOM_OPS  # type: ignore[arg-type]
+        if layer is None:
+            return None
+        if not hasattr(root, where):
+            root.add_module(where, nn.Module())
+        root.get_submodule(where).add_module(node.name, layer)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-        return graph.create_node("call_module", f"{RANDOM_OPS}.{node.name}", args, kwargs, node.name)
+        return graph.create_node("call_module", f"{where}.{node.name}", args, kwargs, node.name)
 
     def _put(self, root: nn.Module, name: str) -> None:
         """Give a stage what `name` refers to: a parameter itself where no stage has it yet, else a copy."""

@@ -1,0 +1,221 @@
+"""Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
+
+A graph is traced in one mode, and has what the mode decides as constants: whether a dropout drops, whether BatchNorm
+takes the batch's statistics. `check_same_in_eval` finds what else differs, which stages cannot follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from mpirun.model.frontend.errors import line_of_node
+from mpirun.model.frontend.export_graph import ExportedGraph
+from mpirun.model.frontend.subgraphs import attributes, subgraphs
+from schedgen.util.errors import UsageError
+
+aten = torch.ops.aten
+MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
+EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by parameter of aten's
+COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
+
+
+class ModeOp(nn.Module):
+    """An operation as it was traced; in eval mode some of its arguments have other values."""
+
+    def __init__(self, operation: Callable[..., Any], in_eval: Mapping[int | str, Any]) -> None:
+        """`in_eval`: by position or keyword of an argument, its value in eval mode."""
+        super().__init__()
+        self.operation, self.in_eval = operation, in_eval
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation's result."""
+        if not self.training:
+            args = tuple(self.in_eval.get(position, argument) for position, argument in enumerate(args))
+            kwargs |= {name: value for name, value in self.in_eval.items() if isinstance(name, str)}
+        return self.operation(*args, **kwargs)
+
+
+class CountOp(nn.Module):
+    """A change in place of a counter, its first argument; in eval mode it stays as it is."""
+
+    def __init__(self, operation: Callable[..., Any]) -> None:
+        """`operation`: the node's target."""
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The counter."""
+        return self.operation(counter, *args, **kwargs) if self.training else counter
+
+
+def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
+    """What runs a node so that it follows the mode; None where the mode changes nothing. `counters`: nodes of them."""
+    if _counts(node, counters):
+        return CountOp(node.target)  # type: ignore[arg-type]
+    in_eval = _in_eval(node)
+    return ModeOp(node.target, in_eval) if in_eval else None  # type: ignore[arg-type]
+
+
+def counters_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of normalisations' counters."""
+    return [node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[2] == COUNTER]
+
+
+def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collection[fx.Node]) -> None:
+    """Change the subgraphs that a node runs so that they follow the mode; `state`, `counters`: of the node's graph."""
+    for code, operands in subgraphs(node, state):
+        pairs = zip(code.graph.find_nodes(op="placeholder"), operands, strict=False)
+        inner_counters = [inner for inner, operand in pairs if operand in counters]
+        for inner in list(code.graph.nodes):
+            follow_mode_inside(inner, attributes(code), inner_counters)
+            operation = mode_op(inner, inner_counters)
+            if operation is not None:
+                name = f"{MODE_OPS}{inner.name}"
+                code.add_module(name, operation)
+                with code.graph.inserting_before(inner):
+                    call = code.graph.call_module(name, inner.args, inner.kwargs)
+                inner.replace_all_uses_with(call)
+                code.graph.erase_node(inner)
+        code.recompile()
+
+
+def _counts(node: fx.Node, counters: Collection[fx.Node]) -> bool:
+    """Whether a node changes a counter in place."""
+    if not isinstance(node.target, OpOverload) or not node.args or node.args[0] not in counters:
+        return False
+    changed = node.target._schema.arguments[0].alias_info
+    return changed is not None and changed.is_write
+
+
+def _in_eval(node: fx.Node) -> dict[int | str, Any]:
+    """The arguments that differ in eval mode, by position or keyword."""
+    if not isinstance(node.target, OpOverload):
+        return {}
+    changed: dict[int | str, Any] = {}
+    given = _arguments(node)
+    for position, parameter in enumerate(node.target._schema.arguments):
+        value = EVAL_VALUES.get(parameter.name)
+        keeps_statistics = given.get("running_mean", node) is not None  # without them, eval mode is as train mode
+        if value is not None and given[parameter.name] != value and keeps_statistics:
+            changed[position if position < len(node.args) else parameter.name] = value
+    return changed
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an aten operation by name."""
+    parameters = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {parameter.name: parameter.default_value for parameter in parameters}
+    given = {parameter.name: value for parameter, value in zip(parameters, node.args, strict=False)}
+    return defaults | given | dict(node.kwargs)
+
+
+def check_same_in_eval(train: ExportedGraph, evaluated: ExportedGraph) -> None:
+    """UsageError, with the line, where the graph of train mode does not become that of eval mode in eval mode."""
+    pairs = zip(evaluated.inputs, train.inputs, strict=True)
+    comparison = _Comparison(train.state, evaluated.state, counters_of(train.graph), dict(pairs))
+    comparison.compare(train.graph, evaluated.graph)
+    if train.spec != evaluated.spec:
+        raise _differs(train.graph.output_node())
+
+
+class _Comparison:
+    """Of the graphs of both modes, node by node."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        eval_state: Mapping[str, Any],
+        counters: Collection[fx.Node],
+        node_of: dict[fx.Node, fx.Node],
+    ) -> None:
+        """`counters`: nodes of the train mode's graph; `node_of`: by placeholder of the other graph, the one here."""
+        self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
+
+    def compare(self, graph: fx.Graph, other: fx.Graph) -> None:
+        """UsageError where `other`, in eval mode, does something else."""
+        nodes = [node for node in graph.nodes if _computes(node) and not _counts(node, self.counters)]
+        twins = [node for node in other.nodes if _computes(node)]
+        for node, twin in zip(nodes, twins, strict=False):  # each ends with its only output
+            if not (self._same_subgraphs(node, twin) if self._runs_subgraph(node) else self._same_call(node, twin)):
+                raise _differs(node)
+            self.node_of[twin] = node
+
+    def _runs_subgraph(self, node: fx.Node) -> bool:
+        return any(True for _ in subgraphs(node, self.state))
+
+    def _same_call(self, node: fx.Node, twin: fx.Node) -> bool:
+        if _operation(node) != _operation(twin):
+            return False
+        if not isinstance(node.target, OpOverload):
+            return self._same((node.args, node.kwargs), (twin.args, twin.kwargs))
+        traced, in_eval, names = _arguments(node), _arguments(twin), [p.name for p in node.target._schema.arguments]
+        changes = {names[at] if isinstance(at, int) else at: value for at, value in _in_eval(node).items()}
+        if changes and all(in_eval[name] == traced[name] for name in changes):
+            raise UsageError(
+                f"{line_of_node(node)}: the same in eval mode as in train mode, but stages follow the mode: "
+                "give it training=self.training"
+            )
+        return self._same(traced | changes, in_eval)
+
+    def _same_subgraphs(self, node: fx.Node, twin: fx.Node) -> bool:
+        """Of nodes that run subgraphs: these do the same, with the same operands beside counters."""
+        inside, others = list(subgraphs(node, self.state)), list(subgraphs(twin, self.eval_state))
+        if node.target != twin.target or len(inside) != len(others):
+            return False
+        for (code, operands), (other, other_operands) in zip(inside, others, strict=True):
+            pairs = list(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
+            kept = [pair for pair in pairs if pair[1] not in self.counters]
+            counters = [inner for inner, operand in pairs if operand in self.counters]
+            twins = other.graph.find_nodes(op="placeholder")
+            if not self._same([operand for _, operand in kept], other_operands) or len(twins) != len(kept):
+                return False
+            node_of = {twin: inner for twin, (inner, _) in zip(twins, kept, strict=True)}
+            _Comparison(attributes(code), attributes(other), counters, node_of).compare(code.graph, other.graph)
+        constants = ([x for x in n.args if not isinstance(x, fx.Node)] for n in (node, twin))
+        return self._same(*constants)
+
+    def _same(self, value: Any, other: Any) -> bool:
+        """Whether arguments are the same in both graphs."""
+        if isinstance(value, fx.Node) and isinstance(other, fx.Node):
+            value, other = _uncopied(value), _uncopied(other)
+            if value.op == other.op == "get_attr":
+                return self._same_attribute(str(value.target), str(other.target))
+            return self.node_of.get(other) is value
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            return value.keys() == other.keys() and all(self._same(value[key], other[key]) for key in value)
+        if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+            return len(value) == len(other) and all(map(self._same, value, other))
+        return bool(value == other)
+
+    def _same_attribute(self, name: str, other: str) -> bool:
+        value, twin = self.state[name], self.eval_state[other]
+        if not (isinstance(value, Tensor) and isinstance(twin, Tensor)) or value is twin:
+            return value is twin
+        return name == other or (value.shape == twin.shape and bool((value == twin).all()))
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "output" or (node.op == "call_function" and node.target is not aten.contiguous.default)
+
+
+def _uncopied(node: fx.Node) -> fx.Node:
+    """The same values, in whichever layout: kernels of attention give one in train mode and another in eval mode."""
+    while node.target is aten.contiguous.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _operation(node: fx.Node) -> tuple[str, object]:
+    return node.op, aten.reshape.default if node.target is aten.view.default else node.target
+
+
+def _differs(node: fx.Node) -> UsageError:
+    where = line_of_node(node.prev if node.op == "output" else node)
+    return UsageError(
+        f"{where}: differs between train and eval mode by more than dropout and normalisation: stages cannot follow"
+    )

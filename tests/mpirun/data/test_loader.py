@@ -1,0 +1,489 @@
+"""A loader gives every sample once an epoch, the same whoever reads it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import random
+import re
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from mpirun.data.loader import Batch, Loader
+from mpirun.data.microbatches import input_and_target
+from mpirun.data.sampling import deal, epoch_order
+from schedgen.util.errors import UsageError
+
+QUICK = settings(max_examples=25, deadline=None)
+SHAPES = {
+    "length": st.integers(1, 40),
+    "size": st.integers(1, 4),
+    "count": st.integers(1, 5),
+    "seed": st.integers(0, 3),
+    "last": st.sampled_from(["pad", "drop", "fewer"]),
+    "data": st.data(),
+}
+
+
+class Stream(IterableDataset):
+    """The numbers below `length`."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((index, index) for index in range(self.length))
+
+
+class Noisy(Dataset):
+    """Random numbers behind each index."""
+
+    def __init__(self, length: int = 21) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, float(torch.rand(()).double()) + random.random() + np.random.random()
+
+
+class Faulty:
+    """Fails at an index."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 17:
+            raise ValueError("sample 17 is broken")
+        return index, index
+
+
+class Whole(Faulty):
+    """Gives the samples of a microbatch at once."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
+        return [(index, index) for index in indices]
+
+
+def pair(collated: Any) -> tuple[list[Any], Any]:
+    data, target = input_and_target(collated)
+    return [data], target
+
+
+def numbers(length: int) -> list[tuple[int, int]]:
+    return [(index, index) for index in range(length)]
+
+
+def loader(dataset: Any, size: int = 2, count: int = 4, reads: Any = None, **options: Any) -> Loader:
+    reads = range(count) if reads is None else reads
+    return Loader(dataset, size, count, reads, pair, **{"say": lambda line: None, **options})
+
+
+def shown(batch: Batch) -> Any:
+    """All of a batch, comparable."""
+    return (
+        batch.epoch,
+        batch.number,
+        batch.samples,
+        {number: (x.leaves[0].tolist(), x.target.tolist(), *x[2:]) for number, x in batch.microbatches.items()},
+    )
+
+
+def left() -> list[Any]:
+    """Threads and processes of loaders."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("mpirun-loader")]
+    return threads + multiprocessing.active_children()
+
+
+@given(kind=st.sampled_from([numbers, Stream]), shuffle=st.booleans(), **SHAPES)
+@QUICK
+def test_every_sample_once(kind, shuffle, length, size, count, seed, last, data):
+    """Whichever ranks read what; and where two read the same, they get the same."""
+    if last == "drop" and length < size * count:
+        return
+    shuffle = shuffle and kind is numbers
+    ranks = [
+        loader(kind(length), size, count, data.draw(reads), shuffle=shuffle, seed=seed, last=last)
+        for reads in [st.permutations(range(count)), st.lists(st.integers(0, count - 1), unique=True)]
+    ]
+    for epoch in (0, 1):
+        everywhere = [list(rank) for rank in ranks]
+        order = list(map(int, epoch_order(length, shuffle, seed, epoch)))
+        assert (
+            len(everywhere[0])
+            == len(everywhere[1])
+            == -(-length // (size * count)) - (last == "drop" and length % (size * count) > 0)
+        )
+        seen: list[int] = []
+        for of_all, of_some in zip(*everywhere, strict=True):
+            assert of_all[:3] == of_some[:3] == (epoch, of_all.number, of_all.samples)
+            assert shown(of_all)[3] | shown(of_some)[3] == shown(of_all)[3]
+            assert list(of_some.microbatches) == list(ranks[1].reads)
+            weights = 0.0
+            for number, microbatch in sorted(of_all.microbatches.items()):
+                leaf = microbatch.leaves[0].tolist()
+                real = len(leaf) - microbatch.padding
+                assert (len(leaf), real) == (microbatch.size, of_all.samples[number])
+                assert microbatch.loss_divisor == (sum(of_all.samples) / real if real else math.inf)
+                assert last == "fewer" or len(leaf) == size
+                assert last != "drop" or not microbatch.padding
+                assert last != "fewer" or (real or len(leaf) == 1)
+                weights += 1 / microbatch.loss_divisor
+                seen += leaf[:real]
+            assert weights == pytest.approx(1)
+        assert seen == order[: len(seen)]
+        assert len(seen) == (length - length % (size * count) if last == "drop" else length)
+
+
+@given(real=st.integers(1, 20), size=st.integers(1, 5), count=st.integers(1, 4))
+def test_an_incomplete_step(real, size, count):
+    """Padded, the first microbatches are full; with fewer samples, sizes differ by one at most."""
+    real = min(real, size * count)
+    padded = deal(range(real), size, count)
+    assert [one.real for one in padded] == [max(0, min(size, real - size * number)) for number in range(count)]
+    fewer = [len(one.samples) for one in deal(range(real), size, count, fewer=True)]
+    assert fewer == sorted(fewer, reverse=True)
+    assert fewer[0] - fewer[-1] <= 1
+    assert sum(fewer) == max(real, count)
+
+
+@given(kind=st.sampled_from([numbers, Stream, Noisy]), **SHAPES)
+@QUICK
+def test_resumed_anywhere(kind, length, size, count, seed, last, data):
+    """The state is of the batches that came out, and a loader that reads something else goes on from there."""
+    if last == "drop" and length < size * count:
+        return
+    if kind is Noisy:
+        reads = data.draw(st.permutations(range(count)))
+    options = {"shuffle": kind is not Stream, "seed": seed, "last": last}
+    first = loader(kind(length), size, count, **options)
+    batches, states = [], []
+    for _ in range(2):
+        for batch in first:
+            batches.append(shown(batch))
+            states.append(json.loads(json.dumps(first.state())))
+    behind = data.draw(st.integers(0, len(states) - 1))
+    reads = data.draw(st.permutations(range(count)))
+    second = loader(kind(length), size, count, reads, **options)
+    second.restore(states[behind])
+    rest = []
+    while second.epoch < 2:
+        rest += map(shown, second)
+    assert rest == batches[behind + 1 :]
+    if kind is not Stream:
+        epoch, number, _, microbatches = batches[behind]
+        some = second.microbatch(epoch, number, reads[0])
+        assert (some.leaves[0].tolist(), some.target.tolist(), *some[2:]) == microbatches[reads[0]]
+
+
+@given(length=st.integers(1, 60), counts=st.tuples(st.integers(1, 6), st.integers(1, 6)), behind=st.integers(0, 20))
+@QUICK
+def test_resumed_with_other_steps(length, counts, behind):
+    first, second = (loader(numbers(length), 2, count, shuffle=True) for count in counts)
+    steps = list(first)
+    first.epoch, first.step = 0, (behind := min(behind, len(steps) - 1))
+    if behind * counts[0] % counts[1]:
+        with pytest.raises(UsageError, match=rf"^the data of the checkpoint is at step {behind} of {counts[0]} micro"):
+            second.restore(first.state())
+        return
+    second.restore(first.state())
+    seen = [
+        index
+        for batch in second
+        for microbatch in batch.microbatches.values()
+        for index in microbatch.leaves[0].tolist()[: microbatch.size - microbatch.padding]
+    ]
+    assert seen == list(epoch_order(length, True, 0, 0))[behind * 2 * counts[0] :]
+
+
+def make(step: int, microbatch: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((2,), 10 * step + microbatch), torch.tensor(rng.random(2))
+
+
+@pytest.mark.parametrize("dataset", [numbers(21), Noisy(), Whole(), Stream(21), make], ids=lambda x: type(x).__name__)
+def test_workers(dataset):
+    """The same batches however many make them, whatever is random in them; the model's generators are not touched."""
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    shuffle = not (dataset is make or isinstance(dataset, Stream))
+    given = []
+    for workers in (0, 1, 2)[: 2 if isinstance(dataset, Stream) else 3]:
+        some = loader(dataset, reads=[3, 0, 2], shuffle=shuffle, workers=workers)
+        given.append([shown(batch) for batch, _ in zip(some, range(7), strict=False)])
+        if dataset is not make:
+            given[-1] += [shown(batch) for batch in some]
+    assert len(given[0]) > 3
+    assert all(other == given[0] for other in given)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
+    assert not left()
+
+
+def test_a_function():
+    """Its generator is that of the command line's runs; it has no end."""
+    endless = loader(make, seed=5, reads=[1])
+    with pytest.raises(TypeError):
+        len(endless)
+    for step, batch in enumerate(endless):
+        microbatch = batch.microbatches[1]
+        assert batch[:3] == (0, step, [2] * 4)
+        assert microbatch.target.tolist() == np.random.default_rng([5, step, 1]).random(2).tolist()
+        assert microbatch.target.tolist() == endless.microbatch(0, step, 1).target.tolist()
+        assert microbatch[2:] == (4, 2, 0)
+        if step == 3:
+            break
+    assert endless.state()["step"] == 4
+
+
+@pytest.mark.parametrize("dataset", [numbers(21), Stream(21), make], ids=["map", "stream", "function"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_that_reads_nothing(dataset, workers):
+    """As those in the middle of a pipeline: it goes through the same steps."""
+    some = loader(dataset, reads=[], workers=workers)
+    steps = [shown(batch) for batch, _ in zip(some, range(3), strict=False)]
+    last = [2] * 4 if dataset is make else [2, 2, 1, 0]
+    assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, last, {})]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_step_ahead(workers):
+    """The next step's samples are made before anyone asks for them; the state does not count them."""
+    made = multiprocessing.get_context("fork").Semaphore(0)
+
+    class Counted(Whole):
+        def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
+            made.release()
+            return super().__getitems__(indices)
+
+    some = loader(Counted(), workers=workers)
+    batches = iter(some)
+    next(batches)
+    assert all(made.acquire(timeout=60) for _ in range(8))
+    assert some.state()["step"] == 1
+    batches.close()
+    assert not left()
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_abandoned(dataset, workers):
+    """Nothing stays, and the next iteration goes on."""
+    some = loader(dataset, workers=workers)
+    for batch in some:
+        assert batch.number == 0
+        break
+    assert not left()
+    iteration = iter(some)
+    assert next(iteration).number == 1
+    del iteration
+    assert not left()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_sample(workers):
+    some = loader(Faulty(), workers=workers)
+    with pytest.raises(ValueError, match="sample 17 is broken") as raised:
+        for batch in some:
+            assert batch.number < 2
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ValueError(" in text)
+    trace = "".join(traceback.format_exception(raised.value))
+    assert re.search(rf'File "{re.escape(__file__)}", line {line}, in __getitem__', trace)
+    assert some.state()["step"] == 2
+    assert not left()
+
+
+@pytest.mark.parametrize("dataset", [numbers(21), Stream(21)], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"last": "pad"}, "the last step of an epoch has 5 of 8 samples: padded, weight 0"),
+        ({"last": "drop"}, "the last step of an epoch has 5 of 8 samples: dropped"),
+        ({"last": "fewer"}, "the last step of an epoch has 5 of 8 samples: smaller microbatches"),
+        ({"last": "pad", "size": 7, "count": 1}, None),
+        (
+            {"last": "fewer", "size": 1, "count": 8},
+            "the last step of an epoch has 5 of 8 samples: smaller microbatches, of weight 0 where there is no sample",
+        ),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else str(x)[-10:],
+)
+def test_said_once(dataset, options, line):
+    said: list[str] = []
+    some = loader(dataset, **options, say=said.append)
+    for _ in range(2):
+        list(some)
+    assert said == ([line] if line else [])
+
+
+def test_random_samples_are_said(capsys):
+    """A thread would share the generators with the model."""
+    some = Loader(Noisy(16), 2, 4, range(4), pair)
+    assert len(list(some)) == len(list(some)) == len(some)
+    sentence = "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
+    assert capsys.readouterr().err == f"mpirun: {sentence}\n"
+
+
+class NoisyStream(Stream):
+    """Draws from a global generator."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((index, random.randrange(9)) for index in range(self.length))
+
+
+class WithoutLength(Dataset):
+    """Only items."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "sentence"),
+    [
+        (numbers(9), {"size": 0}, "the loader's microbatch_size is 0: it should be 1 at least"),
+        (numbers(9), {"workers": -1}, "the loader's workers is -1: it should be 0 at least"),
+        (numbers(9), {"seed": -1}, "the loader's seed is -1: it should be 0 at least"),
+        (numbers(9), {"last": "skip"}, "the loader's last is 'skip': it should be one of pad, drop, fewer"),
+        ([], {}, "the dataset is empty"),
+        (Stream(0), {}, "the dataset is empty"),
+        (Stream(0), {"last": "drop"}, "the dataset is empty"),
+        (
+            numbers(7),
+            {"last": "drop"},
+            'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing',
+        ),
+        (
+            Stream(7),
+            {"last": "drop"},
+            'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing',
+        ),
+        (WithoutLength(), {}, "the dataset, a WithoutLength, has no length: give it __len__"),
+        (
+            iter([1]),
+            {},
+            "a list_iterator is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or a "
+            "function make(step, microbatch, rng)",
+        ),
+        (Stream(9), {"workers": 2}, "2 workers cannot share an IterableDataset: it takes one at most"),
+        (Stream(9), {"shuffle": True}, "an IterableDataset cannot be shuffled: its samples come in its own order"),
+        (make, {"collate": list}, "a function that makes microbatches leaves nothing to collate"),
+        (lambda step, number, rng: 3, {}, "the function should return a pair (input, target), not int"),
+        (
+            NoisyStream(9),
+            {},
+            "the IterableDataset draws from the global random numbers, which a thread would share with the model: with "
+            "workers=1 a process reads it",
+        ),
+        (
+            [1, 2],
+            {},
+            "the dataset's items should be pairs (input, target), (input,) or mappings: collated is a Tensor",
+        ),
+        (
+            [(1, 2, 3)],
+            {},
+            "the dataset's items should be pairs (input, target), (input,) or mappings: collated is 3 values",
+        ),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else str(x)[:20],
+)
+def test_mistakes(dataset, options, sentence):
+    with pytest.raises(UsageError, match=f"^{re.escape(sentence)}$"):
+        list(loader(dataset, **options))
+
+
+def test_a_stream_from_its_begin():
+    with pytest.raises(
+        UsageError, match=r"^an IterableDataset is read from its begin: none of its microbatches is made"
+    ):
+        loader(Stream(9)).microbatch(0, 0, 0)
+    shorter = loader(Stream(9))
+    shorter.restore({**shorter.state(), "step": 3})
+    with pytest.raises(UsageError, match=r"^the dataset ended before step 3 of epoch 0, where it should go on$"):
+        list(shorter)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"dataset": numbers(20)}, "samples 21, but the loader 20"),
+        ({"dataset": Stream(21), "shuffle": False}, "samples 21, but the loader stream"),
+        ({"size": 4}, "microbatch_size 2, but the loader 4"),
+        ({"shuffle": False}, "shuffle True, but the loader False"),
+        ({"seed": 1}, "seed 0, but the loader 1"),
+    ],
+    ids=lambda x: None if isinstance(x, dict) else x[:12],
+)
+def test_other_data_is_refused(options, difference):
+    state = loader(numbers(21), shuffle=True).state()
+    with pytest.raises(UsageError, match=rf"^the data of the checkpoint has {difference}: other samples would follow$"):
+        loader(**{"dataset": numbers(21), "shuffle": True, **options}).restore(state)
+
+
+def test_a_function_needs_the_same_steps():
+    state = loader(make).state()
+    with pytest.raises(UsageError, match=r"^the data of the checkpoint has microbatches 4, but the loader 2: other"):
+        loader(make, count=2).restore(state)
+
+
+def test_input_and_target():
+    mapping = {"x": 1}
+    assert input_and_target([1, 2]) == input_and_target((1, 2)) == (1, 2)
+    assert input_and_target((1,)) == (1, None)
+    assert input_and_target(mapping) == (mapping, mapping)
+
+
+def test_collate():
+    """It takes the samples of a microbatch, and may draw random numbers."""
+    some = [
+        loader(numbers(8), workers=workers, collate=lambda samples: (torch.tensor(len(samples)), torch.rand(3)))
+        for workers in (0, 1)
+    ]
+    here, in_process = ([shown(batch) for batch in one] for one in some)
+    assert here == in_process
+    assert Counter(leaf for leaf, *_ in here[0][3].values()) == {2: 4}
+
+
+PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))
+
+
+def test_in_ranks(launch, left_behind, tmp_path):
+    """Processes forked under MPI read while messages go; they neither finalize nor exit as a rank does."""
+    result = launch(2, tmp_path / "read.json", program=[PROGRAM])
+    assert result.code == 0, result.err
+    assert result.out.count("at exit") == 2
+    by_rank = json.loads((tmp_path / "read.json").read_text())
+    assert [len(steps) for steps in by_rank] == [9, 9]
+    for rank, steps in enumerate(by_rank):
+        assert all(list(map(int, step)) == [[0, 3, 2], [3, 1]][rank] for step in steps)
+    for one, other in zip(*by_rank, strict=True):
+        assert one["3"] == other["3"]
+    for epoch in range(3):
+        steps = by_rank[0][3 * epoch : 3 * epoch + 3]
+        others = by_rank[1][3 * epoch : 3 * epoch + 3]
+        read = [index for step, more in zip(steps, others, strict=True) for index in {**step, **more}.values()]
+        assert {index for data, _ in read for index in data} == set(range(21))
+    assert not left_behind(result)
+
+
+def test_a_killed_rank(launch, left_behind):
+    """Its workers go with it."""
+    result = launch(None, program=[PROGRAM])
+    assert result.code != 0
+    assert not left_behind(result)

@@ -1,0 +1,82 @@
+"""What `split` is given as an example, what a loader's samples are to its stages, and models without a batch."""
+
+from __future__ import annotations
+
+import re
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from plain_models import LENGTH, GPT2Like
+from split_models import scores_of
+from torch import nn
+
+from mpirun import split, split_sequential
+from mpirun.model.load_model import load_model
+from schedgen.util.errors import UsageError
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
+INPUT: dict[str, Any] = {"tokens": TOKENS, "mask": torch.ones_like(TOKENS)}
+X = torch.ones(4, 16)
+
+
+@pytest.mark.parametrize(
+    ("example", "kwargs", "data"),
+    [
+        (INPUT, None, INPUT),
+        (UserDict(INPUT), None, INPUT),  # as transformers' BatchEncoding is
+        ((*INPUT.values(),), None, (*INPUT.values(),)),
+        (TOKENS, {"mask": INPUT["mask"]}, ((TOKENS,), {"mask": INPUT["mask"]})),
+    ],
+)
+def test_examples(example: Any, kwargs: Any, data: Any) -> None:
+    cut = split(GPT2Like(), example, kwargs, stages=2)
+    assert [leaf.tolist() for leaf in cut.leaves(data)] == [value.tolist() for value in INPUT.values()]
+
+
+@pytest.mark.parametrize(
+    ("example", "kwargs", "why"),
+    [
+        (INPUT, INPUT, "the example is a mapping, which is kwargs, and there are example_kwargs: give one of them"),
+        (
+            {0: TOKENS},
+            None,
+            "the example is a mapping, which is kwargs: a dict that is one argument is written ({...},)",
+        ),
+    ],
+)
+def test_examples_that_are_none(example: Any, kwargs: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        split(GPT2Like(), example, kwargs, stages=2)
+
+
+def test_pairs_and_mappings_of_samples() -> None:
+    cut = split(GPT2Like(), INPUT, stages=2)
+    samples = {"labels": TOKENS, **dict(reversed(INPUT.items()))}
+    leaves, target = cut.pair(samples)
+    assert leaves[0] is TOKENS and leaves[1] is INPUT["mask"] and target is samples
+    assert cut.pair([INPUT, X])[1] is X
+    listed = split(GPT2Like(), (*INPUT.values(),), stages=2)
+    assert listed.pair([[*INPUT.values()], X]) == ((*INPUT.values(),), X)  # as a DataLoader collates ((a, b), y)
+    assert split_sequential(nn.Sequential(nn.Linear(16, 1)), 1).pair((X, TOKENS)) == ((X,), TOKENS)
+    assert cut.model(scores_of).pair(samples)[1] is samples
+    for of, collated, why in [
+        (cut, {"tokens": TOKENS}, "samples have no mask, which the module was traced on: they have ['tokens']"),
+        (cut, TOKENS, "samples should be pairs (input, target), not Tensor"),
+        (listed, samples, "samples are mappings, but the module was traced on positional arguments: split(module, {"),
+    ]:
+        with pytest.raises(UsageError, match=re.escape(why)):
+            of.pair(collated)
+
+
+def test_models_without_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "unfed.py").write_text(
+        "import mpirun, torch\n"
+        "def model(n): return mpirun.split_sequential(torch.nn.Sequential(*(torch.nn.Linear(4, 4)\n"
+        "    for _ in range(4))), n).model(torch.nn.functional.mse_loss)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_model("unfed:model", 2, 0, needs_batch=False).batch is None
+    with pytest.raises(UsageError, match=r"has no batch: a script gives it data, but the command line does not"):
+        load_model("unfed:model", 2, 0)

@@ -1,0 +1,194 @@
+"""Train and eval mode: stages compute bit for bit what the plain module does in both, and refuse what they cannot."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+import transformers
+from plain_models import GPT2Like, ResNetLike
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mpirun import Cut, Input, MpirunWarning, Value, split, split_sequential
+from mpirun.model.frozen_statistics import frozen_statistics
+from schedgen.util.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*statistics are those:schedgen.util.errors.MpirunWarning")
+IMAGE = torch.linspace(-1, 1, 4 * 3 * 8 * 8).view(4, 3, 8, 8)
+TOKENS = torch.arange(16).view(2, 8)
+X = torch.linspace(-1, 1, 64).view(4, 16)
+
+
+class ResNet(ResNetLike):
+    """With a dropout."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return super().forward(nnf.dropout(image, 0.2, self.training))
+
+
+class Regions(nn.Module):
+    """Normalisation and dropout in a region of autocast, and attention with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.drop(self.norm(self.first(x)))
+        q = self.second(x.float()).view(4, 2, 2, 4)
+        return nnf.scaled_dot_product_attention(q, q, q, dropout_p=0.2 * self.training)
+
+
+class Kinds(nn.Module):
+    """Other operations that follow the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norms = nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.BatchNorm2d(4, eps=1e-3))
+        self.unfollowed = nn.BatchNorm2d(4, track_running_stats=False)
+        self.drops = nn.Sequential(nn.Dropout2d(0.5), nn.AlphaDropout(0.2), nn.RReLU(inplace=True))
+        self.recurrent = nn.GRU(8, 5, 2, dropout=0.3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.drops(self.unfollowed(self.norms(self.first(image))))
+        return self.recurrent(x.mean(1))[0]
+
+
+def gpt2() -> nn.Module:
+    options = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
+
+
+def outputs(cut: Cut, data: Any) -> list[Tensor]:
+    """The leaves of the module's output, from its stages one after the other."""
+    torch.manual_seed(1)
+    sent: dict[Any, Any] = {Input(k): leaf for k, leaf in enumerate(cut.leaves(data))}
+    for stage, (module, sources) in enumerate(zip(cut.stages, cut.reads, strict=True)):
+        made = module(*(sent[source].clone() for source in sources))
+        made = (made,) if isinstance(made, Tensor) else made
+        sent |= {Value(stage, k): value.contiguous() for k, value in enumerate(made)}
+    assert cut.output is not None
+    return [leaf for leaf in tree_leaves(cut.output.rebuild(made)) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("make", "example", "stages"),
+    [
+        (ResNet, IMAGE, 3),
+        (Regions, X, 2),
+        (Kinds, IMAGE, 3),
+        (gpt2, {"input_ids": TOKENS, "use_cache": False}, 4),
+        (GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2),
+    ],
+)
+def test_both_modes_are_the_module_s(make: Callable[[], nn.Module], example: Any, stages: int) -> None:
+    torch.manual_seed(0)
+    module = make()
+    cut = split(copy.deepcopy(module), example, stages=stages)
+    for training in (True, False, True):
+        module.train(training)
+        for stage in cut.stages:
+            stage.train(training)
+        torch.manual_seed(1)
+        args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+        expected = module(*(args if isinstance(args, tuple) else (args,)), **kwargs)
+        for value, wanted in zip(outputs(cut, example), tree_leaves(expected), strict=True):
+            assert torch.equal(value, wanted)
+        buffers = {name: buffer for stage in cut.stages for name, buffer in stage.named_buffers()}
+        assert all(torch.equal(buffers[name], value) for name, value in module.named_buffers() if name in buffers)
+    cut.check_eval()
+    assert module.training
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            x = x * 2
+        return self.second(x)
+
+
+class Always(Noise):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(nnf.dropout(self.first(x), 0.1))
+
+
+class Two(Noise):
+    def forward(self, x: Tensor) -> Any:
+        x = self.second(self.first(x))
+        return {"scores": x} if self.training else {"predictions": x}
+
+
+class Average(Noise):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return self.second(x)
+
+
+MORE = "differs between train and eval mode by more than dropout and normalisation: stages cannot follow"
+
+
+@pytest.mark.parametrize(
+    ("make", "line", "why"),
+    [
+        (Noise, "x = x * 2", MORE),
+        (Always, "return self.second(nnf.dropout(self.first(x), 0.1))", "the same in eval mode as in train mode, but"),
+        (Two, "x = self.second(self.first(x))", MORE),
+        (Average, "self.mean.lerp_(x.detach().mean(0), 0.1)", MORE),
+    ],
+)
+def test_other_differences_are_refused_with_the_line(make: Callable[[], nn.Module], line: str, why: str) -> None:
+    cut = split(make(), X, stages=2)
+    with pytest.raises(UsageError, match=re.escape(f"in forward: `{line}`: {why}")) as refused:
+        cut.check_eval()
+    assert "test_train_and_eval.py:" in str(refused.value)
+
+
+def test_the_mode_in_which_it_is_traced() -> None:
+    module = ResNet()
+    module.down1.eval()
+    cut = split(module, IMAGE, stages=2)
+    module.train()
+    cut.check_eval()
+    assert all(part.training for part in module.modules())
+    outputs(cut, IMAGE)
+    buffers = {name: buffer for stage in cut.stages for name, buffer in stage.named_buffers()}
+    assert "down1.norm1.num_batches_tracked" not in buffers and buffers["down2.norm1.num_batches_tracked"] == 1
+    with pytest.warns(MpirunWarning, match="eval mode"):
+        split(module.eval(), IMAGE, stages=2).check_eval()
+    split_sequential(nn.Sequential(nn.Linear(1, 1)), 1).check_eval()
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_forward_that_is_done_again_updates_statistics_once(traced: bool) -> None:
+    module = ResNetLike()
+    stage = split(module, IMAGE, stages=1).stages[0] if traced else module
+    first = stage(IMAGE)
+    before = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    with frozen_statistics(stage):
+        again = stage(IMAGE)
+    again.sum().backward()
+    assert torch.equal(first, again)
+    assert before["down1.norm1.num_batches_tracked"] == 1
+    assert all(torch.equal(before[name], buffer) for name, buffer in stage.named_buffers())
