@@ -219,7 +219,7 @@ class Engine:
         """
         if last not in ("pad", "drop"):
             raise Stop(f"last: {last!r} is neither 'pad' nor 'drop': all microbatches have one shape", 2, speaker=0)
-        return together(
+        loader = together(
             self.comm,
             lambda: Loader(
                 dataset, microbatch_size, self._count, self.reads, self.model.pair, shuffle=shuffle,
@@ -227,6 +227,9 @@ class Engine:
                 say=self._say,
             ),
         )  # fmt: skip
+        if loader.kind != "stream":
+            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it is one of all ranks
+        return loader
 
     @_collective
     def step(self, batch: Any) -> Result:

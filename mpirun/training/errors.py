@@ -20,7 +20,7 @@ from typing import NoReturn
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop
-from schedgen.util.errors import raised
+from schedgen.util.errors import RefusedFile, UsageError, raised
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -68,6 +68,8 @@ def end_on_uncaught(comm: MPI.Intracomm) -> None:
     """From now on an exception that ends this process, of the script's own code, ends all ranks."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, UsageError | RefusedFile):
+            end_all_ranks(comm, "", error, show_traceback=False)
         traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
         time.sleep(0.3)

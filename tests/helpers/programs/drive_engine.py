@@ -1,0 +1,329 @@
+"""Engines driven by a script, on four ranks: `drive_engine.py FOLDER` does all of it in one launch.
+
+Rank 0 writes FOLDER/found.json: by check, what came of it. The schedules are in FOLDER.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import IterableDataset, TensorDataset
+
+import mpirun
+from mpirun.training.engine import Engine
+
+WORLD, FOLDER, WIDTH = MPI.COMM_WORLD, Path(sys.argv[1]), 8
+SCHEMES = ("1f1b", "zb-h1", "gpipe", "ddp", "fsdp-shards")
+GENERATOR = torch.Generator().manual_seed(5)
+INPUTS, TARGETS = (torch.randn(41, WIDTH, generator=GENERATOR) for _ in range(2))
+DATA = TensorDataset(INPUTS, TARGETS)
+
+
+class Block(nn.Module):
+    """A layer that differs in train and eval mode, and has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.norm(torch.tanh(self.linear(x))))
+
+
+def modules(stages: int = 4) -> list[nn.Module]:
+    """The same for every seed that the run has."""
+    torch.manual_seed(1)
+    return [Block() for _ in range(stages)]
+
+
+def loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """With a metric that padding would change."""
+    return mse_loss(output, target), {
+        "largest": output.abs().amax(1).mean(),
+        "samples": torch.tensor(len(output) / 1.0),
+    }
+
+
+def groups(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
+    """Matrices decay, vectors do not."""
+    matrices, vectors = ([p.parameter for p in named if (len(p.shape) > 1) == matrix] for matrix in (True, False))
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], 1e-2, betas=(0.8, 0.95)
+    )
+
+
+def engine(schedule: str = "1f1b", model: Any = None, **options: Any) -> Engine:
+    """One on a schedule in FOLDER."""
+    options = {"loss": loss, "optimizer": groups, "canonical": True, "timeout": 0, **options}
+    return mpirun.Engine(str(FOLDER / f"{schedule}.json"), modules() if model is None else model, **options)
+
+
+def weights(run: Engine) -> str:
+    """A hash of all weights, which no placement changes."""
+    session = run.session
+    assert session is not None
+    own = {
+        f"{stage.index} {part}": hashlib.sha256(bytes(flat.view(torch.uint8).numpy())).hexdigest()
+        for stage in session.interpreter.optimizer.stages.values()
+        for part, flat in stage.owned.items()
+    }
+    everything = {key: value for of_rank in WORLD.allgather(own) for key, value in of_rank.items()}
+    return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+def train(run: Engine, loader: Any, steps: int) -> list[Any]:
+    """Until so many steps are done; the numbers of each."""
+    numbers = []
+    while run.steps < steps:
+        for batch in loader:
+            result = run.step(batch)
+            numbers.append([result.loss, result.grad_norm, dict(result.metrics), result.lr, result.tokens])
+            if run.steps == steps:
+                break
+    return numbers
+
+
+def said(function: Callable[[], Any]) -> list[Any]:
+    """The exit code, and what this script's ranks print on stderr, of a call that ends all ranks."""
+    err, code = io.StringIO(), None
+    with contextlib.redirect_stderr(err):
+        try:
+            function()
+        except SystemExit as end:
+            code = end.code
+    return [code, "".join(WORLD.allgather(err.getvalue()))]
+
+
+def schemes() -> Any:
+    """Three epochs under each scheme, evaluated and verified."""
+    found = {}
+    for scheme in SCHEMES:
+        run = engine(scheme, verify=True, clip=0.5, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
+        loader, test = run.loader(DATA, 2, shuffle=True, seed=3), run.loader(DATA, 2)
+        numbers = train(run, loader, 3 * len(loader))
+        evaluation = run.evaluate(test)
+        first = run.evaluate(test, batches=1)
+        predictions = run.predict(test)
+        again = run.predict(test)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            verified = run.verify()
+        found[scheme] = {
+            "numbers": numbers,
+            "evaluation": [evaluation.loss, evaluation.metrics, evaluation.samples],
+            "first": first.samples,
+            "predictions": None if predictions is None else [predictions.tolist(), torch.equal(predictions, again)],
+            "verified": [verified, out.getvalue()],
+        }
+        run.close()
+    return found
+
+
+def resumed() -> Any:
+    """Undisturbed; and left in the middle of an epoch, then gone on with under another scheme."""
+    runs = []
+    for name, parts in (("whole", (("1f1b", 7),)), ("parts", (("1f1b", 4), ("zb-h1", 7)))):
+        numbers = []
+        for scheme, steps in parts:
+            run = engine(scheme, accumulate=1)
+            loader = run.loader(DATA, 2, shuffle=True)
+            found = run.resume(FOLDER / name, data=loader)
+            numbers += [found] * (scheme != "1f1b") + train(run, loader, steps)
+            run.save(FOLDER / name, data=loader)
+            hashed = weights(run)
+            run.close()
+        runs.append([[entry for entry in numbers if entry is not True], hashed])
+    return runs
+
+
+def one_given_batch() -> Any:
+    """A minibatch that every rank gives as a whole, under a scheme that the script names."""
+    run = mpirun.Engine(
+        "1f1b", modules(), stages=4, microbatches=4, loss=lambda output, target: mse_loss(output, target), timeout=0,
+        lr=lambda step: 1e-3 * (step + 1),
+    )  # fmt: skip
+    results = [run.step((INPUTS[:32], TARGETS[:32])) for _ in range(3)]
+    run.close()
+    return [[result.loss for result in results], [result.lr for result in results], results[0].metrics]
+
+
+def from_a_stream() -> Any:
+    """An IterableDataset, two epochs."""
+
+    class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+        def __iter__(self) -> Any:
+            return iter(zip(INPUTS, TARGETS, strict=True))
+
+    numbers = []
+    for data in (Stream(), DATA):
+        run = engine()
+        loader = run.loader(data, 2, workers=0)
+        numbers.append(train(run, loader, 6))
+        run.close()
+    return numbers
+
+
+def told() -> Any:
+    """What a callback and TensorBoard are told."""
+    told: list[Any] = []
+    for log in (lambda step, numbers: told.append([step, sorted(numbers)]), FOLDER / "events"):
+        run = engine(log=log)
+        train(run, run.loader(DATA, 2), 2)
+        run.close()
+    return [told, [path.name.split(".")[0] for path in (FOLDER / "events").iterdir()] if WORLD.rank == 0 else []]
+
+
+class Alone(torch.optim.Optimizer):
+    """Divides by the norm of the whole gradient of a parameter, so pieces are stepped otherwise."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
+
+
+def sentences() -> Any:
+    """By mistake, the exit code and what is said."""
+    plain = {"loss": loss, "timeout": 0}
+    file = str(FOLDER / "1f1b.json")
+
+    def stepped(*given: Any, scheme: str = "1f1b", data: Any = DATA, **options: Any) -> Callable[[], Any]:
+        def call() -> None:
+            run = engine(scheme, **options)
+            try:
+                for batch in given or run.loader(data, 2):
+                    run.step(batch)
+                    break
+            finally:
+                run.close()
+
+        return call
+
+    def unseeded(step: int, microbatch: int, rng: Any) -> tuple[Tensor, Tensor]:
+        return torch.full((2, WIDTH), float(WORLD.rank)), torch.zeros(2, WIDTH)
+
+    def two_save() -> None:
+        first, second = engine(), engine()
+        try:
+            for run in (first, second):
+                train(run, run.loader(DATA, 2), 1)
+                run.save(FOLDER / "locked")
+        finally:
+            first.close()
+            second.close()
+
+    def another_optimizer() -> None:
+        run = engine(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1))
+        try:
+            run.resume(FOLDER / "whole")
+            train(run, run.loader(DATA, 2), 8)
+        finally:
+            run.close()
+
+    def other_data() -> None:
+        run = engine()
+        try:
+            run.resume(FOLDER / "whole", data=run.loader(DATA, 1))
+        finally:
+            run.close()
+
+    def closed() -> None:
+        run = engine()
+        run.close()
+        run.loader(DATA, 2)
+
+    def refused_at_once(method: str, *arguments: Any) -> Callable[[], Any]:
+        def call() -> None:
+            run = engine()
+            try:
+                getattr(run, method)(*arguments)
+            finally:
+                run.close()
+
+        return call
+
+    def loader(data: Any = DATA, size: int = 2, **options: Any) -> Callable[[], Any]:
+        def call() -> None:
+            run = engine()
+            try:
+                run.loader(data, size, **options)
+            finally:
+                run.close()
+
+        return call
+
+    mistakes: dict[str, Callable[[], Any]] = {
+        "no loss": lambda: mpirun.Engine(file, modules(), timeout=0),
+        "no microbatches": lambda: mpirun.Engine("1f1b", modules(), stages=4, **plain),
+        "no such scheme": lambda: mpirun.Engine("2f2b", modules(), stages=4, microbatches=4, **plain),
+        "wrong stages": lambda: mpirun.Engine(file, modules(3), **plain),
+        "clip": lambda: mpirun.Engine(file, modules(), clip=-1.0, **plain),
+        "autocast": lambda: mpirun.Engine(file, modules(), autocast="fp8", **plain),
+        "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),
+        "left out": stepped(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named[1:]], 0.1)),
+        "no optimizer": stepped(optimizer=lambda named: 3),
+        "plateau": stepped(scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
+        "pieces": stepped(scheme="fsdp-shards", optimizer=lambda named: Alone([p.parameter for p in named])),
+        "muon": stepped(
+            scheme="fsdp-shards", optimizer=lambda named: torch.optim.Muon([p.parameter for p in named])
+        ),
+        "metric": stepped(loss=lambda output, target: (mse_loss(output, target), {"shape": output})),
+        "different data": stepped(data=unseeded),
+        "not divisible": stepped((INPUTS[:31], TARGETS[:31])),
+        "items": stepped(data=list(range(100))),
+        "fewer": loader(last="fewer"),
+        "size": loader(size=0),
+        "two save": two_save,
+        "another optimizer": another_optimizer,
+        "other data": other_data,
+        "closed": closed,
+        "save first": refused_at_once("save", FOLDER / "x"),
+        "export first": refused_at_once("export", FOLDER / "x"),
+        "verify": refused_at_once("verify"),
+    }  # fmt: skip
+    if not hasattr(torch.optim, "Muon"):
+        del mistakes["muon"]
+    return {name: said(mistake) for name, mistake in mistakes.items()}
+
+
+def asked_to_leave() -> Any:
+    """SIGTERM to one rank in the middle of an epoch."""
+    run = engine()
+    loader = run.loader(DATA, 2)
+    train(run, loader, 1)
+    run.save(FOLDER / "left", data=loader)
+
+    def go_on() -> None:
+        if WORLD.rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        train(run, loader, 3)
+
+    found = said(go_on)
+    run.close()
+    return [*found, sorted(path.name for path in (FOLDER / "left").glob("step-*"))]
+
+
+if __name__ == "__main__":
+    found = {
+        check.__name__: check()
+        for check in (schemes, resumed, one_given_batch, from_a_stream, told, sentences, asked_to_leave)
+    }
+    if WORLD.rank == 0:
+        (FOLDER / "found.json").write_text(json.dumps(found))

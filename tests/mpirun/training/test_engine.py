@@ -1,0 +1,131 @@
+"""A script that drives Engines on four ranks: the bits of one process, evaluation, resuming, and what is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+from schedgen.cli.main import main as schedgen
+
+PROGRAM = Path(__file__).parents[2] / "helpers" / "programs" / "drive_engine.py"
+SCHEDULES = {
+    "1f1b": ["1f1b"], "zb-h1": ["zb-h1"], "gpipe": ["gpipe"], "ddp": ["ddp"], "fsdp-shards": ["fsdp", "--shards", "4"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, launch) -> dict[str, Any]:
+    """What came of all checks of programs/drive_engine.py."""
+    folder = tmp_path_factory.mktemp("engine")
+    for name, scheme in SCHEDULES.items():
+        sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
+        assert schedgen(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
+    done = launch(4, folder, program=(str(PROGRAM),))
+    assert done.code == 0, done.err
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
+    assert found["schemes"][scheme]["numbers"] == found["schemes"]["1f1b"]["numbers"]
+    verified, lines = found["schemes"][scheme]["verified"]
+    assert verified and len(re.findall("by at most 0$", lines, re.M)) == 3
+
+
+def test_rates_tokens_and_metrics_are_those_worked_out_by_hand(found):
+    """8 microbatches of 2 samples a step; 41 samples of 8 numbers."""
+    numbers = found["schemes"]["1f1b"]["numbers"]
+    assert [entry[4] for entry in numbers] == [128, 128, 72] * 3
+    assert [entry[3] for entry in numbers] == [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3, 1.25e-3, 1.25e-3, 6.25e-4]
+    assert numbers[0][2]["samples"] == 2.0
+    # The last step has 9 samples: four microbatches of two, one of one.
+    assert numbers[2][2]["samples"] == pytest.approx((4 * 2 * 2 + 1) / 9)
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_evaluation_and_prediction_are_in_eval_mode_and_the_same_everywhere(found, scheme):
+    of_scheme = found["schemes"][scheme]
+    predictions, repeatable = of_scheme["predictions"]
+    assert repeatable and len(predictions) == 41 and of_scheme["first"] == 16
+    loss, metrics, samples = of_scheme["evaluation"]
+    assert samples == 41
+    # Running statistics are those of one worker, so a data-parallel scheme has others.
+    if scheme not in ("ddp", "fsdp-shards"):
+        assert of_scheme["evaluation"] == found["schemes"]["1f1b"]["evaluation"]
+        assert predictions == found["schemes"]["1f1b"]["predictions"][0]
+    values = torch.tensor(predictions)
+    generator = torch.Generator().manual_seed(5)
+    _, targets = (torch.randn(41, 8, generator=generator) for _ in range(2))
+    assert loss == pytest.approx(mse_loss(values, targets).item(), rel=1e-5)
+    assert metrics["largest"] == pytest.approx(values.abs().amax(1).mean().item(), rel=1e-5)
+
+
+def test_a_run_resumed_in_the_middle_of_an_epoch_gives_the_same_bits(found):
+    whole, parts = found["resumed"]
+    assert whole == parts and len(whole[0]) == 7
+
+
+def test_a_batch_that_all_ranks_give_as_a_whole(found):
+    losses, rates, metrics = found["one_given_batch"]
+    assert len(losses) == 3 and losses[2] < losses[0] and rates == [1e-3, 2e-3, 3e-3] and metrics == {}
+
+
+def test_a_stream_gives_what_a_dataset_gives(found):
+    stream, dataset = found["from_a_stream"]
+    assert stream == dataset and len(stream) == 6
+
+
+def test_numbers_go_to_a_callback_and_to_tensorboard(found):
+    told, events = found["told"]
+    assert told == [[step, ["grad_norm", "largest", "loss", "lr", "samples"]] for step in (1, 2)]
+    assert events == ["events"]
+
+
+SENTENCES = {
+    "no loss": "loss: modules have none",
+    "no microbatches": "microbatches: say how many a step of 1f1b has",
+    "no such scheme": "2f2b",
+    "wrong stages": "has 3 stages, not the 4 that it is asked for",
+    "clip": "clip should be a positive number, not -1.0",
+    "autocast": "autocast: 'fp8' is not 'bf16'",
+    "lr and scheduler": "lr and scheduler both say what the learning rate is: give one of them",
+    "left out": "the optimizer leaves out stage0.linear.weight: freeze what is not to be trained",
+    "no optimizer": "should return a torch.optim.Optimizer, not int",
+    "plateau": "a ReduceLROnPlateau does not tell the learning rate by the step",
+    "pieces": "the optimizer Alone steps pieces of stage0.linear.weight otherwise than the whole, and several",
+    "muon": "compile without --shards",
+    "metric": "the metric shape should be a tensor of one number",
+    "different data": "ranks 0 and 3 have got different data for microbatch 0 of the first step",
+    "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size",
+    "items": "the dataset's items should be pairs",
+    "fewer": "last: 'fewer' is neither 'pad' nor 'drop': all microbatches have one shape",
+    "size": "the loader's microbatch_size is 0",
+    "two save": "another run saves there: run ",
+    "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
+    "other data": "has microbatch_size 2, but the loader 1",
+    "closed": "the Engine is closed",
+    "save first": "save: nothing has been trained or evaluated yet",
+    "export first": "export: nothing has been trained or evaluated yet",
+    "verify": "verify: say verify=True where the Engine is made",
+}
+
+
+@pytest.mark.parametrize("mistake", SENTENCES)
+def test_a_mistake_ends_all_ranks_with_one_sentence(found, mistake):
+    if mistake == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has no Muon")
+    code, err = found["sentences"][mistake]
+    lines = [line for line in err.splitlines() if line.startswith("mpirun: ") and "note:" not in line]
+    assert code in (1, 2) and len(lines) == 1 and SENTENCES[mistake] in lines[0], err
+
+
+def test_a_run_that_is_asked_to_leave_saves_and_leaves(found):
+    code, err, folders = found["asked_to_leave"]
+    assert code == 143 and "asked to leave (SIGTERM): saved after step 2" in err
+    assert folders == ["step-00000001", "step-00000002"]
