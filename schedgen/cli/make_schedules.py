@@ -116,6 +116,8 @@ def _write_checked(program: Program, output: str) -> None:
 def run_compare(options: CompareOptions) -> int:
     """Print, or plot, what every scheme that fits takes."""
     sizes = Sizes(options.stages, options.microbatches, options.workers)
+    if options.cost and "B" not in options.cost and "I" not in options.cost:
+        raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     comparison = compare(sizes, options.cost, options.memory)
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)

@@ -83,17 +83,18 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     table, workers = program.rows, program.header.workers
     start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*passes, strict=True))[:3])
     cause = np.stack([timeline.cause for timeline in passes])
-    first, last = program.bounds[:-1], program.bounds[1:] - 1
-    begins, ends = start[:, first] - wait[:, first], start[:, last] + length[:, last]
-    begin, end = begins.min(axis=1, keepdims=True), ends.max(axis=1, keepdims=True)
+    begin, end = (start - wait).min(axis=1, keepdims=True), (start + length).max(axis=1, keepdims=True)
+    begins, ends = begin.repeat(workers, axis=1), begin.repeat(workers, axis=1)
+    listed = np.flatnonzero(np.diff(program.bounds))  # of forwards alone a list may be empty
+    first, last = program.bounds[listed], program.bounds[listed + 1] - 1
+    begins[:, listed], ends[:, listed] = start[:, first] - wait[:, first], start[:, last] + length[:, last]
     compute = np.isin(table.op, COMPUTE)
     latency = (start + length)[:, compute].max(axis=1) - begin[:, 0]
     if latency.min() <= 0:
         raise RefusedFile("the jobs of the trace take no time")
 
     def by_rank(amount: Times) -> Times:
-        summed: Times = np.add.reduceat(amount, first, axis=1).mean(axis=0)
-        return summed
+        return np.bincount(table.rank, amount.mean(axis=0), minlength=workers).astype(np.float64)
 
     busy = by_rank(np.where(compute, length, 0.0))
     idle = {name: by_rank(np.where(cause == k, wait, 0.0)) for k, name in enumerate(CAUSES)}

@@ -63,6 +63,7 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
     origin, finish = float(begins.min()), float(ends.max())
     time[ranks, WARM_UP] += begins - origin
     time[ranks, COOL_DOWN] += finish - ends
+    time[np.diff(row_offsets) == 0, COOL_DOWN] = finish - origin  # of forwards alone a list may be empty
     rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
     time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
     shares = early.astype(np.int8), late.astype(np.int8)

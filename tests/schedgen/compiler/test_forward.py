@@ -294,6 +294,21 @@ def test_it_is_exported(run, path, tmp_path, to):
     assert run("export", path, "--to", to, "-o", tmp_path / "exported").code == 0
 
 
+def test_a_rank_may_have_nothing_to_do(run, tmp_path):
+    scheme, path, trace = (tmp_path / name for name in ("idle.py", "idle.json", "trace.json"))
+    scheme.write_text("def w(s, b, d):\n    return s % 2, s % 2\n\n\ndef n(s, b, d):\n    return b\n")
+    options = ("--stages", 2, "--microbatches", 1, "--workers", 4, "--forward", "-o", path)
+    assert run("compile", scheme, *options) == (0, "", "")
+    assert run("check", path).code == 0
+    assert run("draw", path, "-o", tmp_path / "idle.svg").code == 0
+    assert "Time: busy 25.0%, warm-up 12.5%, cool-down 62.5%." in " ".join(run("draw", path).out.split())
+    assert run("simulate", path, "--trace", trace).code == 0
+    numbers = json.loads(run("stats", path, "--measured", trace, "--json").out)
+    assert [worker["busy"] * 1e6 for worker in numbers["workers"]] == pytest.approx([1, 1, 0, 0])
+    assert numbers["bubble"] == pytest.approx(0.75)
+    assert run("simulate", path, "--measured", trace).code == 0
+
+
 def test_it_differs_from_training(run, path, tmp_path):
     run("compile", "fsdp", "--stages", 4, "--microbatches", 4, "--workers", 2, "-o", tmp_path / "training.json")
     assert run("diff", path, path).code == 0
