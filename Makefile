@@ -62,7 +62,7 @@ test-crash: launcher
 	$(BIN)/python tests/helpers/kill_and_resume.py --count 50
 
 test-check: venv
-	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen/checker/test_check_rules.py -k 'false_alarm or accepted'
+	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen -m hypothesis
 
 test-fuzz: venv
 	$(BIN)/python tests/helpers/fuzz.py --count 100000

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, event, settings
 from hypothesis.extra.numpy import arrays
 
@@ -26,6 +27,7 @@ from schedgen.util.errors import RefusedFile
 # The same examples every time; a slow machine fails nothing; every example writes its files anew.
 settings.register_profile(
     "schedgen",
+    max_examples=examples(100),
     deadline=None,
     derandomize=True,
     database=None,

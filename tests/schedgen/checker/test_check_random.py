@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 
 from schedgen.checker import check
@@ -20,7 +21,7 @@ def edited(program, order, rows=None):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_an_instruction_less_or_twice_is_always_refused(cases, data):
     program = data.draw(cases).compile()
     length = len(program)

@@ -1,15 +1,16 @@
 """Each rule of `check` on random programs: damage of its kind is refused by its number, and nothing else is refused.
 
-`make test-check` runs the last two of these on 10,000 programs each: what is compiled is accepted, and what the checker
-accepts of their mutations the reference machine executes, so what the machine cannot execute the checker refuses.
+`make test-check` runs the last two of these on 10,000 programs each, and all other tests of random programs on more
+than here: what is compiled is accepted, and what the checker accepts of their mutations the reference machine
+executes, so what the machine cannot execute the checker refuses.
 """
 
-import os
 import re
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
@@ -20,8 +21,6 @@ from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile
-
-EXAMPLES = int(os.environ.get("SCHEDGEN_EXAMPLES", "200"))
 
 
 def having(program, *ops):
@@ -136,14 +135,14 @@ def test_collectives_that_ranks_enter_differently_are_refused_by_rule_6(data):
 
 
 @given(data=st.data())
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(200, as_asked=True))
 def test_no_false_alarm(cases, runs_as_proved, data):
     """The reference machine executes whatever is compiled, with the peaks that the checker says."""
     runs_as_proved(data.draw(cases).compile())
 
 
 @given(data=st.data())
-@settings(max_examples=max(300, EXAMPLES))
+@settings(max_examples=examples(300, as_asked=True))
 def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
     program = data.draw(cases).compile()

@@ -8,6 +8,7 @@ import itertools
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
@@ -146,7 +147,7 @@ def in_flight(jobs, s, worker):
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_cap_holds_and_a_chain_always_finishes(cases, data):
     case = data.draw(cases)
     S = case.sizes.stages

@@ -8,6 +8,7 @@ from collections import Counter
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 
 from schedgen.checker import check
@@ -24,7 +25,7 @@ from schedgen.schemes.scheme import Sizes
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_every_placement_compiles_to_a_program_that_is_right(cases, execute, data):
     case = data.draw(cases)
     program = case.compile()

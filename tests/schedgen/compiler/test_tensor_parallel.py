@@ -9,6 +9,7 @@ import re
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
@@ -200,7 +201,7 @@ def programs(draw, cases):
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_compiled_is_right_and_is_read_back(cases, runs_as_proved, data):
     program = data.draw(programs(cases))
     runs_as_proved(program)
@@ -216,7 +217,7 @@ def test_what_is_compiled_is_right_and_is_read_back(cases, runs_as_proved, data)
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     """Instructions that stand elsewhere, are there twice or not, or name something else, most of them exchanges."""
     program = data.draw(programs(cases))

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from damage import sizes_of
+from examples import examples
 from hypothesis import given, settings
 
 from schedgen.checker import RULES, check
@@ -242,7 +243,7 @@ def test_a_sum_of_a_tie_is_not_that_of_the_stage_with_its_number():
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_tie_less_or_twice_is_refused(cases, data):
     program = data.draw(cases.filter(lambda case: case.tied)).compile()
     k = data.draw(st.integers(0, len(program.header.tied) - 1))
@@ -255,7 +256,7 @@ def test_a_tie_less_or_twice_is_refused(cases, data):
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_tie_before_one_of_its_sums_is_refused(cases, data):
     program = data.draw(cases.filter(lambda case: case.tied)).compile()
     header, rows = program.header, program.rows
@@ -267,7 +268,7 @@ def test_a_tie_before_one_of_its_sums_is_refused(cases, data):
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_tie_behind_norm_is_refused(cases, data):
     program = data.draw(cases.filter(lambda case: case.tied)).compile()
     row = int(data.draw(st.sampled_from(ties(program).tolist())))

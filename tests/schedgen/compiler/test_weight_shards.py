@@ -9,6 +9,7 @@ import re
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import assume, given, settings
 from slow_memory_plan import hold, random_bytes
 
@@ -78,7 +79,7 @@ def divided(draw, cases) -> Program:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases, runs_as_proved, data):
     program = data.draw(divided(cases))
     runs_as_proved(program)
@@ -88,7 +89,7 @@ def test_what_is_compiled_is_proved_and_runs_and_comes_back_from_its_file(cases,
 
 
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_an_instruction_less_or_twice_is_always_refused(cases, data):
     program = data.draw(divided(cases))
     row = data.draw(st.integers(0, len(program) - 1))
@@ -101,7 +102,7 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
 
 
 @given(data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_accepted_runs(cases, runs_if_accepted, data):
     """Parts, ranks and places changed: where `check` accepts that, the program runs to a right end."""
     program = data.draw(divided(cases))
@@ -127,7 +128,7 @@ def test_what_is_accepted_runs(cases, runs_if_accepted, data):
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_what_is_held_peaks_where_the_simulation_says(cases, data):
     program = data.draw(divided(cases))
     stages = program.header.stages
@@ -143,7 +144,7 @@ def test_what_is_held_peaks_where_the_simulation_says(cases, data):
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_places_are_disjoint_and_minimal_and_the_peak_is_exact(cases, data):
     program = data.draw(divided(cases))
     bytes = random_bytes(np.random.default_rng(data.draw(st.integers(0, 99))), program.header.stages)

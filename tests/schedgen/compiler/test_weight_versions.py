@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from damage import I, at, both, drop, edit, free, job, move, put, recv, send, sizes_of, swap, twice
+from examples import examples
 from hypothesis import assume, event, given, settings
 from hypothesis.extra.numpy import arrays
 from slow_memory_plan import peaks_of_timeline
@@ -141,19 +142,19 @@ def versioned(draw):
 
 
 @given(program=versioned())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_whatever_compiles_is_right(program, execute):
     assert execute(program) == peaks(program)
 
 
 @given(program=versioned(), data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_a_rank_holds_has_the_peaks_that_check_finds(program, data):
     peaks_of_timeline(program, data)
 
 
 @given(program=versioned())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_schedule_is_written_and_read_back(program):
     file = written(program)
     again, fault = read(io.BytesIO(file), "file")
@@ -164,7 +165,7 @@ def test_a_schedule_is_written_and_read_back(program):
 
 
 @given(program=versioned(), data=st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_an_instruction_less_or_twice_is_always_refused(program, data):
     length = len(program)
     row = data.draw(st.integers(0, length - 1))
@@ -180,7 +181,7 @@ def test_an_instruction_less_or_twice_is_always_refused(program, data):
 
 
 @given(program=versioned(), data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_what_is_accepted_runs_with_the_right_weights(program, execute, data):
     """Swaps and changed operands may do no harm; where `check` accepts them, the program runs to a right end."""
     rows, length, header = program.rows, len(program), program.header
@@ -504,7 +505,7 @@ LINES = st.one_of(
 
 
 @given(line=LINES, versions=st.sampled_from([0, 5]), data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_both_readers_take_the_same_lines(line, versions, data):
     sizes = (2, 2, 4, 2, 1, versions)
     assert fast(line, sizes) == slow(line, sizes), line

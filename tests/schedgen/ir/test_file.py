@@ -12,6 +12,7 @@ import tracemalloc
 
 import hypothesis.strategies as st
 import pytest
+from examples import examples
 from hypothesis import given, settings
 
 from schedgen.ir.file import VERSION, line_of, parse, read, write
@@ -182,7 +183,7 @@ def lines_of(file, small):
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_junk_anywhere_is_refused_in_one_sentence_or_harmless(small, run, tmp_path, data):
     file = json.loads(small)
     path = tmp_path / "junk.json"

@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 
@@ -76,7 +77,7 @@ def test_every_golden_trace_has_disjoint_minimal_places_and_its_exact_peak(path)
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_scheme_and_every_size_has_disjoint_minimal_places_and_its_exact_peak(cases, data):
     program = data.draw(cases).compile()
     hold(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ def test_weights_that_travel_are_waited_for_as_transfers():
     assert (time[:, TRANSFER] > 0).any() and time[:, WARM_UP].sum() < time[:, TRANSFER].sum()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data())
 def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
     program = data.draw(cases).compile()
