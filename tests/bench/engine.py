@@ -1,0 +1,109 @@
+"""What a script's loop costs beside the command line, a slow dataset, and evaluation, on 4 ranks by 1F1B.
+
+    mpiexec -n 4 python tests/bench/engine.py [--quick]
+
+All in one run, in turns: medians, and their ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import mpirun
+import schedgen
+from mpirun.cli.options import run_options
+from mpirun.cli.run import Run
+from mpirun.examples.gpt import gpt
+from schedgen.schemes import load
+
+WORLD, MICROBATCHES, LENGTH, SEQUENCES, SLEEP = MPI.COMM_WORLD, 8, 128, 4, 0.05
+
+
+class Pieces(Dataset[tuple[Tensor, Tensor]]):
+    """Random bytes; a microbatch takes `seconds` to load."""
+
+    def __init__(self, samples: int, seconds: float = 0.0) -> None:
+        self.bytes = torch.randint(0, 256, (samples, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(self.seconds / SEQUENCES)
+        return self.bytes[index, :-1], self.bytes[index, 1:]
+
+
+def model(stages: int) -> mpirun.Model:
+    """9 million parameters."""
+    return gpt(stages, blocks=10, width=WIDTH, heads=4, length=LENGTH, sequences=SEQUENCES)
+
+
+def timed(call: Any) -> float:
+    """Seconds of a collective call, from when all ranks begin."""
+    WORLD.Barrier()
+    begin = time.perf_counter()
+    call()
+    WORLD.Barrier()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps: whether it runs at all")
+    quick = parser.parse_args().quick
+    rounds, batches = (2, 2) if quick else (16, 50)
+    globals()["WIDTH"] = 16 if quick else 256
+    folder = TemporaryDirectory() if WORLD.rank == 0 else None
+    file = Path(WORLD.bcast(folder.name if folder else None), "1f1b.json")
+    if WORLD.rank == 0:
+        sizes = schedgen.Sizes(4, MICROBATCHES, 4)
+        with file.open("wb") as out:
+            schedgen.write(schedgen.compile(load("1f1b", sizes), sizes), out)
+    WORLD.Barrier()
+    command = Run(WORLD, run_options(WORLD, [str(file), "--model", f"{__name__}:model", "--timeout", "0"]))
+    run = mpirun.Engine(str(file), model, timeout=0)
+    fast, slow = (run.loader(Pieces(320, seconds), SEQUENCES, workers=2) for seconds in (0.0, SLEEP))
+    by_script, by_slow = (iter_forever(loader) for loader in (fast, slow))
+    seconds: dict[str, list[float]] = {"command": [], "script": [], "slow": []}
+    for number in range(rounds):
+        steps = {
+            "command": command.session.step,
+            "script": lambda: run.step(next(by_script)),
+            "slow": lambda: run.step(next(by_slow)),
+        }
+        for name, step in steps.items():
+            spent = timed(step)
+            seconds[name] += [spent] * (number > 1 or quick)
+    evaluation = run.loader(Pieces(SEQUENCES * MICROBATCHES * batches), SEQUENCES)
+    run.evaluate(evaluation, batches=1)  # prepares the list of forwards
+    evaluating = timed(lambda: run.evaluate(evaluation))
+    training = timed(lambda: [run.step(batch) for batch in evaluation])
+    if WORLD.rank == 0:
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        print(f"a step by the command line  {median['command'] * 1e3:8.1f} ms")
+        print(f"a step by run.step          {median['script'] * 1e3:8.1f} ms  {median['script'] / median['command']:.3f}")
+        print(f"and {SLEEP * 1e3:.0f} ms a microbatch      {median['slow'] * 1e3:8.1f} ms  {median['slow'] / median['script']:.3f}")
+        print(f"{batches} training steps          {training:8.2f} s")
+        print(f"evaluation of {batches} batches    {evaluating:8.2f} s   {evaluating / training:.3f}")
+
+
+def iter_forever(loader: Any) -> Any:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+if __name__ == "__main__":
+    main()
