@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import export
-from mpirun.checkpoint.pretrained import Pretrained, unused_names
+from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
@@ -34,6 +34,7 @@ from mpirun.data.microbatches import Microbatch, tokens
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.engine.setup import StepOptions, expanded_model, set_up, use_host
+from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
@@ -386,10 +387,8 @@ class Engine:
         session, example = self._running, self._example(batch)
         self.batches = StepBatches(example, self._count)
         self.tokens_per_sample = tokens(example) // max(1, example.size)
-        if self.comm.rank == 0 and isinstance(self.model.weights, Pretrained):
-            for sentence in unused_names(self.model, self.model.weights):
-                self._say(sentence)
         with print_notes(self.comm):
+            on_rank_0(self.comm, lambda: check_weights(self.model))
             setup = set_up(self.comm, session.header, self.model, self.batches, self.options, self.host)
             session.build(setup, self.options.on_nan, self.verifies)
         session.handle_sigterm()

@@ -93,8 +93,12 @@ def main() -> None:
     if WORLD.rank == 0:
         median = {name: statistics.median(values) for name, values in seconds.items()}
         print(f"a step by the command line  {median['command'] * 1e3:8.1f} ms")
-        print(f"a step by run.step          {median['script'] * 1e3:8.1f} ms  {median['script'] / median['command']:.3f}")
-        print(f"and {SLEEP * 1e3:.0f} ms a microbatch      {median['slow'] * 1e3:8.1f} ms  {median['slow'] / median['script']:.3f}")
+        print(
+            f"a step by run.step          {median['script'] * 1e3:8.1f} ms  {median['script'] / median['command']:.3f}"
+        )
+        print(
+            f"and {SLEEP * 1e3:.0f} ms a microbatch      {median['slow'] * 1e3:8.1f} ms  {median['slow'] / median['script']:.3f}"
+        )
         print(f"{batches} training steps          {training:8.2f} s")
         print(f"evaluation of {batches} batches    {evaluating:8.2f} s   {evaluating / training:.3f}")
 
