@@ -2,9 +2,9 @@
 
     mpiexec -n 4 python -m mpirun.examples.finetune_lm MODEL TEXT SCHEDULE TUNED
 
-MODEL is a directory with config.json, the tokenizer and safetensors, SCHEDULE a file of schedgen. After each epoch it
-evaluates on the last tenth of the text and saves a checkpoint. Started again, it goes on from there. The tuned model
-goes to the directory TUNED, which from_pretrained loads.
+MODEL is a directory with config.json, the tokenizer and safetensors; SCHEDULE is a file of schedgen, or the name of a
+scheme. After each epoch it evaluates on the last tenth of the text and saves a checkpoint. Started again, it goes on
+from there. The tuned model goes to the directory TUNED, which from_pretrained loads.
 """
 
 import math
@@ -50,17 +50,16 @@ def optimizer(named: Sequence[mpirun.NamedParameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
 
 
-def main(model: str, text: str, schedule: str, tuned: str) -> None:
-    """Train, evaluate, save, export."""
+def main(model: str, text: str, schedule: str, tuned: str, **options: Any) -> None:
+    """Train, evaluate, save, export. `options`: more for the Engine."""
     tokens = AutoTokenizer.from_pretrained(model)(Path(text).read_text(), return_tensors="pt").input_ids[0]
     cut = len(tokens) * 9 // 10
     with torch.device("meta"):  # each rank reads only what it holds
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, use_cache=False))
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     run = mpirun.Engine(
-        schedule, lambda stages: mpirun.split(net, example, stages=stages), loss=loss, optimizer=optimizer, clip=1.0,
-        weights=model, lr=lambda step: RATE * (1 + math.cos(math.pi * step / steps)) / 2,
-        log=f"{tuned}-events",
+        schedule, mpirun.split(net, example, stages=4), stages=4, microbatches=8, loss=loss, optimizer=optimizer,
+        lr=lambda step: RATE * (1 + math.cos(math.pi * step / steps)) / 2, clip=1.0, weights=model, **options,
     )  # fmt: skip
     loader = run.loader(Pieces(tokens[:cut]), microbatch_size=2, shuffle=True)
     validation = run.loader(Pieces(tokens[cut:]), microbatch_size=2)
@@ -77,4 +76,4 @@ def main(model: str, text: str, schedule: str, tuned: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:], log=f"{sys.argv[4]}-events")

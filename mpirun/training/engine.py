@@ -137,8 +137,8 @@ class Engine:
             if file is None:
                 program = on_rank_0(self.comm, lambda: self._compile(schedule, microbatches))
                 file = share_program(self.comm, program)
-            elif microbatches is not None:
-                raise Stop(f"{schedule} has its own microbatches: leave `microbatches` out", 2, speaker=0)
+            elif microbatches not in (None, file.program.header.microbatches):
+                raise Stop(f"{schedule} has {file.program.header.microbatches} microbatches, not {microbatches}", 2, 0)
             self.session = session = Session(self.comm, file, timeout)
             atexit.register(self.close)
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
@@ -152,7 +152,7 @@ class Engine:
         if file is not None:
             count = file.program.header.stages // file.program.header.tensor_parallel.degree
             if stages not in (None, count):
-                raise UsageError(f"stages: the schedule has {count}, not {stages}")
+                raise UsageError(f"the schedule has {count} stages of the model, not {stages}")
             stages = count
         torch.manual_seed(self.options.seed)  # of a function's modules
         if callable(model) and not isinstance(model, Model | Cut | nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,8 @@ from mpirun.cli.run import Run
 from mpirun.examples.gpt import gpt
 from schedgen.schemes import load
 
-WORLD, MICROBATCHES, LENGTH, SEQUENCES, SLEEP = MPI.COMM_WORLD, 8, 128, 4, 0.05
+QUICK = "--quick" in sys.argv
+WORLD, MICROBATCHES, LENGTH, SEQUENCES, SLEEP, WIDTH = MPI.COMM_WORLD, 8, 128, 4, 0.05, 16 if QUICK else 256
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
@@ -62,9 +64,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model and few steps: whether it runs at all")
-    quick = parser.parse_args().quick
-    rounds, batches = (2, 2) if quick else (16, 50)
-    globals()["WIDTH"] = 16 if quick else 256
+    parser.parse_args()
+    rounds, batches = (2, 2) if QUICK else (16, 50)
     folder = TemporaryDirectory() if WORLD.rank == 0 else None
     file = Path(WORLD.bcast(folder.name if folder else None), "1f1b.json")
     if WORLD.rank == 0:
@@ -85,22 +86,22 @@ def main() -> None:
         }
         for name, step in steps.items():
             spent = timed(step)
-            seconds[name] += [spent] * (number > 1 or quick)
+            seconds[name] += [spent] * (number > 1 or QUICK)
     evaluation = run.loader(Pieces(SEQUENCES * MICROBATCHES * batches), SEQUENCES)
     run.evaluate(evaluation, batches=1)  # prepares the list of forwards
     evaluating = timed(lambda: run.evaluate(evaluation))
     training = timed(lambda: [run.step(batch) for batch in evaluation])
     if WORLD.rank == 0:
         median = {name: statistics.median(values) for name, values in seconds.items()}
-        print(f"a step by the command line  {median['command'] * 1e3:8.1f} ms")
-        print(
-            f"a step by run.step          {median['script'] * 1e3:8.1f} ms  {median['script'] / median['command']:.3f}"
-        )
-        print(
-            f"and {SLEEP * 1e3:.0f} ms a microbatch      {median['slow'] * 1e3:8.1f} ms  {median['slow'] / median['script']:.3f}"
-        )
-        print(f"{batches} training steps          {training:8.2f} s")
-        print(f"evaluation of {batches} batches    {evaluating:8.2f} s   {evaluating / training:.3f}")
+        lines = [
+            ("a step by the command line", median["command"], median["command"]),
+            ("a step by run.step", median["script"], median["command"]),
+            (f"with {SLEEP * 1e3:.0f} ms of loading a microbatch", median["slow"], median["script"]),
+            (f"training on {batches} batches", training, training),
+            (f"evaluation on {batches} batches", evaluating, training),
+        ]
+        for what, spent, beside in lines:
+            print(f"{what:35} {spent:8.3f} s   {spent / beside:.3f}")
 
 
 def iter_forever(loader: Any) -> Any:

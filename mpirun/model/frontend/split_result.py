@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
 from mpirun.model.contract import Model, StageEntry, Weights, pair_of_leaves
-from mpirun.model.dataflow import Source, Value
+from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.module_copy import MetaModule, ModuleCopy
 
@@ -112,6 +114,10 @@ class Cut(NamedTuple):
 
         check = None if self.example is None else self.example.check
         return batch._replace(make=make_leaves, check=check) if isinstance(batch, Minibatch) else make_leaves
+
+    def write_graph(self, path: str | os.PathLike[str]) -> None:
+        """Write which stages read which others, and share parameters: a file for `schedgen compile --graph`."""
+        Path(path).write_text(model_graph(self.reads, ([stage for stage, _ in tie] for tie in self.tied)).text())
 
     def summary(self) -> str:
         """A table of the stages: parameters, flops, bytes sent to which stages, submodules; then the ties."""
