@@ -79,7 +79,7 @@ def _local_stages(
             continue
         owns_all = len(owned) == len(parts)
         stages[index] = LocalStage(
-            build_stage(setup.model, index, setup.seed),
+            build_stage(setup.model, index, setup.seed, values=bool(owned), mapped=True),
             index,
             setup.shapes[index],
             setup.device,

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from mpirun.model.build_stage import build_stage
+from mpirun.model.build_stage import stage_without_values
 from mpirun.model.contract import Layers, Model
 from mpirun.model.dataflow import Source, Value, how_to_compile
+from mpirun.model.fake_mode import fake_mode
 from mpirun.model.parallel_layers import Shard, sharded_dims
-from mpirun.model.shapes import fake_mode
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
@@ -77,8 +77,8 @@ def _of_shard(source: Source, t: int, count: int) -> Source:
 
 def _ties_of_shards(expanded: Model, stage: int, count: int) -> list[list[tuple[int, str]]]:
     """Ties of the parameters that all shards of a stage have in full."""
-    with fake_mode():
-        shards = [build_stage(expanded, stage * count + t, 0) for t in range(count)]
+    fake = fake_mode()
+    shards = [stage_without_values(expanded, stage * count + t, fake) for t in range(count)]
     names = [{name for name, parameter in shard.named_parameters() if parameter.requires_grad} for shard in shards]
     shared = set.intersection(*names) - set(sharded_dims(shards[0]))
     return [

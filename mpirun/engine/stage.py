@@ -91,10 +91,12 @@ class LocalStage:
         self.owns_separate_parts = not owns_all and bool(self.owned)
         self.parameters = []
         if owns_all or memory is not None:
-            for view, (_, parameter) in zip(self.views(self.weights), named, strict=True):
+            for number, view in enumerate(self.views(self.weights)):
+                name, parameter = named[number]
                 if owns_all:
                     view.copy_(parameter.detach())
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
+                named[number] = name, self.parameters[-1]  # the memory of the one before is free
         elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
                 no_memory = torch.zeros((), dtype=self.dtype, device=device.torch).expand(parameter.shape)

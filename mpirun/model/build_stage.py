@@ -1,48 +1,203 @@
-"""A stage's module, built from its entry in `Model.stages`: the same weights on whichever rank, whatever the cut."""
+"""A stage's module, built from its entry in `Model.stages`: the same weights on whichever rank, whatever the cut.
+
+Values come from `Model.weights` where that has them, else from what builds the stage.
+"""
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.model.contract import Model
+from mpirun.model.module_copy import ModuleCopy, like, own_tensors
+from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import derived_seed
-from schedgen.util.errors import UsageError, raised
+from mpirun.model.weight_names import lack, weight_names
+from schedgen.util.errors import MpirunWarning, UsageError, raised
+
+HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+NeedsValues = Callable[[str, Tensor], bool]  # a stage's parameter or buffer, by its name there
 
 
-def build_stage(model: Model, stage: int, seed: int) -> nn.Module:
+def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
     """The module of a stage, its weights seeded by the names of its layers, or else by the stage's index.
 
     Tied parameters have the value of the tie's first; those that the stage has twice are one. UsageError where the
-    model's function fails, or a tie names what is not there.
+    model's function fails, a tie names what is not there, a parameter has a hook, or weights do not fit.
+
+    values  False: trained parameters need none, since another rank has them
+    mapped  trained parameters may lie in memory that is mapped from a file: the caller copies them
     """
-    module = _untied(model, stage, seed)
-    for tie in model.tied:
-        if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
-            _apply_tie(model, module, stage, tie, seed)
+    return _Builder(model, stage, seed, lambda _, tensor: values or not tensor.requires_grad, mapped).build()
+
+
+def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
+    """The same module, of which only shapes and types count: nothing is read or initialised for it.
+
+    What builds it runs in `fake`, in which a copy of a module that is there cannot be made.
+    """
+    return _Builder(model, stage, 0, lambda *_: False, making=fake).build()
+
+
+def check_parameter_hooks(module: nn.Module, what: str) -> None:
+    """UsageError for hooks of parameters: a stage has parameters of its own. `what` has them, for the sentence."""
+    for name, parameter in module.named_parameters():
+        hooks = {
+            "register_hook": "_backward_hooks",
+            "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+        }
+        for method, attribute in hooks.items():
+            if getattr(parameter, attribute, None):
+                raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
+
+
+class _Builder:
+    """Builds one stage."""
+
+    def __init__(
+        self,
+        model: Model,
+        stage: int,
+        seed: int,
+        needs_values: NeedsValues,
+        mapped: bool = False,
+        making: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """`making`: what functions of the model's author run in."""
+        self.model, self.stage, self.seed, self.needs_values, self.mapped = model, stage, seed, needs_values, mapped
+        self.making = nullcontext() if making is None else making
+        self.loaded: set[str] = set()  # names of what weights gave
+        self.missing: list[str] = []
+
+    def build(self) -> nn.Module:
+        """With ties."""
+        model, stage = self.model, self.stage
+        module = self.untied()
+        for tie in model.tied:
+            if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
+                self._apply_tie(module, tie)
+        if self.missing and not hasattr(model.weights, "names"):  # else check_weights has said so
+            warnings.warn(lack(self.missing, f"weights of stage {stage}"), MpirunWarning, stacklevel=3)
+        return module
+
+    def _apply_tie(self, module: nn.Module, tie: Sequence[tuple[int, str]]) -> None:
+        first_stage, first_name = tie[0]
+        names = [name for place, name in tie if place == self.stage]
+        copies = [_parameter(module, self.stage, name) for name in names]
+        kept = copies[0]
+        copied = self.needs_values(names[0], kept) and names[0] not in self.loaded
+        first_module = module
+        if first_stage != self.stage:
+
+            def needs_values(name: str, _: Tensor) -> bool:
+                return copied and name == first_name
+
+            first_module = _Builder(self.model, first_stage, self.seed, needs_values, self.mapped, self.making).untied()
+        first = _parameter(first_module, first_stage, first_name)
+        for parameter in copies:
+            if (parameter.shape, parameter.dtype) != (first.shape, first.dtype):
+                raise UsageError(
+                    f"the model ties {first_name} of stage {first_stage}, {first.dtype} of shape "
+                    f"{tuple(first.shape)}, to {parameter.dtype} of shape {tuple(parameter.shape)} "
+                    f"in stage {self.stage}"
+                )
+        if copied and kept is not first:
+            kept.data.copy_(first.data)
+        for name in names[1:]:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, kept)
+
+    def untied(self) -> nn.Module:
+        """As its entry builds it. An entry with an attribute `seeded` is seeded by that, not by the stage."""
+        entry = self.model.stages[self.stage]
+        source = self.stage // self.model.tensor_parallel
+        if isinstance(entry, nn.Module):
+            return self._layer(ModuleCopy(entry), "", "")
+        if isinstance(entry, Mapping):
+            layers = OrderedDict((name, self._layer(make, name, f"{name}.")) for name, make in entry.items())
+            return nn.Sequential(layers)
+        return self._layer(entry, getattr(entry, "seeded", f"stage {source}"), "")
+
+    def _layer(self, make: Callable[[], nn.Module], seeded: str, prefix: str) -> nn.Module:
+        """A layer, or the whole stage: `prefix` is what its names in the stage begin with."""
+        stage = self.stage // self.model.tensor_parallel
+        torch.manual_seed(derived_seed(self.seed, seeded))
+
+        def needs_values(name: str, tensor: Tensor) -> bool:
+            return self.needs_values(f"{prefix}{name}", tensor)
+
+        try:
+            with self.making:
+                module = make.module if isinstance(make, ModuleCopy) else make()
+            if isinstance(module, nn.Module):
+                check_parameter_hooks(module, type(module).__name__)
+                values = self._load(module, prefix)
+                if isinstance(make, ModuleCopy):
+                    return make.build(values, needs_values)
+                return _with_values(module, values, needs_values)
+        except UsageError as error:
+            raise UsageError(f"stage {stage} of the model cannot be built: {error}") from None
+        except (Exception, SystemExit) as error:
+            raise UsageError(f"stage {stage} of the model cannot be built: {raised(error)}") from None
+        raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
+
+    def _load(self, module: nn.Module, prefix: str) -> dict[str, Tensor]:
+        """What weights have of a layer, by name in it."""
+        if self.model.weights is None:
+            return {}
+        tensors = {
+            name: tensor for name, tensor in own_tensors(module).items() if self.needs_values(f"{prefix}{name}", tensor)
+        }
+        names = {n: c for n, c in weight_names(self.model, self.stage, module, prefix).items() if n in tensors}
+        given = dict(self.model.weights([candidate for candidates in names.values() for candidate in candidates]))
+        saved, values = module.state_dict().keys(), {}
+        for name, candidates in names.items():
+            found = [candidate for candidate in candidates if candidate in given]
+            if found:
+                values[name] = self._fitted(found[0], given[found[0]], name, module)
+                self.loaded.add(f"{prefix}{name}")
+            elif name in saved:
+                self.missing.append(candidates[0])
+        return values
+
+    def _fitted(self, weight: str, value: Tensor, name: str, module: nn.Module) -> Tensor:
+        """A value as the module's parameter or buffer `name` is: this shard's share of it, of the same type."""
+        tensor = own_tensors(module)[name]
+        shard, dim = self.model.shard_of(self.stage), sharded_dims(module).get(name)
+        divided = dim is not None and shard.count > 1
+        expected = dim.full_shape(tensor.shape, shard) if dim is not None and divided else tuple(tensor.shape)
+        if tuple(value.shape) != expected:
+            raise UsageError(f"weights: {weight} has shape {tuple(value.shape)}, but {expected} in the model")
+        if value.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise UsageError(f"weights: {weight} is {value.dtype}, but {tensor.dtype} in the model")
+        if dim is not None and divided:
+            value = dim.share(value, shard)
+        copied = not (self.mapped and tensor.requires_grad)
+        return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
+
+
+def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: NeedsValues) -> nn.Module:
+    """The module, with these values by name; UsageError where others are on the meta device and needed."""
+    new: dict[int, Tensor] = {}
+    for name, tensor in own_tensors(module).items():
+        if name in values:
+            new[id(tensor)] = like(tensor, values[name])
+        elif tensor.is_meta and needs_values(name, tensor):
+            raise UsageError(f"{name} is on the meta device, and no weights give it values")
+        elif tensor.is_meta:
+            new[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, old in tensors.items():
+                if id(old) in new:
+                    tensors[name] = new[id(old)]  # type: ignore[assignment]
     return module
-
-
-def _apply_tie(model: Model, module: nn.Module, stage: int, tie: Sequence[tuple[int, str]], seed: int) -> None:
-    first_stage, first_name = tie[0]
-    first_module = module if first_stage == stage else _untied(model, first_stage, seed)
-    first = _parameter(first_module, first_stage, first_name)
-    names = [name for place, name in tie if place == stage]
-    for copied in [_parameter(module, stage, name) for name in names]:
-        if (copied.shape, copied.dtype) != (first.shape, first.dtype):
-            raise UsageError(
-                f"the model ties {first_name} of stage {first_stage}, {first.dtype} of shape "
-                f"{tuple(first.shape)}, to {copied.dtype} of shape {tuple(copied.shape)} in stage {stage}"
-            )
-    kept = _parameter(module, stage, names[0])
-    kept.data.copy_(first.data)
-    for name in names[1:]:
-        owner, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(owner), attribute, kept)
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
@@ -50,27 +205,3 @@ def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
         return module.get_parameter(name)
     except AttributeError:
         raise UsageError(f"the model ties {name} of stage {stage}, which has no such parameter") from None
-
-
-def _untied(model: Model, stage: int, seed: int) -> nn.Module:
-    """The module as its entry builds it. An entry with an attribute `seeded` is seeded by that, not by the stage."""
-    entry = model.stages[stage]
-    if isinstance(entry, nn.Module):
-        return copy.deepcopy(entry)
-    source = stage // model.tensor_parallel
-    if isinstance(entry, Mapping):
-        return nn.Sequential(OrderedDict((name, _call(source, make, seed, name)) for name, make in entry.items()))
-    return _call(source, entry, seed, getattr(entry, "seeded", f"stage {source}"))
-
-
-def _call(stage: int, make: Callable[[], nn.Module], seed: int, name: str) -> nn.Module:
-    torch.manual_seed(derived_seed(seed, name))
-    try:
-        module = make()
-    except UsageError as error:
-        raise UsageError(f"stage {stage} of the model cannot be built: {error}") from None
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"stage {stage} of the model cannot be built: {raised(error)}") from None
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"stage {stage} of the model should be an nn.Module, not {type(module).__name__}")
-    return module

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorConverter, FakeTensorMode
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.model.autocast import autocast
-from mpirun.model.build_stage import build_stage
+from mpirun.model.build_stage import stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec
+from mpirun.model.fake_mode import fake_mode
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
 from mpirun.model.rng import RandomLayerFinder
@@ -55,20 +54,6 @@ def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[
     return layout, end
 
 
-class _NoMemo(FakeTensorConverter):
-    """Keeps no weak references to fake tensors: torch refuses to convert a module (`to`) that has such parameters."""
-
-    def set_tensor_memo(self, t: Tensor, v: Tensor) -> None:
-        pass
-
-
-def fake_mode() -> FakeTensorMode:
-    """A mode in which modules are built and run without data; real tensors that they refer to become fake."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    fake.fake_tensor_converter = _NoMemo()
-    return fake
-
-
 def infer_shapes(
     model: Model, reads: Reads, batch: Microbatch, autocast_dtype: torch.dtype | None = None
 ) -> list[StageShape]:
@@ -85,8 +70,7 @@ def infer_shapes(
     outputs: list[Sequence[Tensor]] = []
     shapes: list[StageShape] = []
     for stage, entry in enumerate(model.stages):
-        with nullcontext() if _has_tensors(entry) else fake:  # a fake mode cannot copy real tensors
-            module = build_stage(model, stage, 0)
+        module = stage_without_values(model, stage, fake)
         with fake, torch.no_grad():
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             inputs = [_argument(source, outputs, batch.leaves, stage) for source in reads[stage]]
@@ -110,13 +94,6 @@ def infer_shapes(
     loss, metrics = _zero_loss(model, shapes[-1].outputs, batch, autocast_dtype)
     last = len(shapes) - model.tensor_parallel
     return shapes[:last] + [shape._replace(loss_bytes=loss.element_size(), metrics=metrics) for shape in shapes[last:]]
-
-
-def _has_tensors(entry: object) -> bool:
-    """Whether a stage, or a layer of it, is a module that is there already, or is copied from one (`real`)."""
-    return isinstance(entry, nn.Module) or any(
-        getattr(make, "real", False) for make in (entry.values() if isinstance(entry, Mapping) else [entry])
-    )
 
 
 def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:

@@ -27,9 +27,9 @@ from mpirun.model.frontend.errors import (
     line_of_forward,
     line_of_node,
 )
-from mpirun.model.frontend.meta_device import is_on_meta
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.frontend.subgraphs import attribute
+from mpirun.model.module_copy import is_on_meta
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")

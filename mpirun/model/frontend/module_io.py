@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpirun.model.contract import input_and_target
 from schedgen.util.errors import UsageError
@@ -71,14 +71,6 @@ class Example(NamedTuple):
                 "; split with dims, it may have a sample less" if self.smaller is None else ", or a sample less"
             )
             raise UsageError(f"{difference}: {shapes}")
-
-
-def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """By parameter that has several names in a module, those beside its first."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: others for first, *others in names.values() if others}
 
 
 class ModuleOutput(NamedTuple):

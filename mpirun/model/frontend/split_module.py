@@ -22,12 +22,12 @@ from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
 from mpirun.model.frontend.errors import unknown_name, warn_user
 from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.model.frontend.meta_device import Init, meta_module
 from mpirun.model.frontend.mode_ops import check_same_in_eval
-from mpirun.model.frontend.module_io import Call, parameter_aliases
+from mpirun.model.frontend.module_io import Call
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
+from mpirun.model.module_copy import Init, meta_module, parameter_aliases
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from mpirun.data.microbatches import MakeBatch, Minibatch
 from mpirun.model.contract import Model, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value
-from mpirun.model.frontend.meta_device import MetaBuilder, MetaModule
 from mpirun.model.frontend.module_io import Example, ModuleOutput
+from mpirun.model.module_copy import MetaModule, ModuleCopy
 
 
 class Cut(NamedTuple):
@@ -135,27 +134,14 @@ class Cut(NamedTuple):
         return [(source, stage) for source, stage in sources if isinstance(source, Value)]
 
 
-class CopyBuilder:
-    """Builds a layer as a copy of one that is there."""
-
-    real = True  # it has real tensors, which a fake mode cannot copy
-
-    def __init__(self, layer: nn.Module) -> None:
-        """`layer` stays as it is."""
-        self.layer = layer
-
-    def __call__(self) -> nn.Module:
-        """The copy, tensors and all."""
-        return copy.deepcopy(self.layer)
-
-
 def _entry(stage: nn.Module, meta: MetaModule | None) -> StageEntry:
     """The stage as `Model.stages` takes it; a run of a Sequential's children by their names.
 
     Dropout and checkpoints then do not depend on the cut.
     """
     if type(stage) is not nn.Sequential or len({*map(id, stage)}) < len(stage):
-        return stage if meta is None else MetaBuilder(stage, meta)
-    if meta is None:
-        return {name: CopyBuilder(child) for name, child in stage.named_children()}
-    return {name: MetaBuilder(child, meta._replace(module=child)) for name, child in stage.named_children()}
+        return stage if meta is None else ModuleCopy(stage, meta)
+    return {
+        name: ModuleCopy(child, meta and MetaModule(child, meta.init, f"{name}."))
+        for name, child in stage.named_children()
+    }

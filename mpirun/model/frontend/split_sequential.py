@@ -14,8 +14,8 @@ from mpirun.model.dataflow import Input, Value
 from mpirun.model.frontend.balance import balanced_starts, even_starts
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name
-from mpirun.model.frontend.meta_device import Init, meta_module
 from mpirun.model.frontend.split_result import Cut
+from mpirun.model.module_copy import Init, meta_module, parameter_aliases
 from schedgen.util.errors import UsageError, raised
 
 
@@ -64,6 +64,7 @@ def split_sequential(
         _ties(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
         meta=meta_module(module, init),
+        aliases=parameter_aliases(module),
     )
 
 

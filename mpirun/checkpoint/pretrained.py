@@ -1,0 +1,92 @@
+"""Weights to begin with: a directory of safetensors files, as transformers and `export` write it.
+
+Out: the tensors that are asked for, by name, mapped from the files: one that nobody copies or touches is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from schedgen.util.errors import UsageError, clip
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class Pretrained:
+    """Weights in a directory: model.safetensors, or files with an index, or any files that end in .safetensors.
+
+    Called with names, it gives the tensors that there are. They lie in memory that is mapped from the files, which
+    must not change as long as a tensor lives; what is written to one stays in this process.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """UsageError where there are no weights, or two files have a tensor of one name. Reads no tensor."""
+        self.directory = Path(directory)
+        self._files = self._listed()  # by name of a tensor
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._files.keys()
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"weights in {self.directory}"
+
+    def __call__(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors on the CPU by name; names that no file has are left out. UsageError where a file is damaged."""
+        values = {}
+        for name in names:
+            if name in self._files:
+                # Each with a mapping of its own, which ends with the tensor: pages count as this process's memory.
+                try:
+                    with safe_open(self._files[name], framework="pt") as file:
+                        values[name] = file.get_tensor(name)
+                except (OSError, SafetensorError) as error:
+                    raise UsageError(f"{self._files[name]}: {error}") from None
+        return values
+
+    def _listed(self) -> dict[str, Path]:
+        if not self.directory.is_dir():
+            raise UsageError(f"weights: {self.directory} is no directory")
+        if (self.directory / SINGLE).exists():
+            return dict.fromkeys(_names(self.directory / SINGLE), self.directory / SINGLE)
+        if (self.directory / INDEX).exists():
+            return self._of_index(self.directory / INDEX)
+        files: dict[str, Path] = {}
+        for path in sorted(self.directory.glob("*.safetensors")):
+            for name in _names(path):
+                if name in files:
+                    raise UsageError(f"weights: both {files[name]} and {path.name} have {clip(name)}")
+                files[name] = path
+        if not files:
+            raise UsageError(f"weights: {self.directory} has no .safetensors file")
+        return files
+
+    def _of_index(self, path: Path) -> dict[str, Path]:
+        try:
+            files = {
+                str(name): self.directory / file for name, file in json.loads(path.read_bytes())["weight_map"].items()
+            }
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(f"weights: {path} is damaged") from None
+        for file in sorted(set(files.values())):
+            present = set(_names(file))
+            for name, of_name in files.items():
+                if of_name == file and name not in present:
+                    raise UsageError(f"weights: {path} says that {file.name} has {clip(name)}, but it has not")
+        return files
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"weights: {path}: {error}") from None

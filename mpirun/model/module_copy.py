@@ -1,0 +1,160 @@
+"""Stages as copies of a module that is there.
+
+One on the meta device has no values: a rank gives values to the stages that it builds, and no others.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpirun.model.rng import derived_seed
+from schedgen.util.errors import UsageError
+
+# Gives a submodule, whose name may be the second argument, the values of its own parameters and buffers, in place.
+Init = Callable[..., Any]
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether some parameter or buffer has no values."""
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+class MetaModule(NamedTuple):
+    """A module without values, and what gives them to its submodules."""
+
+    module: nn.Module
+    init: Init | None  # None: the submodule's reset_parameters
+    prefix: str = ""  # of names in it: those in the whole model begin so
+
+
+def meta_module(module: nn.Module, init: Init | None) -> MetaModule | None:
+    """None where the module has its values; UsageError where there is an `init` all the same."""
+    if init is not None and not callable(init):
+        raise UsageError(f"init should be a function of a module, not {type(init).__name__}")
+    if is_on_meta(module):
+        return MetaModule(module, init)
+    if init is not None:
+        raise UsageError("init gives values to a module on the meta device, but this one has values")
+    return None
+
+
+class ModuleCopy:
+    """Builds a stage, or a layer of one, as a copy of a module that is there, which stays as it is.
+
+    Of a module on the meta device each submodule's values are seeded by its name, whatever the cut.
+    """
+
+    seeded = "module"  # by this and the run's seed: all stages alike
+
+    def __init__(self, module: nn.Module, source: MetaModule | None = None) -> None:
+        """`source`: where `module` is on the meta device, made of tensors of that under the same names."""
+        self.module, self.source = module, source
+
+    def __call__(self) -> nn.Module:
+        """A copy with values on the CPU; UsageError where nothing gives values to one of its tensors."""
+        return self.build({}, lambda name, tensor: True)
+
+    def build(self, values: Mapping[str, Tensor], needs_values: Callable[[str, Tensor], bool]) -> nn.Module:
+        """The copy with these values by name; of its other tensors those that need none have memory only."""
+        seed = torch.initial_seed()
+        tensors = own_tensors(self.module)
+        copies: dict[int, Tensor] = {}
+        unset: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if name in values:
+                copies[id(tensor)] = like(tensor, values[name])
+            elif not needs_values(name, tensor):
+                copies[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+            elif tensor.is_meta:
+                unset[name] = tensor
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in unset)
+        filled = {name: self._filled(name, derived_seed(seed, name)) for name in owners}
+        for name, tensor in unset.items():
+            owner, _, attribute = name.rpartition(".")
+            value = getattr(filled[owner], attribute)
+            fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+            if not fits or _is_unset(value):
+                by = "init" if self.source is not None and self.source.init else "reset_parameters"
+                raise UsageError(f"{name} is on the meta device, and {by} gives it no values")
+            copies[id(tensor)] = value
+        return copy.deepcopy(self.module, copies)
+
+    def _filled(self, name: str, seed: int) -> nn.Module:
+        """A copy of the source's submodule whose own parameters and buffers, but not its children's, have values."""
+        source = self.source or MetaModule(self.module, None)
+        module = copy.copy(source.module.get_submodule(name))
+        module._parameters = {
+            own: parameter if parameter is None else nn.Parameter(_unset(parameter), parameter.requires_grad)
+            for own, parameter in module._parameters.items()
+        }
+        module._buffers = {own: buffer if buffer is None else _unset(buffer) for own, buffer in module._buffers.items()}
+        init = source.init or getattr(type(module), "reset_parameters", None)
+        if init is None:
+            raise UsageError(
+                f"{name or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "
+                "init should give it values"
+            )
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            if _takes_name(init):
+                init(module, f"{source.prefix}{name}".removesuffix("."))
+            else:
+                init(module)
+        return module
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name, each once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
+    """By parameter that has several names in a module, those beside its first."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
+
+
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value as a parameter, where `tensor` is one: frozen or trained as that."""
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _takes_name(init: Init) -> bool:
+    """Whether it has a second argument without a default: the submodule's name."""
+    try:
+        parameters = inspect.signature(init).parameters.values()
+    except (ValueError, TypeError):  # not of Python
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Memory for it on the CPU, filled with the value that stands for none."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    filler = _filler(tensor.dtype)
+    return memory if filler is None else memory.fill_(filler)
+
+
+def _filler(dtype: torch.dtype) -> float | None:
+    """A value that no init gives; None where any value may be meant: booleans and bytes."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).max if dtype in (torch.int32, torch.int64) else None
+
+
+def _is_unset(value: Tensor) -> bool:
+    """Whether nothing was written to it, as far as that can be seen."""
+    filler = _filler(value.dtype)
+    if filler is None or not value.numel():
+        return False
+    return bool((value.isnan() if math.isnan(filler) else value == filler).all())

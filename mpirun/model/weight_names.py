@@ -1,0 +1,46 @@
+"""The names under which `Model.weights` may have the parameters and buffers of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from mpirun.model.contract import Model
+from mpirun.model.module_copy import own_tensors, parameter_aliases
+from schedgen.util.errors import clip
+
+
+def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
+    """By parameter and buffer of a module, the names under which weights may have it; the first is the proper one.
+
+    `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
+    """
+    return {
+        name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *others)])
+        for name, others in _names(module).items()
+    }
+
+
+def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
+    untied = model._replace(tied=())
+    known = [model.entry_name(stage, names[0])]
+    known += [untied.entry_name(*place) for tie in model.tied if (stage, names[0]) in tie for place in tie]
+    known += [untied.entry_name(stage, name) for name in names]
+    return list(dict.fromkeys([*known, *(alias for name in known for alias in model.aliases.get(name, ()))]))
+
+
+def _names(module: nn.Module) -> dict[str, list[str]]:
+    """By parameter and buffer, its other names in the module."""
+    return {name: [] for name in own_tensors(module)} | parameter_aliases(module)
+
+
+def lack(names: Sequence[str], where: str) -> str:
+    """That weights lack these names, in words; `where` they are."""
+    return f"{where}: has no {listed(names)}: trained from the values that the model is built with"
+
+
+def listed(names: Collection[str]) -> str:
+    """Some of the names, and how many more there are."""
+    shown, more = list(names)[:4], len(names) - 4
+    return ", ".join(map(clip, shown)) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,306 @@
+"""`Model.weights`: what stages take from it, what is copied, initialised, said and refused; `Pretrained` files."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from plain_models import LENGTH, Tied
+from safetensors.torch import save_file
+from split_models import scores_of, set_values
+from torch import Tensor, nn
+
+from mpirun import Model, MpirunWarning, split, split_sequential
+from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.engine.expand_shards import expand_model
+from mpirun.model.build_stage import build_stage, stage_without_values
+from mpirun.model.check_weights import check_weights
+from mpirun.model.fake_mode import fake_mode
+from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard
+from schedgen.util.errors import UsageError
+
+TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
+EXAMPLE = {"tokens": TOKENS, "mask": torch.ones_like(TOKENS)}
+GPT2 = {
+    "vocab_size": 100,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+X = torch.ones(4, 16)
+
+
+class Recorded:
+    """Weights that say what they were asked for."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.values = values
+        self.asked: list[str] = []
+
+    def __call__(self, names: Collection[str]) -> dict[str, Tensor]:
+        self.asked += names
+        return {name: self.values[name] for name in names if name in self.values}
+
+
+def counting(size: int, start: float) -> nn.Linear:
+    layer = nn.Linear(size, size)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(size * size).view(size, size) + start)
+    return layer
+
+
+def layers() -> OrderedDict[str, nn.Module]:
+    return OrderedDict((f"layer{k}", counting(16, k / 4)) for k in range(3))
+
+
+def stage_entries(kind: str) -> tuple[Model, dict[str, Tensor]]:
+    """A model of two stages, and values for it by name."""
+    torch.manual_seed(3)
+    values = {name: torch.randn_like(value) for name, value in nn.Sequential(layers()).state_dict().items()}
+    loss: Any = nn.functional.mse_loss
+    if kind == "layers":
+        makers = {name: (lambda name=name: layers()[name]) for name in layers()}
+        names = list(makers)
+        return Model([{n: makers[n] for n in part} for part in (names[:2], names[2:])], loss), values
+    if kind == "modules":
+        parts = list(layers().items())
+        stages = [nn.Sequential(OrderedDict(part)) for part in (parts[:2], parts[2:])]
+        own = {f"stage{k}.{name}": values[name] for k, part in enumerate(stages) for name in part.state_dict()}
+        return Model(stages, loss), own
+    with torch.device("meta" if kind == "meta" else "cpu"):
+        net = nn.Sequential(layers())
+    return (split_sequential(net, 2) if kind == "sequential" else split(net, X, stages=2)).model(loss), values
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("kind", ["layers", "modules", "sequential", "split", "meta"])
+def test_stages_ask_for_their_own(kind: str, mapped: bool) -> None:
+    model, values = stage_entries(kind)
+    weights = Recorded(values)
+    model = model._replace(weights=weights)
+    for stage in range(2):
+        weights.asked = []
+        module = build_stage(model, stage, 0, mapped=mapped)
+        own = {model.entry_name(stage, name): value for name, value in module.named_parameters()}
+        assert set(weights.asked) == own.keys() and all(torch.equal(values[name], own[name]) for name in own)
+        weights.asked = []
+        fetched = build_stage(model, stage, 0, values=False)  # another rank has them
+        assert not weights.asked and [p.shape for p in fetched.parameters()] == [p.shape for p in own.values()]
+        assert not any(parameter.is_meta for parameter in fetched.parameters())
+
+
+def gpt2() -> transformers.GPT2LMHeadModel:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    torch.manual_seed(0)
+    gpt2().save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    yield tmp_path / "model"
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_a_model_of_transformers(directory: Path, on_meta: bool) -> None:
+    assert (directory / "model.safetensors.index.json").exists()
+    with torch.device("meta" if on_meta else "cpu"):
+        net = gpt2()
+    named: list[str] = []
+
+    def init(module: nn.Module, name: str) -> None:
+        named.append(name)
+
+    cut = split(net, {"input_ids": TOKENS, "use_cache": False}, stages=2, init=init if on_meta else None)
+    model = cut.model(lambda output, target: output.logits.mean(), weights=Pretrained(directory))
+    check_weights(model)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    for stage in range(2):
+        for name, value in build_stage(model, stage, 0).named_parameters():
+            assert torch.equal(value, plain.get_parameter(name))
+    assert not named  # all parameters were loaded, and it has no other tensors
+
+
+def test_tied_under_another_name_and_what_is_missing(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    values = {name: value.clone() for name, value in Tied().state_dict().items()}
+    words = values.pop("words.weight")  # the file has the head's name of it
+    values["odd"] = torch.ones(2)
+    save_file(
+        {name: value for name, value in values.items() if not name.startswith("blocks.1")}, tmp_path / "a.safetensors"
+    )
+    for shared in ("transmit", "replicate"):
+        with torch.device("meta"):
+            net = Tied()
+        named: dict[str, str] = {}
+
+        def init(module: nn.Module, name: str) -> None:
+            named[name] = type(module).__name__
+            set_values(module)
+
+        cut = split(net, EXAMPLE, points=["blocks.1", "blocks.2"], init=init, shared=shared)
+        model = cut.model(scores_of, weights=Pretrained(tmp_path))
+        with pytest.warns(MpirunWarning) as said:
+            check_weights(model)
+        where = f"weights in {tmp_path}"
+        assert [str(one.message) for one in said] == [
+            f"{where}: has no blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.qkv.weight, blocks.1.qkv.bias and 6 "
+            "more: trained from the values that the model is built with",
+            f"{where}: no stage uses odd",
+        ]
+        last = build_stage(model, 2, 0)
+        if shared == "replicate":
+            assert torch.equal(last.get_parameter("words.weight"), words)
+        assert torch.equal(build_stage(model, 0, 0).get_parameter("words.weight"), words)
+        built = build_stage(model, 1, 0)
+        assert {name for name, kind in named.items() if kind != "Tied"} == {
+            f"blocks.1.{part}" for part in ("norm1", "norm2", "qkv", "mlp.0", "mlp.2")
+        }
+        assert not built.get_parameter("blocks.1.qkv.weight").isnan().any()
+
+
+def test_weights_without_names_are_compared_where_stages_are_built() -> None:
+    model, values = stage_entries("layers")
+    del values["layer2.bias"]
+    model = model._replace(weights=Recorded(values))
+    check_weights(model)
+    build_stage(model, 0, 0)
+    with pytest.warns(MpirunWarning, match=r"^weights of stage 1: has no layer2.bias: trained from the values that"):
+        build_stage(model, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"layer2.bias": torch.ones(3)}, "weights: layer2.bias has shape (3,), but (16,) in the model"),
+        (
+            {"layer2.bias": torch.ones(16, dtype=torch.long)},
+            "layer2.bias is torch.int64, but torch.float32 in",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit(change: dict[str, Tensor], why: str) -> None:
+    model, values = stage_entries("split")
+    with pytest.raises(UsageError, match=re.escape(why)):
+        build_stage(model._replace(weights=Recorded(values | change)), 1, 0)
+
+
+def test_unset_values_and_another_model_are_refused(tmp_path: Path) -> None:
+    save_file({"other": torch.ones(1)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        net = Tied()
+    model = split(net, EXAMPLE, stages=2, init=lambda module: None).model(scores_of, weights=Pretrained(tmp_path))
+    with pytest.raises(UsageError, match=r": has nothing of the model: it has other, but not \w+\.weight, .* more$"):
+        check_weights(model)
+    with pytest.raises(UsageError, match=r"is on the meta device, and init gives it no values"):
+        build_stage(model, 0, 0)
+
+    def on_meta() -> nn.Module:
+        return nn.Linear(16, 16, device="meta")
+
+    made = Model([{"first": on_meta}], nn.functional.mse_loss, weights=Recorded({"first.weight": torch.ones(16, 16)}))
+    with pytest.raises(UsageError, match="bias is on the meta device, and no weights give it values"):
+        build_stage(made, 0, 0)
+
+
+def test_types_are_the_model_s_and_buffers_are_copied() -> None:
+    norm = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    norm[1].bias.requires_grad_(False)
+    values = {name: value.clone().to(torch.bfloat16) if value.is_floating_point() else value + 5
+              for name, value in norm.state_dict().items()}  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MpirunWarning)
+        model = split_sequential(norm, 1).model(nn.functional.mse_loss, weights=Recorded(values))
+    module = build_stage(model, 0, 0, mapped=True)
+    assert module.get_parameter("0.weight").dtype is torch.float32 and not module.get_parameter("1.bias").requires_grad
+    counter = module.get_buffer("0.num_batches_tracked")
+    assert counter == 5 and counter is not values["0.num_batches_tracked"]
+
+
+class Halves(nn.Module):
+    def __init__(self, shard: Shard = UNSHARDED) -> None:
+        super().__init__()
+        self.up, self.down = ColumnParallelLinear(4, 8, shard), RowParallelLinear(8, 4, shard)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def test_a_shard_takes_its_share() -> None:
+    torch.manual_seed(0)
+    full = Halves()
+    weights = Recorded({f"mlp.{name}": value for name, value in full.state_dict().items()})
+    model = Model([{"mlp": Halves}, {"last": nn.Identity}], nn.functional.mse_loss, split=[0], weights=weights)
+    shards = [build_stage(expand_model(model, 2), t, 0) for t in range(2)]
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(shards[0](x) + shards[1](x), full(x))
+
+
+def test_nothing_is_initialised_for_shapes() -> None:
+    def never(module: nn.Module) -> None:
+        raise AssertionError("init")
+
+    with torch.device("meta"):
+        net = Tied()
+    model = split(net, EXAMPLE, stages=2, init=never).model(scores_of, weights=Recorded({}))
+    for stage in range(2):
+        module = stage_without_values(model, stage, fake_mode())
+        assert not any(value.is_meta for value in (*module.parameters(), *module.buffers()))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "why"),
+    [
+        (lambda path: None, "has no .safetensors file"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "model.safetensors: "),
+        (
+            lambda path: [save_file({"a": X}, path / f"{n}.safetensors") for n in "xy"],
+            "x.safetensors and y.safetensors",
+        ),
+        (
+            lambda path: (path / "model.safetensors.index.json").write_text("{"),
+            "index.json is damaged",
+        ),
+        (
+            lambda path: [
+                (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "x.safetensors"}})),
+                save_file({"a": X}, path / "x.safetensors"),
+            ],
+            "says that x.safetensors has b, but it has not",
+        ),
+    ],
+)
+def test_directories_that_are_no_weights(tmp_path: Path, prepare: Callable[[Path], object], why: str) -> None:
+    prepare(tmp_path)
+    with pytest.raises(UsageError, match=re.escape(why)):
+        Pretrained(tmp_path)
+    with pytest.raises(UsageError, match="is no directory"):
+        Pretrained(tmp_path / "none")
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
+    def hooked() -> nn.Module:
+        net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        getattr(net[1].weight, method)(lambda x: None)
+        return net
+
+    why = re.escape(f"its parameter 1.weight has a hook ({method}), which a stage would not call")
+    for refused in (
+        lambda: split(hooked(), X, stages=2),
+        lambda: split_sequential(hooked(), 2),  # type: ignore[arg-type]
+        lambda: build_stage(Model([hooked], nn.functional.mse_loss), 0, 0),
+        lambda: build_stage(Model([hooked()], nn.functional.mse_loss), 0, 0),
+    ):
+        with pytest.raises(UsageError, match=f"Sequential: {why}"):
+            refused()
