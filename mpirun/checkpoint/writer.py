@@ -10,7 +10,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
 from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
+from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writing_rank
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import restore
 from mpirun.checkpoint.run_settings import differing_settings, run_settings
@@ -27,13 +28,9 @@ from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
-from mpirun.engine.weight_shards import pieces
 from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
-
-PARAMETER = ""  # the key of a parameter's own value
-Values = dict[str, Tensor]  # a parameter's value, and what the optimizer keeps for it by torch's names
 
 
 class CheckpointWriter:
@@ -140,9 +137,7 @@ class CheckpointWriter:
         return True
 
     def _writing_rank(self, stage: int) -> int:
-        """The owner that writes a stage."""
-        owners = self.header.owners[stage]
-        return owners[stage % len(owners)]
+        return writing_rank(self.header, stage)
 
     def _writes_untrained(self, stage: int) -> bool:
         """Untrained entries are the same in all tensor shards: the first writes them."""
@@ -157,28 +152,15 @@ class CheckpointWriter:
         for index, shape in enumerate(self.setup.shapes):
             if self.header.weight_shards.parts(index) == (-1,):
                 continue
-            own = self._own_pieces(index, len(shape.parameter_names))
-            for of_parameter, (_, size) in zip(own, shape.layout, strict=True):
-                of_ranks = self.comm.gather(of_parameter, root=self._writing_rank(index))
-                if of_ranks is not None:
-                    values = _assembled([piece for of_rank in of_ranks for piece in of_rank], size)
-                    gathered.setdefault(index, []).append(values)
-                self._beat()
-        return gathered
 
-    def _own_pieces(self, index: int, parameters: int) -> list[list[tuple[int, Values]]]:
-        """By parameter of a stage: where the pieces that this rank owns begin, and copies of them."""
-        own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
-        stage = self.stages.get(index)
-        if stage is None:
-            return own
-        for via, part in stage.owned.items():
-            kept = self.optimizer.state((index, via))
-            for number, piece in enumerate(pieces(stage.layout, stage.part_slices[via])):
-                values = {PARAMETER: piece.of_part(part), **(kept[number] if kept else {})}
-                copies = {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
-                own[piece.parameter].append((piece.begin, copies))
-        return own
+            def kept(via: int) -> Sequence[Values]:
+                return self.optimizer.state((index, via)) or ()
+
+            root, stage = self._writing_rank(index), self.stages.get(index)
+            values = gather_parameters(self.comm, root, stage, shape.layout, kept, self._beat)
+            if root == self.comm.rank:
+                gathered[index] = values
+        return gathered
 
     def _write_files(self, directory: Path, step: int, divided: Mapping[int, list[Values]]) -> list[CheckpointFile]:
         """Write all that this rank writes; `divided`: what `_gather_divided` gave."""
@@ -214,17 +196,6 @@ class CheckpointWriter:
 
     def _beat(self) -> None:
         self.state[BEAT] += 1
-
-
-def _assembled(fragments: list[tuple[int, Values]], size: torch.Size) -> Values:
-    """A parameter's values from those of its pieces, each with the element at which it begins."""
-    ordered = [values for _, values in sorted(fragments, key=lambda fragment: fragment[0])]
-    if not ordered:
-        return {PARAMETER: torch.zeros(size)}
-    return {
-        key: torch.cat([values[key] for values in ordered]).view(size) if value.dim() else value
-        for key, value in ordered[0].items()
-    }
 
 
 def _prepare(directory: Path, resumed: str | None) -> None:

@@ -1,0 +1,211 @@
+"""Exports a model in its own names: a directory of safetensors files that transformers' `from_pretrained` loads.
+
+    DIR/model.safetensors                 where one rank writes all, or else
+        model-00001-of-00003.safetensors  one for every rank that has something to write
+        model.safetensors.index.json      the file of each tensor
+        config.json, tokenizer.json ...   what the directory that training began with has beside weights
+
+The directory appears whole or not at all: ranks write to a draft, a folder of another name, which is then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
+from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
+from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
+from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
+from mpirun.model.weight_names import listed
+from schedgen.ir.header import Header
+from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
+
+WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+
+
+def export(
+    comm: MPI.Intracomm,
+    header: Header,
+    setup: Setup,
+    stages: Mapping[int, LocalStage],
+    directory: str | Path,
+    source: str | Path | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write all parameters and saved buffers to a new or empty directory. Collective.
+
+    `stages`: what this rank has; `source`: a directory whose files, except weights, are copied; `beat` is called after
+    each parameter that is gathered. Stop where the directory is not empty or cannot be written.
+    """
+    directory = Path(directory)
+    draft = directory.with_name(f".writing-{directory.name}")
+    on_rank_0(comm, lambda: _begin(directory, draft, source))
+    try:
+        together(comm, lambda: _check_visible(draft))
+        entries = _entries(comm, header, setup, stages, beat)
+        names = comm.allgather(list(entries))
+        writers = [rank for rank, of_rank in enumerate(names) if of_rank]
+        files = {rank: _file_name(number, len(writers)) for number, rank in enumerate(writers)}
+        sizes = comm.gather(together(comm, lambda: _write(draft, files.get(comm.rank), entries)))
+        index = {name: files[rank] for rank, of_rank in enumerate(names) for name in of_rank}
+        on_rank_0(comm, lambda: _publish(directory, draft, source, index, sum(sizes or ())))
+    except Stop:
+        if comm.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return directory
+
+
+def _entries(
+    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage], beat: Callable[[], None]
+) -> dict[str, Tensor]:
+    """What this rank writes, on the CPU by name in the whole model. Collective."""
+    model, entries = setup.model, dict[str, Tensor]()
+    shares: dict[str, list[Tensor]] = {}
+    for index, shape in enumerate(setup.shapes):
+        if model.is_replica(index):
+            continue
+        root, stage, values = writing_rank(header, index), stages.get(index), list[Tensor]()
+        if header.weight_shards.parts(index) != (-1,):
+            gathered = gather_parameters(comm, root, stage, shape.layout, lambda _: (), beat)
+            values = [of_parameter[PARAMETER] for of_parameter in gathered]
+        elif stage is not None and comm.rank == root:
+            values = [view.detach().cpu() for view in stage.views(stage.weights)]
+        own = parameter_entries(model, stage) if stage is not None and comm.rank == root else []
+        shard = model.shard_of(index)
+        for number, name in enumerate(shape.parameter_names):
+            dim = shape.sharded_dims.get(name) if shard.count > 1 else None
+            if dim is not None:  # the shards' shares, to the rank that writes the first shard
+                entry, to = model.entry_name(index, name), writing_rank(header, index - shard.index)
+                of_ranks = comm.gather(values[number] if values else None, root=to)
+                shares.setdefault(entry, []).extend(share for share in of_ranks or () if share is not None)
+                if comm.rank == to and shard.index == shard.count - 1:
+                    entries[entry] = dim.join(shares.pop(entry))
+            elif own and (own_entry := own[number]) is not None:
+                entries[own_entry] = values[number]
+        beat()
+    return entries | _untrained(comm, header, setup, stages)
+
+
+def _untrained(
+    comm: MPI.Intracomm, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
+) -> dict[str, Tensor]:
+    """The frozen parameters and buffers that this rank writes: of those in several stages, the first's. Collective."""
+    own = together(comm, lambda: _own_untrained(comm.rank, header, setup, stages))
+    first: dict[str, int] = {}
+    for of_rank in comm.allgather([(entry, index) for entry, (index, _) in own.items()]):
+        for entry, index in of_rank:
+            first[entry] = min(index, first.get(entry, index))
+    return {entry: value for entry, (index, value) in own.items() if first[entry] == index}
+
+
+def _own_untrained(
+    rank: int, header: Header, setup: Setup, stages: Mapping[int, LocalStage]
+) -> dict[str, tuple[int, Tensor]]:
+    """Those of the stages that a rank writes, with the first of its stages that has them."""
+    own: dict[str, tuple[int, Tensor]] = {}
+    for index, stage in sorted(stages.items()):
+        if writing_rank(header, index) == rank and index % header.tensor_parallel.degree == 0:
+            seen: set[int] = set()  # addresses: a tensor is written under its first name
+            for entry, value in untrained_entries(setup.model, stage).items():
+                if entry.endswith("_extra_state"):
+                    raise UsageError(f"the model has {entry}: only parameters and buffers are exported")
+                if not value.numel() or value.data_ptr() not in seen:
+                    own.setdefault(entry, (index, value))
+                seen.add(value.data_ptr())
+    return own
+
+
+def _file_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
+    """Write this rank's file, if it has one; the bytes of its tensors."""
+    if file is None:
+        return 0
+    # The format takes no views, nor tensors that share memory.
+    values = {
+        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, value in entries.items()
+    }
+    with _refusing(draft / file):
+        save_file(values, draft / file, metadata={"format": "pt"})
+        _sync(draft / file)
+    return sum(value.nbytes for value in values.values())
+
+
+def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
+    if source is not None and not Path(source).is_dir():
+        raise UsageError(f"export: {source} is no directory")
+    with _refusing(directory):
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UsageError(f"export {directory}: it is not empty: export to a new directory")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+
+
+def _check_visible(draft: Path) -> None:
+    if not draft.is_dir():
+        raise UsageError(f"export {draft.parent}: not all hosts see the same folder")
+
+
+def _publish(directory: Path, draft: Path, source: str | Path | None, index: Mapping[str, str], size: int) -> None:
+    """Add the index and the files of `source`; give the draft its name."""
+    with _refusing(directory):
+        if len(set(index.values())) > 1:
+            weight_map = dict(sorted(index.items()))
+            contents = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (draft / INDEX).write_text(json.dumps(contents, indent=2) + "\n")
+        for path in sorted(Path(source).iterdir()) if source is not None else ():
+            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
+                shutil.copyfile(path, draft / path.name)
+        for path in (*draft.iterdir(), draft):
+            _sync(path)
+        if directory.exists():
+            directory.rmdir()
+        draft.rename(directory)
+        _sync(directory.parent)
+    if source is not None:
+        _say_left_out(directory, Path(source), index)
+
+
+def _say_left_out(directory: Path, source: Path, index: Mapping[str, str]) -> None:
+    """A warning of the source's tensors that no stage has."""
+    with contextlib.suppress(UsageError):  # it may have no weights
+        if lost := [name for name in Pretrained(source).names if name not in index]:
+            sentence = f"export {directory}: no stage has {listed(lost)} of {source}: not written"
+            warnings.warn(sentence, MpirunWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Errors of the file system, and of safetensors, become a RefusedFile that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise RefusedFile(f"{path}: {error.strerror or error}") from None
+    except (KeyError, ValueError) as error:  # a type or layout that the format lacks
+        raise RefusedFile(f"{path}: {error}") from None
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,65 @@
+"""Parameters whose stages' weights are divided among ranks, put together by the rank that writes the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.engine.stage import LocalStage
+from mpirun.engine.weight_shards import Layout, pieces
+from schedgen.ir.header import Header
+
+PARAMETER = ""  # the key of a parameter's own value
+Values = dict[str, Tensor]  # a parameter's value, and what the optimizer keeps for it by torch's names
+Kept = Callable[[int], Sequence[Values]]  # by part of a stage: what the optimizer keeps for each piece in it
+
+
+def writing_rank(header: Header, stage: int) -> int:
+    """The owner that writes a stage."""
+    owners = header.owners[stage]
+    return owners[stage % len(owners)]
+
+
+def gather_parameters(
+    comm: MPI.Intracomm, root: int, stage: LocalStage | None, layout: Layout, kept: Kept, beat: Callable[[], None]
+) -> list[Values]:
+    """The values of every parameter of a stage on `root`, elsewhere none. Collective.
+
+    `stage`: None on a rank that has nothing of it; `kept`: gives nothing where only the parameters are wanted; `beat`
+    is called after each parameter.
+    """
+    gathered = []
+    for of_parameter, (_, size) in zip(_own_pieces(stage, len(layout), kept), layout, strict=True):
+        of_ranks = comm.gather(of_parameter, root=root)
+        if of_ranks is not None:
+            gathered.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], size))
+        beat()
+    return gathered
+
+
+def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[list[tuple[int, Values]]]:
+    """By parameter of a stage: where the pieces that this rank owns begin, and copies of them."""
+    own: list[list[tuple[int, Values]]] = [[] for _ in range(parameters)]
+    if stage is None:
+        return own
+    for via, part in stage.owned.items():
+        of_pieces = kept(via)
+        for number, piece in enumerate(pieces(stage.layout, stage.part_slices[via])):
+            values = {PARAMETER: piece.of_part(part), **(of_pieces[number] if of_pieces else {})}
+            copies = {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
+            own[piece.parameter].append((piece.begin, copies))
+    return own
+
+
+def _assembled(fragments: list[tuple[int, Values]], size: torch.Size) -> Values:
+    """A parameter's values from those of its pieces, each with the element at which it begins."""
+    ordered = [values for _, values in sorted(fragments, key=lambda fragment: fragment[0])]
+    if not ordered:
+        return {PARAMETER: torch.zeros(size)}
+    return {
+        key: torch.cat([values[key] for values in ordered]).view(size) if value.dim() else value
+        for key, value in ordered[0].items()
+    }

@@ -1,0 +1,110 @@
+"""Exports: what four ranks trained, as one directory in the model's own names, that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.model.build_stage import build_stage
+from mpirun.model.load_model import load_model
+
+GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+TENSOR = "mpirun.examples.gpt:tensor"
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def exported(
+    launch: Callable[..., Any], compiled: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[str]]:
+    """The folder of all exports, with the directory `source` that they began with, and what was printed."""
+    folder = tmp_path_factory.mktemp("exports")
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).save_pretrained(folder / "source")
+    (folder / "source" / "tokenizer.json").write_text("{}")
+    (folder / "source" / "pytorch_model.bin").write_text("old")
+    skip = {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "apart": [0]}  # of the tied embedding
+    chain = compiled("1f1b", workers=4, microbatches=4, graph=skip)
+    divided = compiled("fsdp", workers=4, microbatches=4, shards=4, graph=skip)
+    graph = {"stages": 8, "whole": [0]}
+    shards = compiled("1f1b", stages=2, tensor=2, microbatches=4, graph=graph)
+    gpt2 = "pretrained_models:gpt2"
+    source = str(folder / "source")
+    runs = [
+        (chain, gpt2, 0, "unchanged", source),
+        (chain, gpt2, 1, "chain", source),
+        (divided, gpt2, 1, "divided", None),
+        (shards, TENSOR, 0, "shards", None),
+        (chain, gpt2, 0, "chain", None),
+    ]
+    lines = [
+        json.dumps({"file": str(file), "model": model, "steps": steps, "to": str(folder / to), "source": of})
+        for file, model, steps, to, of in runs
+    ]
+    result = launch(4, *lines, program=["programs/export_model.py"], env={"WEIGHTS": str(folder / "source")})
+    assert result.code == 0, result.err
+    return folder, result.out.splitlines()
+
+
+def test_weights_that_are_not_trained_are_written_as_they_were_read(exported: tuple[Path, list[str]]) -> None:
+    folder, _ = exported
+    source, unchanged = tensors(folder / "source"), tensors(folder / "unchanged")
+    assert unchanged.keys() == source.keys()  # a tied parameter once, under its first name
+    assert all(torch.equal(value, unchanged[name]) for name, value in source.items())
+
+
+def test_transformers_load_it(exported: tuple[Path, list[str]]) -> None:
+    folder, _ = exported
+    names = {path.name for path in (folder / "chain").iterdir()}
+    assert {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00004.safetensors",
+    } <= names
+    assert "pytorch_model.bin" not in names and "model.safetensors" not in names
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "chain")
+    source = transformers.AutoModelForCausalLM.from_pretrained(folder / "source")
+    written, tokens = tensors(folder / "chain"), torch.arange(8)[None]
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, written[name])
+    assert not torch.equal(loaded(tokens).logits, source(tokens).logits)
+    assert set(Pretrained(folder / "chain").names) == written.keys()
+
+
+def test_parts_are_put_together(exported: tuple[Path, list[str]]) -> None:
+    folder, _ = exported
+    chain, divided = tensors(folder / "chain"), tensors(folder / "divided")
+    assert chain.keys() == divided.keys()
+    for name, value in chain.items():
+        torch.testing.assert_close(divided[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_tensor_shards_are_joined(exported: tuple[Path, list[str]]) -> None:
+    folder, _ = exported
+    model = load_model(TENSOR, 2, 0)
+    whole = {
+        model.entry_name(stage, name): value
+        for stage in range(2)
+        for name, value in build_stage(model, stage, 0).state_dict().items()
+    }
+    written = tensors(folder / "shards")
+    assert written.keys() == whole.keys() and all(torch.equal(value, written[name]) for name, value in whole.items())
+
+
+def test_nothing_is_overwritten(exported: tuple[Path, list[str]]) -> None:
+    folder, printed = exported
+    assert printed == [f"export {folder / 'chain'}: it is not empty: export to a new directory"]
+    assert not list(folder.glob(".*"))
