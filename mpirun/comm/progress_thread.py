@@ -55,6 +55,10 @@ class MessageProgress:
         if isinstance(output, Tensor) and output.grad_fn is not None:
             output.grad_fn.register_prehook(self._poll_if_due)
 
+    def free(self) -> None:
+        """Give back its communicator; nothing is computed any more. Collective."""
+        self.comm.Free()
+
     # In a thread
 
     def with_thread(self, act: Callable[[], object]) -> Callable[[], object]:

@@ -66,6 +66,7 @@ class Transport:
             comm.Create_group(world.Incl(list(members)), tag) if comm.rank in members else None
             for tag, members in enumerate(groups)
         ]
+        self.receives: list[MPI.Prequest] = []
         self.waited = 0.0  # seconds, all waits together
         self.background: Callable[[], None] | None = None  # advances allreduces: every poll calls it
 
@@ -81,8 +82,22 @@ class Transport:
 
     def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
         """A receive into the memory of a tensor, which the caller keeps alive; nothing arrives before its `start`."""
-        request = (comm or self.comm).Recv_init(mpi_buffer(tensor), peer, tag)
+        request = self._persistent(tensor, peer, tag, comm)
         return Receive(request.Start, request.Test)
+
+    def _persistent(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None) -> MPI.Prequest:
+        self.receives.append((comm or self.comm).Recv_init(mpi_buffer(tensor), peer, tag))
+        return self.receives[-1]
+
+    def free(self) -> None:
+        """Give back what MPI has for this transport, which is used no more; nothing is under way. Collective."""
+        for request in self.receives:
+            request.Free()
+        self.receives.clear()
+        for comm in (*self.groups, self.comm):
+            if comm is not None:
+                comm.Free()
+        self.groups.clear()
 
     def wait(self, done: Done, row: int = NO_ROW) -> None:
         """Return when a transfer is done; `row`: of the instruction that started it."""
@@ -125,7 +140,7 @@ class QueuedTransport(Transport):
     def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
         """As `Transport.receive`; a message that arrives in host memory is copied to the GPU when it is done."""
         target = tensor if self.device.direct else self._staging(tensor)
-        request = (comm or self.comm).Recv_init(mpi_buffer(target), peer, tag)
+        request = self._persistent(target, peer, tag, comm)
         into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
         begun = False
 

@@ -54,7 +54,7 @@ class ForwardList:
                 self.stages[index] = run.stages[index].elsewhere(block)
                 self.moved.append((run.stages[index], self.stages[index]))
         self.training: dict[nn.Module, bool] = {}  # the modes of modules in the run, while they are here
-        transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)
+        self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)
         self.position = Position(setup.passes)
         context = replace(
             run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,

@@ -72,6 +72,11 @@ class Interpreter:
             return tied_allreduce(self.context, i)
         return self.shard_allreduce.allreduce(row, i)
 
+    def free(self) -> None:
+        """Give back what MPI has for it; it executes no more steps. Collective."""
+        self.transport.free()
+        self.progress.free()
+
     def run(self, step: int) -> StepResult:
         """Execute the list once for every accumulation pass of a step."""
         self.position.step = self.state[STEP] = step

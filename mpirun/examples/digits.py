@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import mpirun
 
-EPOCHS = 3
+EPOCHS, EVERY = 3, 8
 
 
 class Residual(nn.Module):
@@ -63,11 +63,11 @@ def main(schedule: str, epochs: int = EPOCHS, checkpoints: str | None = None, **
     while loader.epoch < epochs:
         for batch in loader:
             result = run.step(batch)
+            if checkpoints and run.steps % EVERY == 0:
+                run.save(checkpoints, data=loader)
         accuracies.append(run.evaluate(tests).metrics["accuracy"])
         if run.rank == 0:
             print(f"epoch {loader.epoch}: loss {result.loss:.4f}, accuracy {accuracies[-1]:.4f}", flush=True)
-        if checkpoints:
-            run.save(checkpoints, data=loader)
     run.close()
     return accuracies
 

@@ -3,8 +3,8 @@
     mpiexec -n 4 python -m mpirun.examples.finetune_lm MODEL TEXT SCHEDULE TUNED
 
 MODEL is a directory with config.json, the tokenizer and safetensors; SCHEDULE is a file of schedgen, or the name of a
-scheme. After each epoch it evaluates on the last tenth of the text and saves a checkpoint. Started again, it goes on
-from there. The tuned model goes to the directory TUNED, which from_pretrained loads.
+scheme. After each epoch it evaluates on the last tenth of the text. It saves checkpoints, and started again goes on from
+the newest. The tuned model goes to the directory TUNED, which from_pretrained loads.
 """
 
 import math
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import mpirun
 
-LENGTH, EPOCHS, RATE = 32, 2, 1e-3
+LENGTH, EPOCHS, RATE, EVERY = 32, 2, 1e-3, 5
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -68,10 +68,11 @@ def main(model: str, text: str, schedule: str, tuned: str, **options: Any) -> No
     while run.steps < steps:
         for batch in loader:
             result = run.step(batch)
+            if run.steps % EVERY == 0 or run.steps == steps:
+                run.save(f"{tuned}-checkpoints", data=loader)
         found = run.evaluate(validation)
         if run.rank == 0:
             print(f"step {run.steps}: loss {result.loss:.4f}, validation {found.loss:.4f}, {found.metrics}", flush=True)
-        run.save(f"{tuned}-checkpoints", data=loader)
     run.export(tuned)
 
 

@@ -140,7 +140,7 @@ class Engine:
             elif microbatches not in (None, file.program.header.microbatches):
                 raise Stop(f"{schedule} has {file.program.header.microbatches} microbatches, not {microbatches}", 2, 0)
             self.session = session = Session(self.comm, file, timeout)
-            atexit.register(self.close)
+            atexit.register(session.close)
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
             self.log: Log = on_rank_0(self.comm, lambda: _log(log)) or _nothing
@@ -331,11 +331,16 @@ class Engine:
         return self._running.verify() == 0
 
     def close(self) -> None:
-        """The end of the run; another Engine may follow in this process."""
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-            atexit.unregister(self.close)
+        """The end of the run; another Engine may follow in this process. Collective."""
+        if self.session is None:
+            return
+        for evaluator in self.evaluators.values():
+            evaluator.list.transport.free()
+        if self.built:
+            self.session.interpreter.free()
+        self.session.close()
+        atexit.unregister(self.session.close)
+        self.session, self.evaluators, self.built = None, {}, False
 
     def __enter__(self) -> Engine:
         """The engine itself, which is closed at the end of the block."""

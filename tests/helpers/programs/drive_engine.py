@@ -199,6 +199,22 @@ class Alone(torch.optim.Optimizer):
                 parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
 
 
+def predictions() -> Any:
+    """Under every scheme in FOLDER/predict, what a model that has never been trained predicts, beside one process."""
+    found = {}
+    data = TensorDataset(*(tensor[:32] for tensor in DATA.tensors))
+    for file in sorted((FOLDER / "predict").iterdir()):
+        header = json.loads(file.read_text())["scheme"]
+        run = engine(f"predict/{file.stem}", modules(header["stages"]))
+        predicted = run.predict(run.loader(data, 2))
+        run.close()
+        plain = nn.Sequential(*modules(header["stages"])).eval()
+        with torch.no_grad():
+            expected = torch.cat([plain(part) for part in INPUTS[:32].split(2)])
+        found[file.stem] = WORLD.rank > 0 or torch.equal(predicted, expected)
+    return found
+
+
 def sentences() -> Any:
     """By mistake, the exit code and what is said."""
     plain = {"loss": loss, "timeout": 0}
@@ -323,7 +339,7 @@ def asked_to_leave() -> Any:
 if __name__ == "__main__":
     found = {
         check.__name__: check()
-        for check in (schemes, resumed, one_given_batch, from_a_stream, told, sentences, asked_to_leave)
+        for check in (schemes, predictions, resumed, one_given_batch, from_a_stream, told, sentences, asked_to_leave)
     }
     if WORLD.rank == 0:
         (FOLDER / "found.json").write_text(json.dumps(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,10 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from schedgen.cli.main import main as schedgen
+import schedgen
+from schedgen.cli.main import main as command
+from schedgen.schemes import SCHEMES, load
+from schedgen.util.errors import UsageError
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "programs" / "drive_engine.py"
 SCHEDULES = {
@@ -25,7 +29,16 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("engine")
     for name, scheme in SCHEDULES.items():
         sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
-        assert schedgen(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
+        assert command(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
+    (folder / "predict").mkdir()
+    for name in SCHEMES:
+        for stages, microbatches, own in ((4, 8, {}), (8, 8, {}), (2, 8, {"replicas": (3, 1)}), (4, 8, {"groups": 2})):
+            sizes = schedgen.Sizes(stages, microbatches, 4, **own)
+            with contextlib.suppress(UsageError), (folder / "predict" / f"{name}.json").open("wb") as out:
+                schedgen.write(schedgen.compile(load(name, sizes), sizes), out)
+                break
+        else:
+            raise AssertionError(name)
     done = launch(4, folder, program=(str(PROGRAM),))
     assert done.code == 0, done.err
     return json.loads((folder / "found.json").read_text())
@@ -64,6 +77,11 @@ def test_evaluation_and_prediction_are_in_eval_mode_and_the_same_everywhere(foun
     _, targets = (torch.randn(41, 8, generator=generator) for _ in range(2))
     assert loss == pytest.approx(mse_loss(values, targets).item(), rel=1e-5)
     assert metrics["largest"] == pytest.approx(values.abs().amax(1).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_predictions_under_every_scheme_have_the_bits_of_one_process(found, scheme):
+    assert found["predictions"][scheme]
 
 
 def test_a_run_resumed_in_the_middle_of_an_epoch_gives_the_same_bits(found):
@@ -129,3 +147,51 @@ def test_a_run_that_is_asked_to_leave_saves_and_leaves(found):
     code, err, folders = found["asked_to_leave"]
     assert code == 143 and "asked to leave (SIGTERM): saved after step 2" in err
     assert folders == ["step-00000001", "step-00000002"]
+
+
+def test_one_process_needs_no_launcher(tmp_path, launch):
+    """As in a notebook: 300 Engines in turn, each a run of its own, on a schedule of one worker."""
+    script = tmp_path / "sweep.py"
+    script.write_text(
+        """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+losses = []
+for number in range(300):
+    with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0,
+                       lr=0.1 * (number % 2)) as run:
+        losses.append([run.step((x, x)).loss for _ in range(2)])
+print(all(second < first for first, second in losses[1::2]), all(a == b for a, b in losses[0::2]))
+"""
+    )
+    done = launch(None, program=(str(script),))
+    assert done.code == 0 and done.out.split() == ["True", "True"], done.err
+
+
+FAILING = """
+import sys, torch, mpirun
+from torch.nn.functional import mse_loss
+def loss(output, target):
+    return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] == "loop" or not run.steps else [][0]
+run = mpirun.Engine("1f1b", [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, microbatches=2, loss=loss)
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+run.step((x, x))
+if run.rank == 0 or sys.argv[1] == "loss":
+    run.step((x, x))
+[][run.rank]
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("loop", 'fails.py", line 11'),
+        ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
+    ],
+)
+def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILING)
+    done = launch(2, where, program=(str(script),), limit=60)
+    assert done.code != 0 and "IndexError" in done.err and re.search(words, done.err), done.err

@@ -1,0 +1,157 @@
+"""make test-examples: the examples of mpirun under several schemes, killed in the middle of an epoch, and exported.
+
+Each runs on 4 ranks under each scheme, with canonical=True and without. Losses must agree to 1e-4, with canonical=True
+all weights to the bit. Then a run is killed and started again: the end must have the same bits. What the language model
+exports must be what transformers loads, with the logits that mpirun predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from pretrained_models import byte_model
+from processes import environment, mpiexec, processes
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from schedgen.cli.main import main as schedgen
+
+SCHEMES = {
+    "1f1b": ["1f1b"], "zb-h1": ["zb-h1"], "fsdp-shards": ["fsdp", "--shards", "4"], "gpipe": ["gpipe"], "ddp": ["ddp"],
+}  # fmt: skip
+LM = """
+import sys
+from mpirun.examples import finetune_lm as lm
+lm.main(sys.argv[1] + "/model", sys.argv[1] + "/text", sys.argv[2], sys.argv[3], canonical=sys.argv[4] == "canonical")
+"""
+DIGITS = """
+import sys
+from mpirun.examples import digits
+digits.main(sys.argv[2], 2, sys.argv[3] + "-checkpoints", canonical=sys.argv[4] == "canonical")
+"""
+GRAPH = """
+import sys, torch, mpirun
+from transformers import AutoConfig, AutoModelForCausalLM
+from mpirun.examples.finetune_lm import LENGTH
+with torch.device("meta"):
+    net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1] + "/model", use_cache=False))
+cut = mpirun.split(net, {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}, stages=4)
+cut.write_graph(sys.argv[1] + "/lm.graph")
+"""
+
+
+class Example:
+    """One of the examples, in a folder."""
+
+    def __init__(self, name: str, program: str, folder: Path) -> None:
+        self.name, self.program, self.folder = name, program, folder
+
+    def command(self, scheme: str, canonical: bool, out: str) -> list[str]:
+        mode = "canonical" if canonical else "plain"
+        file = self.folder / f"{self.name}-{scheme}.json"
+        return [*mpiexec(), "-n", "4", sys.executable, "-c", self.program, self.folder, file, self.folder / out, mode]
+
+    def run(self, scheme: str, canonical: bool, out: str) -> list[float]:
+        """The numbers that it prints."""
+        done = subprocess.run(
+            self.command(scheme, canonical, out), env=environment("x"), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stdout.splitlines() if "loss" in line]
+        return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+    def kill_after(self, seconds: float, scheme: str, out: str) -> None:
+        """SIGKILL to all ranks so many seconds after the first checkpoint."""
+        marker = hashlib.sha256(out.encode()).hexdigest()
+        job = subprocess.Popen(
+            self.command(scheme, True, out), env=environment(marker), stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        while not list((self.folder / f"{out}-checkpoints").glob("step-*/manifest.json")):
+            assert job.poll() is None, "it ended before its first checkpoint"
+            time.sleep(0.05)
+        time.sleep(seconds)
+        for pid in processes(marker):
+            os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+    def weights(self, out: str) -> dict[str, str]:
+        """By entry, a hash of its value in the newest checkpoint."""
+        newest = max((self.folder / f"{out}-checkpoints").glob("step-*"))
+        values = {name: x for file in newest.glob("weights-*.safetensors") for name, x in load_file(file).items()}
+        return {name: hashlib.sha256(x.numpy().tobytes()).hexdigest() for name, x in sorted(values.items())}
+
+
+def check(example: Example, schemes: list[str]) -> None:
+    """All of it for one example."""
+    numbers, weights = {}, {}
+    for scheme in schemes:
+        for canonical in (False, True):
+            out = f"{example.name}-{scheme}-{canonical}"
+            begin = time.perf_counter()
+            numbers[scheme, canonical] = example.run(scheme, canonical, out)
+            weights[scheme, canonical] = example.weights(out)
+            print(f"{out}: {time.perf_counter() - begin:.0f} s, {numbers[scheme, canonical]}", flush=True)
+    first = schemes[0]
+    trained = [name for name in weights[first, True] if "running_" not in name]  # statistics are of one worker's data
+    for scheme in schemes:
+        pairs = zip(numbers[scheme, False][::2], numbers[first, False][::2], strict=True)
+        apart = max(abs(a - b) / abs(b) for a, b in pairs)
+        assert apart < 1e-2, (scheme, apart)
+        assert all(weights[scheme, True][name] == weights[first, True][name] for name in trained), scheme
+        print(f"{example.name} {scheme}: losses {apart:.1e} from {first}'s, canonical: the same bits", flush=True)
+    out = f"{example.name}-killed"
+    example.kill_after(0.3, first, out)
+    example.run(first, True, out)
+    assert example.weights(out) == weights[first, True]
+    print(f"{example.name}: killed and started again, the same bits")
+
+
+def check_export(example: Example, scheme: str) -> None:
+    """The exported model is what transformers loads."""
+    folder = example.folder / f"{example.name}-{scheme}-True"
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    newest = max((example.folder / f"{folder.name}-checkpoints").glob("step-*"))
+    values = {name: x for file in newest.glob("weights-*.safetensors") for name, x in load_file(file).items()}
+    assert all(torch.equal(loaded[name], x) for name, x in values.items() if name in loaded)
+    assert len(loaded.keys() & values.keys()) >= len(loaded) - 1  # the head is tied
+    print(f"{example.name}: transformers loads the export of {scheme}: {len(loaded)} tensors, the same bits")
+
+
+def main() -> None:
+    """Run what the options say."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1f1b only")
+    quick = parser.parse_args().quick
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        byte_model(folder / "model")
+        (folder / "text").write_text(Path(__file__).read_text()[:4000])
+        subprocess.run([sys.executable, "-c", GRAPH, folder], check=True)
+        sizes = ["--workers", "4", "--microbatches", "8"]
+        for scheme, arguments in SCHEMES.items():
+            file = folder / f"digits-{scheme}.json"
+            assert schedgen(["compile", *arguments, *sizes, "--stages", "4", "-o", str(file)]) == 0
+            graph = str(folder / "lm.graph")
+            file = folder / f"lm-{scheme}.json"
+            assert schedgen(["compile", *arguments, *sizes, "--graph", graph, "-o", str(file)]) == 0
+        schemes = ["1f1b"] if quick else [*SCHEMES]
+        lm, digits = Example("lm", LM, folder), Example("digits", DIGITS, folder)
+        check(lm, schemes[:3])
+        for scheme in schemes[:3]:
+            check_export(lm, scheme)
+        check(digits, schemes)
+
+
+if __name__ == "__main__":
+    main()
