@@ -169,6 +169,14 @@ def test_tied_under_another_name_and_what_is_missing(tmp_path: Path) -> None:
         assert not built.get_parameter("blocks.1.qkv.weight").isnan().any()
 
 
+def test_types_that_become_others_are_said(tmp_path: Path) -> None:
+    model, values = stage_entries("layers")
+    save_file({name: value.bfloat16() for name, value in values.items()}, tmp_path / "model.safetensors")
+    with pytest.warns(MpirunWarning, match=r": torch.bfloat16 becomes torch.float32, as the model has it$") as said:
+        check_weights(model._replace(weights=Pretrained(tmp_path)))
+    assert len(said) == 1
+
+
 def test_weights_without_names_are_compared_where_stages_are_built() -> None:
     model, values = stage_entries("layers")
     del values["layer2.bias"]
