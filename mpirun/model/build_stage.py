@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.model.contract import Model
-from mpirun.model.module_copy import ModuleCopy, like, own_tensors
+from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
 from mpirun.model.parallel_layers import sharded_dims
 from mpirun.model.rng import derived_seed
 from mpirun.model.weight_names import lack, weight_names
@@ -137,6 +137,9 @@ class _Builder:
                 module = make.module if isinstance(make, ModuleCopy) else make()
             if isinstance(module, nn.Module):
                 check_parameter_hooks(module, type(module).__name__)
+                if isinstance(make, ModuleCopy) and compiled_in_place(module):
+                    lost = f"stage {stage}: Module.compile is lost where a stage is copied: use torch.compile(module)"
+                    warnings.warn(lost, MpirunWarning, stacklevel=4)
                 values = self._load(module, prefix)
                 if isinstance(make, ModuleCopy):
                     return make.build(values, needs_values)

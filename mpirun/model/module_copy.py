@@ -115,6 +115,11 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def compiled_in_place(module: nn.Module) -> list[str]:
+    """The names of submodules on which `Module.compile` was called; "" is the module itself."""
+    return [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
+
+
 def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
     """By parameter that has several names in a module, those beside its first."""
     names: dict[int, list[str]] = {}

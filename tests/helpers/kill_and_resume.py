@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from mpirun.checkpoint import disk_format
 from schedgen.cli.main import main as schedgen
 
-STEPS = 30
+STEPS = 30  # of `make test-crash`
 ATTEMPTS = 50  # runs of which one is killed at its moment
 LONGEST = 60.0  # seconds after a kill in which all should have ended
 KINDS = ("anywhen", "writing")
@@ -50,9 +50,9 @@ class Crash(NamedTuple):
 class Crasher:
     """Kills and resumes runs by one schedule, and compares each with one that nobody disturbed."""
 
-    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+    def __init__(self, folder: Path, seed: int, ranks: int, steps: int = STEPS) -> None:
         """Do the run that nobody disturbs."""
-        self.folder, self.random, self.ranks = folder, random.Random(seed), str(ranks)
+        self.folder, self.random, self.ranks, self.steps = folder, random.Random(seed), str(ranks), steps
         self.schedule = folder / "1f1b.json"
         command = ["compile", "1f1b", "--stages", self.ranks, "--microbatches", "4", "-o", str(self.schedule)]
         assert schedgen(command) == 0
@@ -64,12 +64,23 @@ class Crasher:
     def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
         """A run that goes on from what is saved."""
         command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
-        command += ["--model", MODEL, "--steps", str(STEPS), "--save", str(save), "--every", "1", "--resume", str(save)]
+        command += [
+            "--model",
+            MODEL,
+            "--steps",
+            str(self.steps),
+            "--save",
+            str(save),
+            "--every",
+            "1",
+            "--resume",
+            str(save),
+        ]
         return subprocess.Popen(command, env=environment(marker), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def result(self, save: Path) -> dict[str, bytes]:
         """All entries of the last checkpoint."""
-        manifest = disk_format.read_manifest(disk_format.step_folder(save, STEPS))
+        manifest = disk_format.read_manifest(disk_format.step_folder(save, self.steps))
         files = [load_file(manifest.folder / file.name) for file in manifest.files]
         return {name: value.numpy().tobytes() for entries in files for name, value in entries.items()}
 
@@ -115,11 +126,11 @@ class Crasher:
 
     def behind_a_step(self, save: Path) -> Callable[[], bool]:
         """Up to 50 ms after the checkpoint of some step."""
-        return self.after(disk_format.step_folder(save, self.random.randint(1, STEPS - 1)), 0.05)
+        return self.after(disk_format.step_folder(save, self.random.randint(1, self.steps - 1)), 0.05)
 
     def while_writing(self, save: Path) -> Callable[[], bool]:
         """While the checkpoint of some step is being written: up to 20 ms after its folder has come up."""
-        return self.after(disk_format.draft_folder(save, self.random.randint(1, STEPS - 1)), 0.02)
+        return self.after(disk_format.draft_folder(save, self.random.randint(1, self.steps - 1)), 0.02)
 
     def after(self, folder: Path, seconds: float) -> Callable[[], bool]:
         """Up to so many seconds after a folder has come up."""

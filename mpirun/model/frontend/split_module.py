@@ -27,7 +27,7 @@ from mpirun.model.frontend.module_io import Call
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.frontend.stage_modules import StageBuilder
-from mpirun.model.module_copy import Init, meta_module, parameter_aliases
+from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -62,6 +62,8 @@ def split(
     _check_options(module, stages, points, costs, shared)
     if not module.training:
         warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
+    if compiled_in_place(module) or any(hasattr(part, "_orig_mod") for part in module.modules()):
+        warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
     exported = _export(module, args, kwargs, dims)

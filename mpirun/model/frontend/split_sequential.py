@@ -13,9 +13,9 @@ from torch import nn
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.frontend.balance import balanced_starts, even_starts
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
-from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name
+from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
 from mpirun.model.frontend.split_result import Cut
-from mpirun.model.module_copy import Init, meta_module, parameter_aliases
+from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases
 from schedgen.util.errors import UsageError, raised
 
 
@@ -44,6 +44,8 @@ def split_sequential(
     if module._forward_hooks or module._forward_pre_hooks:
         raise UsageError(f"{type(module).__name__} has a hook of its own, which would not be called")
     check_hooks(module)
+    if "" in compiled_in_place(module):
+        warn_user("Module.compile of the Sequential is lost: compile its children")
     if not isinstance(stages, int | Sequence) or isinstance(stages, str):
         raise UsageError(f"stages should be a whole number, or a list of children, not {stages!r}")
     names = list(module._modules)

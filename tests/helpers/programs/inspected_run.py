@@ -4,6 +4,7 @@
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     late       a device that does its work late: "direct" or "staged"
     record     a file for a `Record` of all stages; needs --verify
+    owned      a file for the bytes that every rank owns in the end, as JSON
 
 What comes of it: its exit code, its stdout, and a hash of all weights in the end.
 """
@@ -16,6 +17,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,6 +41,20 @@ def save_record(run: Run, file: str) -> None:
     if WORLD.rank == 0:
         assert isinstance(record, Record), record
         torch.save(record._asdict(), file)
+
+
+def save_owned(run: Run, file: str) -> None:
+    """Bytes of a rank's parts of weights, of what the optimizer keeps for them, and of where gradients are gathered."""
+    interpreter = run.session.interpreter
+    units = [(index, part) for index, stage in interpreter.stages.items() for part in stage.owned]
+    tensors = {
+        "weights": [interpreter.stages[stage].owned[part] for stage, part in units],
+        "state": [value for unit in units for state in interpreter.optimizer.state(unit) for value in state.values()],
+        "gradient": [interpreter.context.grad_buffers.of_unit(unit).total for unit in units],
+    }
+    owned = {what: sum(tensor.untyped_storage().nbytes() for tensor in some) for what, some in tensors.items()}
+    if (by_rank := WORLD.gather(owned)) is not None:
+        Path(file).write_text(json.dumps(by_rank))
 
 
 def weights(run: Run) -> str:
@@ -80,4 +96,6 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
         code = run.execute()
     if file := request.get("record"):
         save_record(run, file)
+    if file := request.get("owned"):
+        save_owned(run, file)
     return max(WORLD.allgather(code)), out.getvalue(), weights(run)

@@ -177,10 +177,12 @@ def sentence(launch):
     return sentence
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_wrong_number_of_ranks(sentence, files, ranks):
-    found = sentence(ranks, 2, files.schedule, "--model", MLP)
-    assert found.startswith(f"{files.schedule} is for 2 ranks, mpiexec -n 2, but this run has {ranks}")
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_wrong_number_of_ranks(mistakes, files, ranks):
+    (ended,) = mistakes(ranks, [[files.schedule, "--model", MLP]])
+    assert (ended.code, ended.out) == (2, "") and len(ended.err.splitlines()) == 1
+    words = f"{files.schedule} is for 2 ranks, mpiexec -n 2, but this run has {ranks}"
+    assert ended.err.startswith(f"mpirun: {words}")
 
 
 def test_no_mpiexec(sentence, files):

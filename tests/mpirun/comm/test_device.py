@@ -13,17 +13,15 @@ MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }
-LATE = [
-    (name, how)
-    for name in ("1f1b", "fsdp", "ddp", "fslpp", "zb-v", "1f1b-tied", "1f1b-tensor", "pipedream")
-    for how in ("direct", "staged")
-]
+LATE = [(name, how) for name in ("1f1b", "fslpp", "ddp") for how in ("direct", "staged")]
+LATE += [("fsdp", "direct"), ("zb-v", "staged"), ("1f1b-tied", "direct"), ("1f1b-tensor", "staged")]
+LATE += [("pipedream", "direct")]
 
 
 @pytest.fixture(scope="module")
 def late_runs(inside, text):
     """Trainings on a device whose work is done late, with messages straight from its memory and through host memory."""
-    common = ["--text", text, "--steps", 3, "--verify", "--canonical"]
+    common = ["--text", text, "--steps", 2, "--verify", "--canonical"]
     runs = [
         {"arguments": [TRACES / f"{name}.json", "--model", MODEL[name], *common], "late": how} for name, how in LATE
     ]

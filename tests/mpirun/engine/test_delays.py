@@ -8,9 +8,7 @@ import pytest
 
 TRACES = Path(__file__).parents[3] / "traces"
 # One of each way to send, to add up and to update.
-GOLDEN = (
-    "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "ddp", "fsdp", "fsdp-sharded", "fslpp", "lpp", "pipedream", "zb-v",
-)  # fmt: skip
+GOLDEN = ("1f1b", "1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp", "lpp", "pipedream", "zb-v")
 MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",

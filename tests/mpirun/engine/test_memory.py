@@ -1,6 +1,7 @@
-"""No rank holds more bytes of tensors than `schedgen stats --profile` says, under any scheme, and none far less.
+"""No rank holds more bytes of tensors than `schedgen stats --profile` says, whatever it holds, and none far less.
 
-The profile is measured on one rank; what is held against it, on four.
+Schemes that hold the same kinds of buffers in another order are left to schedgen's tests of the plan. The profile is
+measured on one rank; what is held against it, on four.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ import pytest
 from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
-NAMES = (
-    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "chimera", "interleaved-1f1b", "looped-bfs", "zb-v",
-    "v-half", "dualpipe-v",
-)  # fmt: skip
+NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", "interleaved-1f1b", "zb-v")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def measured(several, schedules, text):
 def predicted(several, schedules, text, tmp_path_factory):
     """By schedule: what stats says that every rank needs."""
     folder = tmp_path_factory.mktemp("profiles")
-    kinds = [(stages, split) for stages in (4, 8) for split in (False, True)]
+    kinds = [(4, False), (8, False), (8, True)]
     files = {kind: folder / f"{kind[0]}-{kind[1]}.json" for kind in kinds}
     runs = [
         ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", files[stages, split]]

@@ -24,12 +24,14 @@ def numbers(file: Path) -> list[tuple[float, float]]:
 
 
 @pytest.fixture(scope="module")
-def long(launch, traces, tmp_path_factory):
-    """A training on the default text: the result and its metrics."""
+def long(several, traces, tmp_path_factory):
+    """A training on the default text: its stdout and its metrics."""
     file = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    result = launch(4, traces / "1f1b.json", "--model", GPT, "--steps", STEPS, "--clip", 1, "--metrics", file)
-    assert result.code == 0, result
-    return result, file
+    ((code, out),) = several(
+        4, [[traces / "1f1b.json", "--model", GPT, "--steps", STEPS, "--clip", 1, "--metrics", file]]
+    )
+    assert code == 0, out
+    return out, file
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +72,10 @@ def test_metrics_have_one_object_a_step(long):
 
 
 def test_stdout_says_what_the_metrics_say(long):
-    result, file = long
+    out, file = long
     losses = [row["loss"] for row in rows(file)]
-    assert f"step {STEPS}/{STEPS}  loss {losses[-1]:.4f}" in result.out
-    summary = result.out.splitlines()[-1]
+    assert f"step {STEPS}/{STEPS}  loss {losses[-1]:.4f}" in out
+    summary = out.splitlines()[-1]
     assert re.match(rf"1f1b: {STEPS} steps on 4 ranks, loss {losses[0]:.4f} -> {losses[-1]:.4f}, \d+ tokens/s", summary)
 
 

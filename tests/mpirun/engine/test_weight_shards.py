@@ -41,7 +41,7 @@ CASES = {
         ["--accumulate", 2, "--optimizer", "sgd", "--momentum", 0.9],
     ),
 }
-COMMON = ["--steps", 3, "--clip", 1, "--verify"]
+COMMON = ["--steps", 2, "--clip", 1, "--verify"]
 STEPS = 4
 
 
@@ -82,12 +82,13 @@ def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
 
 
 @pytest.fixture(scope="module")
-def owned(launch, schedules, text):
+def owned(inside, schedules, text, tmp_path_factory):
     """By rank, the bytes that it owns."""
     arguments = [schedules["two stages on four"], "--model", "mpirun.examples.gpt:tiny", "--text", text, "--steps", 1]
-    result = launch(4, *arguments, program=("-m", "mpi4py", "programs/owned_bytes.py"))
-    assert result.code == 0, result.err
-    return json.loads(result.out.splitlines()[-1])
+    file = tmp_path_factory.mktemp("owned") / "bytes"
+    (run,) = inside(4, [{"arguments": arguments, "owned": str(file)}])
+    assert run.code == 0, run.out
+    return json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("what", ["weights", "gradient", "state"])

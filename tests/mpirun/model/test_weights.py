@@ -154,8 +154,8 @@ def test_tied_under_another_name_and_what_is_missing(tmp_path: Path) -> None:
             check_weights(model)
         where = f"weights in {tmp_path}"
         assert [str(one.message) for one in said] == [
-            f"{where}: has no blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.qkv.weight, blocks.1.qkv.bias and 6 "
-            "more: trained from the values that the model is built with",
+            f"{where}: has no blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.norm2.weight, blocks.1.norm2.bias "
+            "and 6 more: trained from the values that the model is built with",
             f"{where}: no stage uses odd",
         ]
         last = build_stage(model, 2, 0)
@@ -167,6 +167,14 @@ def test_tied_under_another_name_and_what_is_missing(tmp_path: Path) -> None:
             f"blocks.1.{part}" for part in ("norm1", "norm2", "qkv", "mlp.0", "mlp.2")
         }
         assert not built.get_parameter("blocks.1.qkv.weight").isnan().any()
+
+
+def test_types_that_become_others_are_said(tmp_path: Path) -> None:
+    model, values = stage_entries("layers")
+    save_file({name: value.bfloat16() for name, value in values.items()}, tmp_path / "model.safetensors")
+    with pytest.warns(MpirunWarning, match=r": torch.bfloat16 becomes torch.float32, as the model has it$") as said:
+        check_weights(model._replace(weights=Pretrained(tmp_path)))
+    assert len(said) == 1
 
 
 def test_weights_without_names_are_compared_where_stages_are_built() -> None:
@@ -304,3 +312,31 @@ def test_hooks_of_parameters_are_refused_by_name(method: str) -> None:
     ):
         with pytest.raises(UsageError, match=f"Sequential: {why}"):
             refused()
+
+
+def test_compiled_modules_stay_compiled_or_it_is_said() -> None:
+    traced: list[object] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    def compiled(in_place: bool) -> Any:
+        net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        if in_place:
+            net.compile(backend=backend)
+            return net
+        return torch.compile(net, backend=backend)
+
+    loss = nn.functional.mse_loss
+    for in_place in (False, True):
+        with pytest.warns(MpirunWarning, match=r"^torch.compile of \w+ is lost: stages run the operations that are"):
+            cut = split(compiled(in_place), X, stages=2)
+        assert cut.model(loss).entry_name(0, next(iter(dict(cut.stages[0].named_parameters())))) == "0.weight"
+    build_stage(Model([compiled(False)], loss), 0, 0)(X)
+    assert traced
+    with pytest.warns(MpirunWarning, match=r"^stage 0: Module.compile is lost where a stage is copied: use torch.comp"):
+        build_stage(Model([compiled(True)], loss), 0, 0)
+    with pytest.warns(MpirunWarning, match=r"^Module.compile of the Sequential is lost: compile its children$"):
+        split_sequential(compiled(True), 2)
+    torch._dynamo.reset()

@@ -41,7 +41,7 @@ def test_bubble_and_memory_are_the_paper_s(row, key, cost):
 @pytest.mark.parametrize("scheme", ["v-half", "v-min"])
 def test_v_schedules_hold_their_share_of_1f1b_s_memory(scheme):
     """Half and a third of 1F1B's p, and a constant of a few stages [Qi et al. 2024, table 1]."""
-    for p in (4, 6, 8, 12):
+    for p in (4, 6, 8):
         peak = stats(compiled(scheme, p, 4 * p))["peak_activations"] / 2
         assert peak <= {"v-half": p / 2, "v-min": p / 3}[scheme] + 2, p
 
@@ -74,7 +74,7 @@ def interleaved(r, W, v, m):
 
 @pytest.mark.parametrize("W", [1, 2, 3, 5, 8, 16])
 def test_the_closed_form_of_interleaved_1f1b_is_the_list_it_comes_from(W):
-    for m in range(W, 65, W):
+    for m in (W * k for k in (1, 2, 3, 5, 8)):
         program = compiled("interleaved-1f1b", W, m)
         for r in range(W):
             assert order(program, r) == interleaved(r, W, 2, m), f"m={m}, worker {r}"
@@ -111,11 +111,10 @@ def test_the_closed_form_of_zero_bubble_is_the_list_it_comes_from(p, h):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_compiles_at_every_size_that_makes_sense(scheme):
-    for workers in (2, 4, 6):
-        for microbatches in (2 * workers, 3 * workers):
-            program = compiled(scheme, workers, microbatches)
-            memory = check(program)
-            assert memory.saved.max() <= np.ceil(program.header.stages / workers) * microbatches
+    for workers, microbatches in ((2, 6), (4, 8), (6, 12)):
+        program = compiled(scheme, workers, microbatches)
+        memory = check(program)
+        assert memory.saved.max() <= np.ceil(program.header.stages / workers) * microbatches
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -20,7 +20,7 @@ from schedgen.util.errors import RefusedFile, UsageError
 
 # Numbers of three digits and more, several owners, relays, splits, limits.
 CASES = [
-    ("fsdp", Sizes(5, 260, 12), {"weight_slots": 2}),
+    ("fsdp", Sizes(5, 110, 12), {"weight_slots": 2}),
     ("lpp", Sizes(6, 12, 6, 3), {}),
     ("lpp", Sizes(4, 8, 4, 2), {"tied": [stages for n in (2, 3, 4) for stages in combinations(range(4), n)]}),
     ("zb-v", Sizes(8, 12, 4), {"prefetch": 1}),

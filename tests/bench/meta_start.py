@@ -1,0 +1,141 @@
+"""Host memory that a start takes from weights on disk: a GPT made on the meta device, on 4 ranks.
+
+    python tests/bench/meta_start.py [--quick]
+
+Before the stages are built and when they have been, a rank looks at the most memory it has had (ru_maxrss; pages of
+mapped files count). In between it should have needed the weights of its stages, their gradients' buffers, and about the
+largest tensor, not the whole model. 400 million parameters, with --quick 20 million.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+RANKS, LENGTH = 4, 8
+SIZES = {"full": (24, 1024, 50257), "quick": (8, 384, 8000), "tiny": (4, 64, 100)}  # blocks, width, words
+
+
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (sequences, length, width)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nnf.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(nnf.gelu(self.up(self.norm2(x))))
+
+
+def net(size: str) -> nn.Sequential:
+    """The model, without values."""
+    blocks, width, words = SIZES[size]
+    with torch.device("meta"):
+        head = nn.Linear(width, words, bias=False)
+        return nn.Sequential(nn.Embedding(words, width), *(Block(width) for _ in range(blocks)), head)
+
+
+def write_weights(directory: Path, size: str) -> None:
+    """A file for each child, as large models have several."""
+    for number, child in enumerate(net(size)):
+        values = {f"{number}.{name}": torch.randn(value.shape) for name, value in child.state_dict().items()}
+        save_file(values, directory / f"{number:02d}.safetensors")
+
+
+def measure(schedule: str, folder: Path, size: str) -> None:
+    """One rank's start; rank 0 prints what all found, in JSON."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    started = start(comm, schedule, folder, "tiny")  # loads what python loads when it is first used
+    before = peak_bytes()
+    started = start(comm, schedule, folder, size)
+    parameters = [p for stage in started.stages.values() for p in stage.module.parameters()]
+    gradients = [started.context.grad_buffers.of_stage(index).total for index in started.stages]
+    found = {
+        "peak": peak_bytes() - before,
+        "weights": sum(p.nbytes for p in parameters),
+        "gradients": sum(total.nbytes for total in gradients),
+        "largest": max(p.nbytes for p in parameters),
+    }
+    by_rank = comm.gather(found)
+    if by_rank is not None:
+        print(json.dumps(by_rank))
+
+
+def start(comm: Any, schedule: str, folder: Path, size: str) -> Any:
+    """The interpreter, built as the command builds it."""
+    import mpirun
+    from mpirun.checkpoint.pretrained import Pretrained
+    from mpirun.engine.build import build_interpreter
+    from mpirun.engine.options import SetupOptions
+    from mpirun.engine.read_schedule import read_schedule
+    from mpirun.engine.setup import set_up_command
+
+    def model(stages: int) -> mpirun.Model:
+        return mpirun.split_sequential(net(size), stages).model(
+            lambda output, target: output.logsumexp(-1).mean(),
+            lambda text, rng: (text[None, :LENGTH].long() % SIZES[size][2], None),
+            LENGTH,
+            weights=Pretrained(folder / size),
+        )
+
+    sys.modules["meta_start"] = sys.modules["__main__"]
+    globals()["model"] = model
+    program = read_schedule(comm, schedule).program
+    setup = set_up_command(comm, SetupOptions("meta_start:model", threads=1, device="cpu"), program.header)
+    return build_interpreter(comm, program, program.instructions(comm.rank), setup)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(size: str) -> None:
+    """Write weights, start 4 ranks, print a table."""
+    sys.path.insert(0, str(HERE.parent / "helpers"))
+    from processes import ROOT, mpiexec
+
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = Path(folder, "1f1b.json")
+        for kind in ("tiny", size):
+            Path(folder, kind).mkdir()
+            write_weights(Path(folder, kind), kind)
+        compile_it = ["-m", "schedgen", "compile", "1f1b", "--stages", str(RANKS), "--microbatches", "4"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, *compile_it, "-o", str(schedule)], check=True, env=environment)
+        rank = [sys.executable, __file__, "rank", str(schedule), folder, size]
+        command = [*mpiexec(), "-n", str(RANKS), *rank]
+        out = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+        whole = sum(path.stat().st_size for path in Path(folder, size).iterdir())
+    print(f"the whole model: {whole / 2**20:.0f} MiB")
+    print("rank  peak more than before  weights  gradients  largest tensor  peak / (weights + gradients + largest)")
+    for number, found in enumerate(json.loads(out.splitlines()[-1])):
+        peak, *held = (found[key] / 2**20 for key in ("peak", "weights", "gradients", "largest"))
+        weights, gradients, largest = held
+        print(f"{number:4} {peak:18.0f} MiB {weights:8.0f} {gradients:10.0f} {largest:15.0f}  {peak / sum(held):.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        measure(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+    else:
+        main("quick" if "--quick" in sys.argv else "full")
