@@ -24,28 +24,37 @@ class FolderLock:
 
         A file system without locks is said to have none.
         """
+        self.path = folder / NAME
+        while not self._taken(folder):
+            os.close(self.file)  # of a file that its holder has removed meanwhile
+        os.ftruncate(self.file, 0)
+        os.write(self.file, f"run {run} on {socket.gethostname()}, process {os.getpid()}\n".encode())
+
+    def _taken(self, folder: Path) -> bool:
+        """Open and lock the file; whether it is still there."""
         try:
-            self.file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RefusedFile(f"{folder / NAME}: {error.strerror}") from None
+            raise RefusedFile(f"{self.path}: {error.strerror}") from None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
-            raise UsageError(
-                f"--save {folder}: another run saves there: {holder or 'which has not said its name'}"
-            ) from None
+            who = holder or "which has not said its name"
+            raise UsageError(f"--save {folder}: another run saves there: {who}") from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise RefusedFile(f"{folder / NAME}: {error.strerror}") from None
-            print(
-                f"mpirun: note: {folder}: its file system has no locks: save one run there at a time", file=sys.stderr
-            )
-        os.ftruncate(self.file, 0)
-        os.write(self.file, f"run {run} on {socket.gethostname()}, process {os.getpid()}\n".encode())
+                raise RefusedFile(f"{self.path}: {error.strerror}") from None
+            sentence = "its file system has no locks: let one run save there at a time"
+            print(f"mpirun: note: {folder}: {sentence}", file=sys.stderr)
+        try:
+            return os.path.samestat(os.fstat(self.file), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         """Let another run save there."""
         with contextlib.suppress(OSError):
+            self.path.unlink()
             os.close(self.file)

@@ -71,6 +71,7 @@ class Session:
         self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout)
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
+        self.end.callback(self._end_saving)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
         self.on_nan = "stop"
@@ -193,14 +194,16 @@ class Session:
         self.watchdog.state[PHASE] = VERIFYING
         return self.verification.compare(self.begun, self.steps, self.beat)
 
+    def _end_saving(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
     def beat(self) -> None:
         """Show the watchdog that this rank moves."""
         self.watchdog.state[BEAT] += 1
 
     def close(self, error: BaseException | None = None) -> None:
         """The end of the run on this rank; `error`: what ends it."""
-        if self.writer is not None:
-            self.writer.close()
         self.end.__exit__(type(error) if error else None, error, None)
 
 

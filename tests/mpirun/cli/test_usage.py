@@ -93,7 +93,9 @@ MISTAKES = {
     "stages that do not fit": model(
         "models_for_tests:narrow", r"/stage 1 fails on the shapes it gets: RuntimeError: .+/"
     ),
-    "a loss of many numbers": model("models_for_tests:loss_of_many", "the loss should be one number"),
+    "a loss of many numbers": model(
+        "models_for_tests:loss_of_many", "the loss should be one number, or a pair of it and a dict of metrics"
+    ),
     "a stage that is no module": model(
         "models_for_tests:no_module", "stage 1 of the model should be an nn.Module, not function"
     ),
