@@ -5,6 +5,7 @@
 # make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
+# make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
 #
@@ -32,7 +33,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv launcher run test test-slurm test-hosts test-check test-fuzz test-models test-crash lint
+.PHONY: venv launcher run test test-slurm test-hosts test-check test-fuzz test-models test-examples test-crash lint
 .PHONY: traces pictures gallery curves bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
@@ -66,6 +67,9 @@ test-check: venv
 
 test-fuzz: venv
 	$(BIN)/python tests/helpers/fuzz.py --count 100000
+
+test-examples: launcher
+	$(BIN)/python tests/helpers/run_examples.py
 
 test-models: venv
 	$(BIN)/python tests/helpers/architectures.py
@@ -128,6 +132,8 @@ bench-run: launcher
 	$(BIN)/python tests/bench/overlap.py
 	$(BIN)/python tests/bench/predict.py
 	$(BIN)/python tests/bench/plan_run.py
+	$(MPIEXEC) -n 4 $(BIN)/python tests/bench/engine.py
+	$(BIN)/python tests/bench/meta_start.py
 	$(BIN)/python tests/bench/run.py
 
 bench: bench-compile bench-run

@@ -8,25 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tokenizers import Tokenizer as Tokens
-from tokenizers import models
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from mpirun import Model, split
 from mpirun.checkpoint.pretrained import Pretrained
 
 WORDS, LENGTH, SAMPLES = 100, 8, 2
-
-
-def byte_model(directory: str | os.PathLike[str]) -> None:
-    """Write a small GPT-2 and a tokenizer of bytes, as transformers saves them."""
-    tokenizer = Tokens(models.BPE({byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=4, n_head=2)
-    transformers.GPT2LMHeadModel(config).save_pretrained(directory)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=10**9).save_pretrained(directory)
 
 
 def gpt2(stages: int) -> Model:

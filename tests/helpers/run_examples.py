@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 import torch
-from pretrained_models import byte_model
 from processes import environment, mpiexec, processes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mpirun.examples import byte_lm
 from schedgen.cli.main import main as schedgen
 
 SCHEMES = {
@@ -135,7 +135,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        byte_model(folder / "model")
+        byte_lm.main(str(folder / "model"))
         (folder / "text").write_text(Path(__file__).read_text()[:4000])
         subprocess.run([sys.executable, "-c", GRAPH, folder], check=True)
         sizes = ["--workers", "4", "--microbatches", "8"]
