@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import socket
 import sys
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from mpi4py import MPI
 
 from mpirun.cli.options import graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
-from schedgen.util.errors import raised
+from mpirun.training.errors import end_all_ranks
 
 
 class Command(Protocol):
@@ -51,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("mpirun: interrupted", file=sys.stderr, flush=True)
         comm.Abort(130)
     except BaseException as error:
-        _fail(comm, command, error)
+        position, show_traceback = ("", False) if command is None else (command.position(), command.traceback)
+        end_all_ranks(comm, position, error, show_traceback)
 
 
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Command:
@@ -88,19 +86,3 @@ def _imports() -> Iterator[None]:
             gc.freeze()
             gc.enable()
     sys.path.insert(0, str(Path.cwd()))
-
-
-def _fail(comm: MPI.Intracomm, command: Command | None, error: BaseException) -> NoReturn:
-    """Print one message, then end all ranks: without Abort the others would wait for this one for ever."""
-    try:
-        if command is not None and command.traceback:
-            traceback.print_exception(error)
-        frame = traceback.extract_tb(error.__traceback__)[-1:]
-        source = f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
-        position = command.position() if command is not None else ""
-        where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
-        print(f"mpirun: {where}{raised(error)}{source}", file=sys.stderr, flush=True)
-        time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
-    finally:
-        comm.Abort(1)
-    raise SystemExit(1)

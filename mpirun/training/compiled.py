@@ -8,10 +8,13 @@ from mpirun.model.dataflow import model_graph
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.schemes import load
+from schedgen.util.errors import UsageError
 
 
-def compile_for(model: Model, scheme: str, microbatches: int, workers: int) -> Program:
+def compile_for(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
     """The schedule of a built-in scheme, proved. UsageError where these sizes make none."""
+    if microbatches is None:
+        raise UsageError(f"microbatches: say how many a step of {scheme} has")
     stages = len(model.stages)
     producers = [[p for p, c in chain(stages) if c == stage] for stage in range(stages)]
     graph = model_graph(model.resolved_reads(producers, 1), ([stage for stage, _ in tie] for tie in model.tied))

@@ -14,43 +14,35 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from mpi4py import MPI
-from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import export
-from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, tokens
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
-from mpirun.engine.recipe import Factory, Recipe
+from mpirun.engine.recipe import Factory
 from mpirun.engine.setup import StepOptions, expanded_model, set_up, use_host
 from mpirun.model.check_weights import check_weights
-from mpirun.model.contract import Model
-from mpirun.model.frontend.split_result import Cut
-from mpirun.model.load_model import check_model, join_stages
+from mpirun.training.arguments import Log, Models, checked_type, make_log, make_recipe, take_model, tell_nobody
 from mpirun.training.batches import Origin, StepBatches, read_by, whole_batch
 from mpirun.training.compiled import compile_for
 from mpirun.training.errors import end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator
 from mpirun.training.running_statistics import share_buffers
 from mpirun.training.session import Result, Session
-from schedgen.ir.program import Program
-from schedgen.util.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Log = Callable[[int, Mapping[str, float]], None]  # of the steps done, and a step's numbers by name
-Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
@@ -121,67 +113,56 @@ class Engine:
         self.saving: Path | None = None  # where `save` writes
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
+        self.source = None if weights is None else Path(weights)
+        self.verifies = verify
         with exit_by(self.comm, self._position):
             if self.comm.size > 1:
                 end_on_uncaught(self.comm)
             self.host = use_host(self.comm, device, 0)
-            recipe = together(self.comm, lambda: _recipe(optimizer, lr, scheduler, clip))
-            dtype = together(self.comm, lambda: _checked(autocast, accumulate, on_nan))
+            recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
+            dtype = together(self.comm, lambda: checked_type(autocast, accumulate, on_nan))
             self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan)
-            self.source = None if weights is None else Path(weights)
-            self.verifies = verify
-            is_file = Path(schedule).suffix == ".json" or Path(schedule).exists()
-            file = read_schedule(self.comm, schedule) if is_file else None
-            with print_notes(self.comm):
-                self.model = together(self.comm, lambda: self._load(model, loss, file, stages))
-            if file is None:
-                program = on_rank_0(self.comm, lambda: self._compile(schedule, microbatches))
-                file = share_program(self.comm, program)
-            elif microbatches not in (None, file.program.header.microbatches):
-                raise Stop(f"{schedule} has {file.program.header.microbatches} microbatches, not {microbatches}", 2, 0)
+            file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
             atexit.register(session.close)
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
-            self.log: Log = on_rank_0(self.comm, lambda: _log(log)) or _nothing
+            self.log: Log = on_rank_0(self.comm, lambda: make_log(log)) or tell_nobody
 
     def _load(
-        self, model: Models, loss: Callable[[Any, Any], Any] | None, file: Schedule | None, stages: int | None
-    ) -> Model:
-        """The model that was given, with the loss and the weights; UsageError where it is none."""
-        if file is not None:
-            count = file.program.header.stages // file.program.header.tensor_parallel.degree
-            if stages not in (None, count):
-                raise UsageError(f"the schedule has {count} stages of the model, not {stages}")
-            stages = count
-        torch.manual_seed(self.options.seed)  # of a function's modules
-        if callable(model) and not isinstance(model, Model | Cut | nn.Module):
-            if stages is None:
-                raise UsageError("stages: say how many the function is to make")
-            model = model(stages)
-        self.rebuild: Callable[[Any], Any] = lambda output: output
-        if isinstance(model, Cut):
-            if loss is None:
-                raise UsageError("loss: a split module has none")
-            if model.output is not None:
-                self.rebuild = model.output.rebuild
-            model = model.model(loss)
-        elif not isinstance(model, Model):
-            if loss is None:
-                raise UsageError("loss: modules have none")
-            model = Model(list(model) if isinstance(model, Iterable) else [model], loss)
-        elif loss is not None:
-            model = model._replace(loss=loss)
-        layers = None if file is None else file.program.header.scheme.get("layers")
-        if layers is not None:
-            model = join_stages(model, layers)
-        model = check_model(model, len(model.stages) if stages is None else stages)
-        return model if self.source is None else model._replace(weights=Pretrained(self.source))
+        self,
+        schedule: str,
+        model: Models,
+        loss: Callable[[Any, Any], Any] | None,
+        stages: int | None,
+        microbatches: int | None,
+    ) -> Schedule:
+        """Read or compile the schedule, and make a Model of what was given."""
+        if Path(schedule).suffix != ".json" and not Path(schedule).is_file():
+            self._take(model, loss, stages)
+            program = on_rank_0(self.comm, lambda: compile_for(self.model, schedule, microbatches, self.comm.size))
+            return share_program(self.comm, program)
+        file = read_schedule(self.comm, schedule)
+        header = file.program.header
+        if microbatches not in (None, header.microbatches):
+            raise Stop(f"{schedule} has {header.microbatches} microbatches, not {microbatches}", 2, speaker=0)
+        count = header.stages // header.tensor_parallel.degree
+        if stages not in (None, count):
+            raise Stop(f"{schedule} has {count} stages of the model, not {stages}", 2, speaker=0)
+        self._take(model, loss, count, header.scheme.get("layers"))
+        return file
 
-    def _compile(self, scheme: str, microbatches: int | None) -> Program:
-        if microbatches is None:
-            raise UsageError(f"microbatches: say how many a step of {scheme} has")
-        return compile_for(self.model, scheme, microbatches, self.comm.size)
+    def _take(
+        self,
+        model: Models,
+        loss: Callable[[Any, Any], Any] | None,
+        stages: int | None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        weights, seed = self.source, self.options.seed
+        with print_notes(self.comm):
+            taken = together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
+        self.model, self.rebuild = taken
 
     # What a script asks for
 
@@ -426,53 +407,3 @@ class Engine:
             given.close()
             if isinstance(loader, Loader) and position is not None:
                 loader.restore(position)
-
-
-def _recipe(
-    optimizer: Factory | None,
-    lr: float | Callable[[int], float] | None,
-    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
-    clip: float | None,
-) -> Recipe:
-    if lr is not None and scheduler is not None:
-        raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
-    if clip is not None and not clip > 0:
-        raise UsageError(f"clip should be a positive number, not {clip!r}")
-    rate = lr if callable(lr) or lr is None else lambda step: float(lr)
-    factory: Factory = optimizer or (lambda named: torch.optim.AdamW([entry.parameter for entry in named]))
-    return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
-
-
-def _checked(autocast: str | None, accumulate: int, on_nan: str) -> torch.dtype | None:
-    """The type that autocast computes in; UsageError where one of the three is not what it may be."""
-    if autocast not in (None, "bf16"):
-        raise UsageError(f"autocast: {autocast!r} is not 'bf16'")
-    if type(accumulate) is not int or accumulate < 1:
-        raise UsageError(f"accumulate should be a whole number of at least 1, not {accumulate!r}")
-    if on_nan not in ("stop", "skip"):
-        raise UsageError(f"on_nan: {on_nan!r} is neither 'stop' nor 'skip'")
-    return torch.bfloat16 if autocast else None
-
-
-def _nothing(step: int, numbers: Mapping[str, float]) -> None:
-    """Nobody is told the numbers of a step."""
-
-
-def _log(log: Log | str | os.PathLike[str] | None) -> Log:
-    """What is told the numbers of each step; a directory: TensorBoard's events."""
-    if log is None:
-        return _nothing
-    if callable(log):
-        return log
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UsageError(f"log={str(log)!r} needs the package tensorboard") from None
-    writer = SummaryWriter(str(log))
-
-    def write(step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return write

@@ -1,4 +1,4 @@
-"""Scripts beside the tests run: what the benchmarks measure of an Engine, and one script moved to ranks in three ways."""
+"""Scripts run: benchmarks of an Engine, and a training script that is moved to ranks in three ways."""
 
 from __future__ import annotations
 

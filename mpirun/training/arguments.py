@@ -1,0 +1,118 @@
+"""What `Engine` is given, made into what it works with: the model, the optimizer's recipe, who is told the numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.engine.recipe import Factory, Recipe
+from mpirun.model.contract import Model
+from mpirun.model.frontend.split_result import Cut
+from mpirun.model.load_model import check_model, join_stages
+from schedgen.util.errors import UsageError
+
+Log = Callable[[int, Mapping[str, float]], None]  # of the steps done, and a step's numbers by name
+Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
+
+
+def take_model(
+    model: Models,
+    loss: Callable[[Any, Any], Any] | None,
+    stages: int | None,
+    layers: Sequence[int] | None,
+    weights: Path | None,
+    seed: int,
+) -> tuple[Model, Callable[[Any], Any]]:
+    """A Model of what a script gives, and what makes the module's own output of the last stage's.
+
+    stages   how many there should be; None: as many as there are
+    layers   how many of the model's own stages each stage joins; None: one
+    weights  a directory that parameters and buffers are read from
+    seed     of a function's modules
+
+    UsageError where there is no such model.
+    """
+    if callable(model) and not isinstance(model, Model | Cut | nn.Module):
+        if stages is None:
+            raise UsageError("stages: say how many the function is to make")
+        torch.manual_seed(seed)
+        model = model(sum(layers) if layers else stages)
+    rebuild: Callable[[Any], Any] = _as_it_is
+    if isinstance(model, Cut):
+        if loss is None:
+            raise UsageError("loss: a split module has none")
+        if model.output is not None:
+            rebuild = model.output.rebuild
+        model = model.model(loss)
+    elif not isinstance(model, Model):
+        if loss is None:
+            raise UsageError("loss: modules have none")
+        model = Model(list(model) if isinstance(model, Iterable) else [model], loss)
+    elif loss is not None:
+        model = model._replace(loss=loss)
+    if layers is not None:
+        model = join_stages(model, layers)
+    model = check_model(model, len(model.stages) if stages is None else stages)
+    return (model if weights is None else model._replace(weights=Pretrained(weights))), rebuild
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
+def make_recipe(
+    optimizer: Factory | None,
+    lr: float | Callable[[int], float] | None,
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
+    clip: float | None,
+) -> Recipe:
+    """The optimizer, its rate and clipping, as `Engine` takes them; UsageError where they do not go together."""
+    if lr is not None and scheduler is not None:
+        raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
+    if clip is not None and not clip > 0:
+        raise UsageError(f"clip should be a positive number, not {clip!r}")
+    rate = lr if callable(lr) or lr is None else lambda step: float(lr)
+    factory: Factory = optimizer or (lambda named: torch.optim.AdamW([entry.parameter for entry in named]))
+    return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
+
+
+def checked_type(autocast: str | None, accumulate: int, on_nan: str) -> torch.dtype | None:
+    """The type that autocast computes in; UsageError where one of the three is not what it may be."""
+    if autocast not in (None, "bf16"):
+        raise UsageError(f"autocast: {autocast!r} is not 'bf16'")
+    if type(accumulate) is not int or accumulate < 1:
+        raise UsageError(f"accumulate should be a whole number of at least 1, not {accumulate!r}")
+    if on_nan not in ("stop", "skip"):
+        raise UsageError(f"on_nan: {on_nan!r} is neither 'stop' nor 'skip'")
+    return torch.bfloat16 if autocast else None
+
+
+def tell_nobody(step: int, numbers: Mapping[str, float]) -> None:
+    """Nobody is told the numbers of a step."""
+
+
+def make_log(log: Log | str | os.PathLike[str] | None) -> Log:
+    """What is told the numbers of each step; a directory: TensorBoard's events."""
+    if log is None:
+        return tell_nobody
+    if callable(log):
+        return log
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError(f"log={str(log)!r} needs the package tensorboard") from None
+    writer = SummaryWriter(str(log))
+
+    def write(step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return write
