@@ -78,7 +78,7 @@ def make_recipe(
         raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
     if clip is not None and not clip > 0:
         raise UsageError(f"clip should be a positive number, not {clip!r}")
-    rate = lr if callable(lr) or lr is None else lambda step: float(lr)
+    rate = None if lr is None else lambda step: float(lr(step) if callable(lr) else lr)
     factory: Factory = optimizer or (lambda named: torch.optim.AdamW([entry.parameter for entry in named]))
     return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
 

@@ -220,8 +220,8 @@ class Engine:
         batch = self._batch(batch)
         self._build(batch)
         total = sum(batch.samples)
-        if session.header.weight_versions and min(batch.samples) < self.batches.example.size:
-            raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"', 2, 0)
+        if min(batch.samples) < self.batches.example.size:
+            self._check_padding()
         again = None
         if self.verifies:
             origin = batch.loader
@@ -358,6 +358,13 @@ class Engine:
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
         return batch
+
+    def _check_padding(self) -> None:
+        """Stop where a microbatch that has padding would count as much as the others."""
+        if self._running.header.weight_versions:
+            raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"', 2, 0)
+        if self.model.loss_of == "minibatch":
+            raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"', 2, 0)
 
     def _example(self, batch: Batch) -> Microbatch:
         """A microbatch of the batch, the same on all ranks."""
