@@ -29,6 +29,7 @@ class MessageProgress:
     def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
         """`poll`: what the hooks call. Collective, because the thread has a communicator of its own."""
         self.poll, self.last_poll = poll, 0.0
+        self.hooked: set[nn.Module] = set()
         self.threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         sleeping_barrier(comm)
         self.comm = comm.Dup()
@@ -42,7 +43,9 @@ class MessageProgress:
     def add_hooks(self, module: nn.Module) -> None:
         """From now on the forward and the backward of each layer of a module end with a poll."""
         for layer in layers(module):
-            layer.register_forward_hook(self._after_forward)
+            if layer not in self.hooked:
+                self.hooked.add(layer)
+                layer.register_forward_hook(self._after_forward)
 
     def _poll_if_due(self, _: Any = None) -> None:
         now = time.perf_counter()

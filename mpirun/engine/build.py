@@ -32,28 +32,37 @@ def build_interpreter(
     instructions: Sequence[Instruction],
     setup: Setup,
     state: memoryview | None = None,
+    other: Interpreter | None = None,
 ) -> Interpreter:
     """Collective; Stop if the model does not fit the schedule.
 
     program, instructions  this rank's list, as rows and one by one
     state                  the words that the watchdog looks at; None: there is no watchdog
+    other                  of the same list, for microbatches of another shape, never used at the same time. Weights,
+                           modules, optimizer, the gradients of what the rank owns, and memory slots are the same
     """
     header = program.header
     if setup.model.loss_of == "minibatch":
         together(comm, lambda: check_forwards_first(header, instructions))
     slots = MemorySlots(
-        comm, program, instructions, setup.shapes, setup.dataflows[0], setup.canonical, setup.device.torch
-    )
-    stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
-    owned = {index: stage for index, stage in stages.items() if stage.owned}
+        comm, program, instructions, setup.shapes, setup.dataflows[0], setup.canonical, setup.device.torch,
+        () if other is None else other.context.slots.blocks,
+    )  # fmt: skip
+    if other is None:
+        stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
+        owned = {index: stage for index, stage in stages.items() if stage.owned}
+        optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned))
+    else:
+        stages = {s: stage.elsewhere(slots.weights(s), setup.shapes[s]) for s, stage in other.stages.items()}
+        optimizer = other.optimizer
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
     transport = make_transport(setup.device, comm, header.groups, setup.crowded, _show_waits(state))
-    grad_buffers = GradBuffers(header, stages, slots, comm.rank)
+    grad_buffers = GradBuffers(header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers)
     context = Context(
         header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), LocalBuffers(transport),
-        grad_buffers, together(comm, lambda: Optimizer(setup.recipe, setup.model, owned)), Position(setup.passes),
+        grad_buffers, optimizer, Position(setup.passes),
     )  # fmt: skip
-    return Interpreter(context, state)
+    return Interpreter(context, state, None if other is None else other.progress)
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:

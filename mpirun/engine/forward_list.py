@@ -51,7 +51,7 @@ class ForwardList:
         self.moved: list[tuple[LocalStage, LocalStage]] = []  # stages that are fetched: in the run, and here
         for index, block in memory.items():
             if block is not None:
-                self.stages[index] = run.stages[index].elsewhere(block)
+                self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
                 self.moved.append((run.stages[index], self.stages[index]))
         self.training: dict[nn.Module, bool] = {}  # the modes of modules in the run, while they are here
         self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)

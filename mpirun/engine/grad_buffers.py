@@ -102,12 +102,31 @@ class StageGradBuffer(GradBuffer):
 class GradBuffers:
     """All grad buffers of a rank: where each lies, and which instructions set it to zero or complete it."""
 
-    def __init__(self, header: Header, stages: Mapping[int, LocalStage], slots: MemorySlots, rank: int) -> None:
-        """`stages`: by number, those that this rank owns or computes or whose gradients it passes on."""
+    def __init__(
+        self,
+        header: Header,
+        stages: Mapping[int, LocalStage],
+        slots: MemorySlots,
+        rank: int,
+        others: GradBuffers | None = None,
+    ) -> None:
+        """`stages`: by number, those that this rank owns or computes or whose gradients it passes on.
+
+        `others`: of the same list, for microbatches of another shape. What lies in no memory slot is theirs.
+        """
         self.header, self.stages, self.slots, self.rank = header, stages, slots, rank
         self.by_stage: dict[int, StageGradBuffer] = {}
         self.by_part: dict[Unit, GradBuffer] = {}
         self.rows_claimed: set[Unit] = set()
+        if others is not None:
+            self.by_stage = {s: buffer for s, buffer in others.by_stage.items() if s not in slots.foreign_dw}
+            shared = (None, *self.by_stage.values())
+            self.by_part = {unit: buffer for unit, buffer in others.by_part.items() if buffer.sliced_from in shared}
+
+    def detach(self) -> None:
+        """Forget where autograd adds to: the gradients of parameters may have been pointed elsewhere."""
+        for buffer in self.by_stage.values():
+            buffer.autograd_adds_to = None
 
     def of_stage(self, stage: int) -> StageGradBuffer:
         """dw.s"""

@@ -28,11 +28,15 @@ from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
 class Interpreter:
     """A rank's list, prepared, and the loop that executes it."""
 
-    def __init__(self, context: Context, state: memoryview) -> None:
-        """Prepare all instructions; `state`: the words that the watchdog looks at. Collective."""
+    def __init__(self, context: Context, state: memoryview, progress: MessageProgress | None = None) -> None:
+        """Prepare all instructions. Collective.
+
+        `state`: the words that the watchdog looks at; `progress`: of an interpreter with the same modules.
+        """
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
-        self.progress = MessageProgress(context.transport.comm, context.transport.poll)
+        self.progress = progress or MessageProgress(context.transport.comm, context.transport.poll)
+        self.timed = False  # whether it has done its first step
         self.versions = StageVersions(context)
         self.forward_backward = ForwardBackward(context, self.versions)
         messages = Transfers(context)
@@ -72,10 +76,12 @@ class Interpreter:
             return tied_allreduce(self.context, i)
         return self.shard_allreduce.allreduce(row, i)
 
-    def free(self) -> None:
-        """Give back what MPI has for it; it executes no more steps. Collective."""
-        self.transport.free()
-        self.progress.free()
+    def use(self) -> None:
+        """Point modules and hooks to what is here, after others have used them; no graph may be alive."""
+        self.progress.poll = self.transport.poll
+        for index in self.context.slots.fetched:
+            self.stages[index].use_weights()
+        self.context.grad_buffers.detach()
 
     def run(self, step: int) -> StepResult:
         """Execute the list once for every accumulation pass of a step."""
@@ -100,7 +106,7 @@ class Interpreter:
 
     def run_first(self, step: int) -> StepResult:
         """As `run` for the first step, which is timed: jobs that take long let MPI go on meanwhile from then on."""
-        acts = self.code
+        acts, self.timed = self.code, True
         seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
         def timed(act: Act, job: tuple[int, int]) -> Act:

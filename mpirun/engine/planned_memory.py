@@ -37,12 +37,14 @@ class MemorySlots:
         dataflow: Dataflow,
         canonical: bool,
         device: torch.device,
+        others: Sequence[Tensor] = (),
     ) -> None:
         """Collective.
 
         program, instructions  this rank's list, as rows and one by one
         shapes, dataflow       by stage, and the messages of the largest microbatch
         canonical              grad buffers have a row for every microbatch
+        others                 blocks that are not in use at the same time: they are taken where they are large enough
         """
         self.device, self.shapes, self.rank = device, shapes, comm.rank
         self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and part
@@ -65,7 +67,11 @@ class MemorySlots:
         self.foreign_dw = {i.stage: self.number[i] for i in begun}
         for stage, slot in self.foreign_dw.items():
             sizes[slot] = max(sizes[slot], int(weight[stage] * rows[stage]))
-        self.blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        self.blocks = [
+            others[slot] if slot < len(others) and len(others[slot]) >= size
+            else torch.empty(size, dtype=torch.uint8, device=device)
+            for slot, size in enumerate(sizes)
+        ]  # fmt: skip
 
     def _most_rows(self, header: Header) -> np.ndarray:
         """By stage, the most rows of its dw that this rank holds or any rank sends."""

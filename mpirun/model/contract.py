@@ -35,10 +35,9 @@ class Model(NamedTuple):
                      builds the stage's module, or the module itself. Prefer layers: they run one after the other, and
                      weights and dropout are seeded by their names, so that these do not depend on the cut into stages.
                      forward takes the sources in `reads` and returns one tensor, or a tuple of them; its shapes are
-                     the same for every microbatch. A stage's trained parameters have one type, frozen ones may
-                     have others. They are found by named_parameters: hooks on them, or references kept elsewhere, are
-                     lost. forward may not change buffers that its output depends on, and draws random numbers from
-                     torch's default generator only.
+                     the same for every microbatch. A stage's trained parameters have one type, and are found by
+                     named_parameters: hooks on them, or references kept elsewhere, are lost. forward may not change
+                     buffers that its output depends on, and draws random numbers from torch's default generator only.
     loss             (output of the last stage, target) -> scalar, a mean over the microbatch. The gradient is the mean
                      over microbatches. Where the last stage returns a tuple, so is the output.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a
@@ -64,6 +63,7 @@ class Model(NamedTuple):
     aliases          by name in the whole model, other names that the same parameter has there: weights may have it
                      under one of these.
     pair             collated samples of a loader -> (leaves of the input, target).
+    traced           split has traced the stages: they are for microbatches of one shape.
     check_eval       UsageError where the stages would compute something else in eval mode than the model does.
     tensor_parallel  T, set by mpirun: stage s of the function is the T stages from T s on, shards where `split` has s,
                      replicas elsewhere.
@@ -81,6 +81,7 @@ class Model(NamedTuple):
     weights: Weights | None = None
     aliases: Mapping[str, Sequence[str]] = {}
     pair: Pair = pair_of_leaves
+    traced: bool = False
     check_eval: Callable[[], None] = lambda: None
     tensor_parallel: int = 1
 

@@ -14,7 +14,7 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -29,6 +29,7 @@ from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, tokens
+from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory
 from mpirun.engine.setup import StepOptions, expanded_model, set_up, use_host
@@ -37,9 +38,10 @@ from mpirun.training.arguments import Log, Models, checked_type, make_log, make_
 from mpirun.training.batches import Origin, StepBatches, read_by, whole_batch
 from mpirun.training.compiled import compile_for
 from mpirun.training.errors import end_on_uncaught, exit_by
-from mpirun.training.evaluation import Evaluation, Evaluator
+from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.running_statistics import share_buffers
 from mpirun.training.session import Result, Session
+from mpirun.training.shapes import Shape, Shapes, check_buckets
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,6 +79,7 @@ class Engine:
         canonical: bool = False,
         seed: int = 0,
         weights: str | os.PathLike[str] | None = None,
+        buckets: Sequence[int] = (),
         on_nan: str = "stop",
         verify: bool = False,
         log: Log | str | os.PathLike[str] | None = None,
@@ -98,6 +101,8 @@ class Engine:
         canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
         seed          of weights, dropout and shuffling
         weights       a directory of safetensors files that parameters and buffers are read from, by their names
+        buckets       sizes that dimension 1 of the input, as the length of sequences, may have, one in all microbatches
+                      of a step; empty: microbatches have one shape
         on_nan        "stop", or "skip" the step where a loss or a gradient is not finite
         verify        record what is done, for `verify`
         log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
@@ -109,7 +114,8 @@ class Engine:
         self.session: Session | None = None
         self.built = False
         self.resumed: Manifest | None = None  # the checkpoint to go on from, until the stages are there
-        self.evaluators: dict[Any, Evaluator] = {}  # by the shapes of a microbatch
+        self.shapes, self.interpreters = Shapes(self.comm, buckets), dict[Shape, tuple[Interpreter, int]]()
+        self.evaluators: dict[Shape, Evaluator] = {}
         self.saving: Path | None = None  # where `save` writes
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
@@ -125,6 +131,7 @@ class Engine:
             file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
             atexit.register(session.close)
+            together(self.comm, lambda: check_buckets(buckets, self.model, session.header))
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
             self.log: Log = on_rank_0(self.comm, lambda: make_log(log)) or tell_nobody
@@ -218,7 +225,7 @@ class Engine:
         """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike."""
         session = self._running
         batch = self._batch(batch)
-        self._build(batch)
+        tokens_per_sample = self._choose_interpreter(batch)
         total = sum(batch.samples)
         if min(batch.samples) < self.batches.example.size:
             self._check_padding()
@@ -228,7 +235,7 @@ class Engine:
             again = batch.microbatches if origin is None else Origin(origin, batch.epoch, batch.number)
         self.batches.give(session.steps, batch, again)
         session.weights = [count / total for count in batch.samples]
-        session.tokens = total * self.tokens_per_sample
+        session.tokens = total * tokens_per_sample
         result = session.step()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self.log(session.steps, numbers)
@@ -239,7 +246,7 @@ class Engine:
     @_collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
         """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches."""
-        return self._over(loader, batches, lambda evaluator, given: evaluator.evaluate(given))
+        return self._over(loader, batches, evaluate)
 
     @_collective
     def predict(
@@ -250,7 +257,7 @@ class Engine:
         `each`: is called with the number of a microbatch and its output on the rank that has it, to write it, say;
         then nothing is gathered.
         """
-        return self._over(loader, batches, lambda evaluator, given: evaluator.predict(given, self.rebuild, each))
+        return self._over(loader, batches, lambda session, given: predict(session, given, self.rebuild, each))
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
@@ -318,10 +325,10 @@ class Engine:
         for evaluator in self.evaluators.values():
             evaluator.list.transport.free()
         if self.built:
-            self.session.interpreter.free()
+            self.session.free()
         self.session.close()
         atexit.unregister(self.session.close)
-        self.session, self.evaluators, self.built = None, {}, False
+        self.session, self.evaluators, self.interpreters, self.built = None, {}, {}, False
 
     def __enter__(self) -> Engine:
         """The engine itself, which is closed at the end of the block."""
@@ -373,17 +380,35 @@ class Engine:
         example: Microbatch = self.comm.bcast(own, root)
         return example
 
-    def _build(self, batch: Batch) -> None:
+    def _choose_interpreter(self, batch: Batch) -> int:
+        """Have the interpreter that is for microbatches of this shape; the tokens of one of their samples."""
+        session = self._running
+        shape = self.shapes.of(batch, f"step {session.steps + 1}")
+        self._build(batch, shape)
+        if shape not in self.interpreters:
+            if session.header.weight_versions:
+                raise Stop("this schedule updates stages one by one: evaluate first what has its shape", 2, speaker=0)
+            example = self._example(batch)
+            with print_notes(self.comm):
+                source = StepBatches(example, self._count)
+                setup = set_up(self.comm, session.header, self.model, source, self.options, self.host)
+                made = session.add_interpreter(setup._replace(microbatches=self.batches))
+            self.interpreters[shape] = made, tokens(example) // max(1, example.size)
+        interpreter, tokens_per_sample = self.interpreters[shape]
+        session.use(interpreter)
+        return tokens_per_sample
+
+    def _build(self, batch: Batch, shape: Shape) -> None:
         """Build the stages, once it is known what a microbatch looks like."""
         if self.built:
             return
         session, example = self._running, self._example(batch)
         self.batches = StepBatches(example, self._count)
-        self.tokens_per_sample = tokens(example) // max(1, example.size)
         with print_notes(self.comm):
             on_rank_0(self.comm, lambda: check_weights(self.model))
             setup = set_up(self.comm, session.header, self.model, self.batches, self.options, self.host)
             session.build(setup, self.options.on_nan, self.verifies)
+        self.interpreters[shape] = session.interpreter, tokens(example) // max(1, example.size)
         session.handle_sigterm()
         self.built = True
         if self.resumed is not None:
@@ -396,21 +421,32 @@ class Engine:
             writer.settings["loader"] = self.data.state()
         return self._running.save()
 
-    def _over(self, loader: Iterable[Any], batches: int | None, use: Callable[[Evaluator, Iterable[Batch]], T]) -> T:
-        """Use an evaluator on the first batches of a loader, which is afterwards where it was."""
+    def _over(
+        self,
+        loader: Iterable[Any],
+        batches: int | None,
+        use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
+    ) -> T:
+        """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape."""
         position = loader.state() if isinstance(loader, Loader) else None
-        given = (self._batch(batch) for batch in islice(loader, batches))
-        first = next(given, None)
+        shapes = Shapes(self.comm, self.shapes.buckets)
+
+        def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
+            for number, given in enumerate(islice(loader, batches), start=1):
+                batch = self._batch(given)
+                shape = shapes.of(batch, f"batch {number}")
+                self._build(batch, shape)
+                if shape not in self.evaluators:
+                    self.evaluators[shape] = Evaluator(self._running, self._example(batch), self.options, self.host)
+                yield self.evaluators[shape], batch
+
+        found = evaluators()
+        first = next(found, None)
         if first is None:
             raise Stop("there is no batch to evaluate", 2, speaker=0)
-        self._build(first)
-        example = self._example(first)
-        key = tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in example.leaves)
-        if key not in self.evaluators:
-            self.evaluators[key] = Evaluator(self._running, example, self.options, self.host)
         try:
-            return use(self.evaluators[key], chain([first], given))
+            return use(self._running, chain([first], found))
         finally:
-            given.close()
+            found.close()
             if isinstance(loader, Loader) and position is not None:
                 loader.restore(position)

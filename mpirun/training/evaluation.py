@@ -26,6 +26,8 @@ from mpirun.training.session import Session
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
+Each = Callable[[int, Any, Microbatch], None]  # of a microbatch's number, the last stage's output, and itself
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -54,84 +56,99 @@ class Evaluator:
         self.batches = StepBatches(example, count)
         model = session.setup.unsharded_model
         setup = set_up(comm, self.schedule.program.header, model, self.batches, options, host)
-        self.model, self.setup = setup.model, setup
+        self.setup = setup
         self.list = ForwardList(comm, self.schedule.program, setup, session.interpreter.context, self._outcome)
-        self.each: Callable[[int, Any, Microbatch], None] = lambda number, output, batch: None
+        self.each: Each = lambda number, output, batch: None
 
     def _outcome(self, number: int, output: Any, batch: Microbatch) -> None:
         self.each(number, output, batch)
 
-    def evaluate(self, batches: Iterable[Batch]) -> Evaluation:
-        """The loss and the metrics of all samples. UsageError where the loss is not of single microbatches."""
-        if self.model.loss_of == "minibatch":
-            raise UsageError("evaluate: the model's loss is of the whole minibatch")
-        sums: dict[tuple[int, int], tuple[float, dict[str, float], int]] = {}  # by batch and microbatch
-
-        def add(number: int, output: Any, batch: Microbatch) -> None:
-            loss, metrics = loss_and_metrics(self.model.loss, output, batch)
-            values = {name: float(value) for name, value in metrics.items()}
-            sums[self.batches.step, number] = float(loss), values, batch.size - batch.padding
-
-        self._run(batches, add)
-        everything: dict[tuple[int, int], tuple[float, dict[str, float], int]] = {}
-        for of_rank in self.comm.allgather(sums):
-            everything |= of_rank
-        counted = [everything[key] for key in sorted(everything) if everything[key][2]]
-        samples = sum(count for _, _, count in counted)
-        if not samples:
-            raise UsageError("evaluate: there are no samples")
-        names = counted[0][1]
-        means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
-        return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
-
-    def predict(
-        self, batches: Iterable[Batch], rebuild: Callable[[Any], Any], each: Callable[[int, Any], None] | None
-    ) -> Any:
-        """The outputs of all samples in their order, nested as one output, on rank 0; None elsewhere.
-
-        rebuild  the model's own output, from the last stage's
-        each     is called with the number of a microbatch and its output on the rank that has it; then there is no
-                 result
-        """
-        outputs: dict[int, Any] = {}
-
-        def keep(number: int, output: Any, batch: Microbatch) -> None:
-            if batch.padding < batch.size or not batch.size:
-                own = without_padding(rebuild(output), batch)
-                position = self.batches.step * self.batches.count + number
-                if each is None:
-                    outputs[position] = to_cpu(own)
-                else:
-                    each(position, own)
-
-        self._run(batches, keep)
-        of_ranks = self.comm.gather(outputs)
-        if of_ranks is None or each is not None:
-            return None
-        everything: dict[int, Any] = {}
-        for of_rank in of_ranks:
-            everything |= of_rank
-        ordered = [everything[position] for position in sorted(everything)]
-        if not ordered:
-            return None
-        leaves = zip(*(pytree.tree_leaves(output) for output in ordered), strict=True)
-        joined = [
-            torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0] for parts in leaves
-        ]
-        return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
-
-    def _run(self, batches: Iterable[Batch], each: Callable[[int, Any, Microbatch], None]) -> None:
+    def run(self, step: int, batch: Batch, each: Each) -> None:
+        """The forwards of a batch; `each` is called for each microbatch on the rank that has the output."""
         self.each = each
-        share_buffers(self.comm, self.session.header, self.session.interpreter.stages)
+        self.batches.give(step, batch)
         self.list.begin()
         try:
-            with torch.no_grad():
-                for step, batch in enumerate(batches):
-                    self.batches.give(step, batch)
-                    self.list.execute(step)
-                    self.session.beat()
+            self.list.execute(step)
         finally:
             self.list.end()
+
+
+def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
+    """The loss and the metrics of all samples. UsageError where the loss is not of single microbatches."""
+    model = session.setup.model
+    if model.loss_of == "minibatch":
+        raise UsageError("evaluate: the model's loss is of the whole minibatch")
+    sums: dict[int, tuple[float, dict[str, float], int]] = {}  # by microbatch
+
+    def add(number: int, output: Any, batch: Microbatch) -> None:
+        loss, metrics = loss_and_metrics(model.loss, output, batch)
+        values = {name: float(value) for name, value in metrics.items()}
+        sums[number] = float(loss), values, batch.size - batch.padding
+
+    _run(session, batches, add)
+    everything: dict[int, tuple[float, dict[str, float], int]] = {}
+    for of_rank in session.comm.allgather(sums):
+        everything |= of_rank
+    counted = [everything[key] for key in sorted(everything) if everything[key][2]]
+    samples = sum(count for _, _, count in counted)
+    if not samples:
+        raise UsageError("evaluate: there are no samples")
+    names = counted[0][1]
+    means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
+    return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
+
+
+def predict(
+    session: Session,
+    batches: Iterable[tuple[Evaluator, Batch]],
+    rebuild: Callable[[Any], Any],
+    each: Callable[[int, Any], None] | None,
+) -> Any:
+    """The outputs of all samples in their order, nested as one output, on rank 0; None elsewhere.
+
+    rebuild  the model's own output, from the last stage's
+    each     is called with the number of a microbatch and its output on the rank that has it; then there is no result
+    """
+    outputs: dict[int, Any] = {}
+
+    def keep(number: int, output: Any, batch: Microbatch) -> None:
+        if batch.padding < batch.size or not batch.size:
+            own = without_padding(rebuild(output), batch)
+            if each is None:
+                outputs[number] = to_cpu(own)
+            else:
+                each(number, own)
+
+    _run(session, batches, keep)
+    of_ranks = session.comm.gather(outputs)
+    if of_ranks is None or each is not None:
+        return None
+    everything: dict[int, Any] = {}
+    for of_rank in of_ranks:
+        everything |= of_rank
+    ordered = [everything[number] for number in sorted(everything)]
+    if not ordered:
+        return None
+    leaves = list(zip(*(pytree.tree_leaves(output) for output in ordered), strict=True))
+    if any(
+        isinstance(part, torch.Tensor) and part.shape[1:] != parts[0].shape[1:] for parts in leaves for part in parts
+    ):
+        raise UsageError("predict: outputs of several shapes cannot be joined: take each of them with each=")
+    joined = [
+        torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0] for parts in leaves
+    ]
+    return pytree.tree_unflatten(joined, pytree.tree_structure(ordered[0]))
+
+
+def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], each: Each) -> None:
+    """`each`: is given the number of a microbatch among those of all batches, its output, and itself."""
+    share_buffers(session.comm, session.header, session.interpreter.stages)
+    with torch.no_grad():
+        for step, (evaluator, batch) in enumerate(batches):
+            first = step * evaluator.batches.count
+            evaluator.run(step, batch, lambda number, *found, first=first: each(first + number, *found))
+            session.beat()
 
 
 def _forwards(session: Session) -> Program:

@@ -78,6 +78,7 @@ class Session:
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
         self.asked: float | None = None  # when this rank was asked to leave
+        self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
 
     def build(self, setup: Setup, on_nan: str, verify: bool, tolerance: float | None = None) -> None:
         """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
@@ -88,12 +89,37 @@ class Session:
         self.interpreter: Interpreter = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state
         )
+        self.interpreters.append(self.interpreter)
         self.weights = setup.microbatches.loss_weights  # of the microbatches' losses in that of a step
         self.tokens = setup.microbatches.tokens
         if verify:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
         if self.setup.device.description and self.comm.rank == 0:
             print(self.setup.device.description, flush=True)
+
+    def add_interpreter(self, setup: Setup) -> Interpreter:
+        """One for microbatches of another shape, which the model, the optimizer and all else in `setup` fit."""
+        made = build_interpreter(
+            self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
+        )
+        made.optimizer_step.on_gradients = self.interpreter.optimizer_step.on_gradients
+        self.interpreters.append(made)
+        return made
+
+    def use(self, interpreter: Interpreter) -> None:
+        """Do the next steps with this interpreter."""
+        self.interpreter = interpreter
+        if len(self.interpreters) > 1:
+            interpreter.use()
+        if self.asked is not None:  # by a signal, which may come at any time
+            interpreter.optimizer_step.leave_requested = True
+
+    def free(self) -> None:
+        """Give back what MPI has for the interpreters. Collective."""
+        for interpreter in self.interpreters:
+            interpreter.transport.free()
+        for interpreter in self.interpreters[:1]:
+            interpreter.progress.free()
 
     def handle_sigterm(self) -> None:
         """From now on SIGTERM means: leave after the step; asked again later (Slurm asks twice), at once."""
@@ -142,7 +168,7 @@ class Session:
             result = self.interpreter.run_first(step)
             check_same_data(self.comm, self.interpreter.forward_backward)
         else:
-            result = self.interpreter.run(step)
+            result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:

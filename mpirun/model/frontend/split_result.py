@@ -101,6 +101,7 @@ class Cut(NamedTuple):
             weights=weights,
             aliases=self.aliases,
             pair=self.pair,
+            traced=self.example is not None,
             check_eval=self.check_eval,
         )
 

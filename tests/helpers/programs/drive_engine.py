@@ -176,6 +176,63 @@ def from_a_stream() -> Any:
     return numbers
 
 
+class Mixing(nn.Module):
+    """A layer for vectors of any number of positions, (samples, positions, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.linear(x)) + x.cumsum(1) / x.shape[1])
+
+
+def of_lengths(lengths: Sequence[int]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Data whose step k has sequences of lengths[k], the last length from then on."""
+
+    def make(step: int, microbatch: int, rng: Any) -> tuple[Tensor, Tensor]:
+        shape = 2, lengths[min(step, len(lengths) - 1)], WIDTH
+        return tuple(torch.from_numpy(rng.standard_normal(shape, "float32")) for _ in range(2))
+
+    return make
+
+
+def mixing(schedule: str = "1f1b", **options: Any) -> Engine:
+    """One with stages for any length."""
+    torch.manual_seed(1)
+    return engine(schedule, [Mixing() for _ in range(4)], loss=mse_loss, **options)
+
+
+def buckets() -> Any:
+    """Two lengths in turn, evaluated on both in between, under each scheme; the last without canonical."""
+    found = {}
+    lengths = (6, 9, 9, 6, 6, 9, 6, 9)
+    for scheme, canonical in (
+        ("1f1b", True), ("zb-h1", True), ("ddp", True), ("fsdp-shards", True), ("fsdp-shards", False),
+    ):  # fmt: skip
+        run = mixing(scheme, canonical=canonical, verify=True, clip=0.5, buckets=(6, 9))
+        loader, test = run.loader(of_lengths(lengths), 2), run.loader(of_lengths((9, 6)), 2)
+        numbers = train(run, loader, 3)
+        evaluations = [run.evaluate(test, batches=2)]
+        numbers += train(run, loader, 8)
+        evaluations.append(run.evaluate(test, batches=2))
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            verified = run.verify()
+        found[f"{scheme} {canonical}"] = {
+            "numbers": numbers,
+            "weights": weights(run) if scheme in ("1f1b", "zb-h1") else "",
+            "evaluations": [[entry.loss, entry.samples] for entry in evaluations],
+            "verified": [verified, out.getvalue()],
+        }
+        run.close()
+    run = mixing(accumulate=2)  # evaluated first, on another shape than it is trained on
+    run.evaluate(run.loader(of_lengths((3,)), 4), batches=1)
+    train(run, run.loader(of_lengths((6,)), 2), 2)
+    run.close()
+    return found
+
+
 def told() -> Any:
     """What a callback and TensorBoard are told."""
     told: list[Any] = []
@@ -285,6 +342,31 @@ def sentences() -> Any:
 
         return call
 
+    def lengths(make: Callable[..., Any], **options: Any) -> Callable[[], Any]:
+        def call() -> None:
+            run = mixing(**options)
+            try:
+                train(run, run.loader(make, 2), 2)
+            finally:
+                run.close()
+
+        return call
+
+    def ragged(step: int, microbatch: int, rng: Any) -> tuple[Tensor, Tensor]:
+        return of_lengths((6 + 3 * (microbatch == 5),))(step, microbatch, rng)
+
+    def two_shapes() -> None:
+        run = engine()
+        try:
+            for samples in (32, 16):
+                run.step((INPUTS[:samples], TARGETS[:samples]))
+        finally:
+            run.close()
+
+    def traced() -> None:
+        cut = mpirun.split(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), INPUTS[:2], stages=4)
+        mpirun.Engine(file, cut, buckets=(6,), **plain)
+
     mistakes: dict[str, Callable[[], Any]] = {
         "no loss": lambda: mpirun.Engine(file, modules(), timeout=0),
         "no microbatches": lambda: mpirun.Engine("1f1b", modules(), stages=4, **plain),
@@ -309,6 +391,12 @@ def sentences() -> Any:
         "two save": two_save,
         "another optimizer": another_optimizer,
         "other data": other_data,
+        "two shapes": two_shapes,
+        "ragged": lengths(ragged, buckets=(6, 9)),
+        "undeclared": lengths(of_lengths((6, 9)), buckets=(6, 8)),
+        "no size": stepped(buckets=(6,), data=TensorDataset(torch.randn(16), torch.randn(16))),
+        "buckets": lambda: mpirun.Engine(file, modules(), buckets=(0,), **plain),
+        "traced": traced,
         "closed": closed,
         "save first": refused_at_once("save", FOLDER / "x"),
         "export first": refused_at_once("export", FOLDER / "x"),
@@ -339,7 +427,17 @@ def asked_to_leave() -> Any:
 if __name__ == "__main__":
     found = {
         check.__name__: check()
-        for check in (schemes, predictions, resumed, one_given_batch, from_a_stream, told, sentences, asked_to_leave)
+        for check in (
+            schemes,
+            predictions,
+            resumed,
+            one_given_batch,
+            from_a_stream,
+            buckets,
+            told,
+            sentences,
+            asked_to_leave,
+        )
     }
     if WORLD.rank == 0:
         (FOLDER / "found.json").write_text(json.dumps(found))

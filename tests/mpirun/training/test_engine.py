@@ -99,6 +99,19 @@ def test_a_stream_gives_what_a_dataset_gives(found):
     assert stream == dataset and len(stream) == 6
 
 
+def test_lengths_in_turn_give_the_bits_of_one_process_under_every_scheme(found):
+    first = found["buckets"]["1f1b True"]
+    for name, of_scheme in found["buckets"].items():
+        verified, lines = of_scheme["verified"]
+        assert verified, lines
+        if name.endswith("True"):
+            assert len(re.findall("by at most 0$", lines, re.M)) == 3
+            assert of_scheme["numbers"] == first["numbers"] and of_scheme["evaluations"] == first["evaluations"]
+    assert [entry[4] // 8 for entry in first["numbers"]] == [length * 16 for length in (6, 9, 9, 6, 6, 9, 6, 9)]
+    assert found["buckets"]["zb-h1 True"]["weights"] == first["weights"]
+    assert [samples for _, samples in first["evaluations"]] == [32, 32]
+
+
 def test_numbers_go_to_a_callback_and_to_tensorboard(found):
     told, events = found["told"]
     assert told == [[step, ["grad_norm", "largest", "loss", "lr", "samples"]] for step in (1, 2)]
@@ -127,6 +140,12 @@ SENTENCES = {
     "two save": "another run saves there: run ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
     "other data": "has microbatch_size 2, but the loader 1",
+    "two shapes": "the microbatches of step 2 have shape (2, 8), not (4, 8) as the first: declare sizes with buckets=",
+    "ragged": "of step 1 have shapes (2, 6, 8) and (2, 9, 8): those of one step must have one",
+    "undeclared": "the microbatches of step 2 have shape (2, 9, 8): declare sizes: buckets=(6, 8)",
+    "no size": "the microbatches of step 1 have shape (2,): declare sizes: buckets=(6,)",
+    "buckets": "buckets should be sizes, whole numbers of at least 1, not (0,)",
+    "traced": "buckets: what split has traced has one shape: give modules or a Model",
     "closed": "the Engine is closed",
     "save first": "save: nothing has been trained or evaluated yet",
     "export first": "export: nothing has been trained or evaluated yet",
@@ -173,10 +192,13 @@ FAILING = """
 import sys, torch, mpirun
 from torch.nn.functional import mse_loss
 def loss(output, target):
-    return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] == "loop" or not run.steps else [][0]
+    return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] != "loss" or not run.steps else [][0]
 run = mpirun.Engine("1f1b", [torch.nn.Linear(4, 4) for _ in range(2)], stages=2, microbatches=2, loss=loss)
 x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 run.step((x, x))
+if sys.argv[1] == "shape":
+    for batch in run.loader(lambda step, mb, rng: (torch.zeros(4 + step, 4), torch.zeros(4 + step, 4)), 4):
+        run.step(batch)
 if run.rank == 0 or sys.argv[1] == "loss":
     run.step((x, x))
 [][run.rank]
@@ -186,7 +208,11 @@ if run.rank == 0 or sys.argv[1] == "loss":
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 11'),
+        ("loop", 'fails.py", line 14'),
+        (
+            "shape",
+            r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
+        ),
         ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
     ],
 )
@@ -194,4 +220,4 @@ def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, t
     script = tmp_path / "fails.py"
     script.write_text(FAILING)
     done = launch(2, where, program=(str(script),), limit=60)
-    assert done.code != 0 and "IndexError" in done.err and re.search(words, done.err), done.err
+    assert done.code != 0 and (where == "shape" or "IndexError" in done.err) and re.search(words, done.err), done.err

@@ -1,0 +1,82 @@
+"""Which shapes microbatches have: one in a run, or one for each size that is declared (`buckets`).
+
+The size is that of dimension 1 of the input's first tensor that has one: the length of sequences, say. Without declared
+sizes every rank looks at what it reads itself, from the second step on; with them all ranks agree before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.comm.fail_together import Stop
+from mpirun.data.loader import Batch
+from mpirun.data.microbatches import Microbatch
+from mpirun.model.contract import Model
+from schedgen.ir.header import Header
+from schedgen.util.errors import UsageError
+
+Shape = tuple[tuple[int, ...] | None, ...]  # of the input's leaves; None: no tensor
+
+
+class Shapes:
+    """The shapes there have been so far, in a run or an evaluation."""
+
+    def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int]) -> None:
+        """`buckets`: the sizes that are declared; empty: there is one shape."""
+        self.comm, self.buckets = comm, tuple(buckets)
+        self.by_size: dict[int | None, Shape] = {}
+
+    def of(self, batch: Batch, name: str) -> Shape:
+        """The shape of a batch's microbatches, the same on all ranks; collective, unless the one shape is known.
+
+        Stop, or UsageError on a rank that reads such a microbatch, where they have several or one that they may not.
+        `name`: of the batch, for the sentence.
+        """
+        own = {_shape(microbatch) for microbatch in batch.microbatches.values()}
+        if not self.buckets and self.by_size:
+            expected = self.by_size[None]
+            for shape in own - {expected}:
+                sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: declare sizes with buckets="
+                if batch.loader is None or self.comm.size == 1:  # all ranks have got it
+                    raise Stop(sentence, 2, speaker=0)
+                raise UsageError(sentence)
+            return expected
+        shapes = sorted(set().union(*self.comm.allgather(own)), key=repr)
+        shape = shapes[0]
+        if len(shapes) > 1:
+            words = " and ".join(map(_words, shapes))
+            raise Stop(f"the microbatches of {name} have shapes {words}: those of one step must have one", 2, speaker=0)
+        size = next((leaf[1] for leaf in shape if leaf is not None and len(leaf) > 1), None) if self.buckets else None
+        if self.buckets and size not in self.buckets:
+            raise Stop(f"{_has(name, shape)}: declare sizes: buckets={self.buckets}", 2, speaker=0)
+        expected = self.by_size.setdefault(size, shape)
+        if shape != expected:
+            raise Stop(f"{_has(name, shape)}, but before they had {_words(expected)} for size {size}", 2, speaker=0)
+        return shape
+
+
+def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
+    """UsageError where these are no sizes, or microbatches of a run of this model must have one shape."""
+    if any(type(size) is not int or size < 1 for size in buckets):
+        raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
+    if buckets and model.traced:
+        raise UsageError("buckets: what split has traced has one shape: give modules or a Model")
+    if buckets and model.loss_of == "minibatch":
+        raise UsageError("buckets: a loss of the whole minibatch needs microbatches of one shape")
+    if buckets and header.weight_versions:
+        raise UsageError("buckets: this schedule updates stages one by one: all steps need one shape")
+
+
+def _shape(microbatch: Microbatch) -> Shape:
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in microbatch.leaves)
+
+
+def _words(shape: Shape) -> str:
+    return ", ".join(str(leaf) for leaf in shape if leaf is not None)
+
+
+def _has(name: str, shape: Shape) -> str:
+    return f"the microbatches of {name} have shape {_words(shape)}"
