@@ -22,6 +22,7 @@ from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
+from mpirun.model.weight_names import listed
 from schedgen.util.errors import UsageError
 
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -73,12 +74,7 @@ class LocalStage:
         self.autocast_dtype = autocast_dtype
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
-        types = {parameter.dtype for _, parameter in named} or {torch.float32}
-        if len(types) > 1:
-            raise UsageError(
-                f"stage {index}: parameters of one stage must have one type, not {sorted(map(str, types))}"
-            )
-        self.dtype = types.pop()
+        self.dtype = _one_type(named, index)
         self.layout, self.size = flat_layout([parameter for _, parameter in named], self.dtype)
         self.weights = torch.zeros(self.size if owns_all else 0, dtype=self.dtype, device=device.torch)
         if memory is not None:
@@ -232,6 +228,20 @@ def _differentiable_outputs(
     pairs = zip(saved.outputs, gradients, strict=True)
     needed = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
     return tuple(edge for edge, _ in needed), tuple(gradient for _, gradient in needed)
+
+
+def _one_type(named: Sequence[tuple[str, nn.Parameter]], index: int) -> torch.dtype:
+    """The type of a stage's trained parameters; UsageError if they have several."""
+    by_type: dict[torch.dtype, list[str]] = {}
+    for name, parameter in named:
+        by_type.setdefault(parameter.dtype, []).append(name)
+    if len(by_type) > 1:
+        types = " and ".join(f"{dtype} ({listed(names)})" for dtype, names in by_type.items())
+        raise UsageError(
+            f"stage {index}: parameters of one stage must have one type, not {types}: "
+            "cast them to one, freeze those of the others, or cut the stage between them"
+        )
+    return next(iter(by_type), torch.float32)
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

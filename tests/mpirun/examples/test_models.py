@@ -52,7 +52,7 @@ def test_a_cut_model_computes_what_the_whole_does(name, stages):
     with torch.no_grad():
         for key, parameter in cut.items():
             parameter.copy_(uncut[key])
-        (data,), _, _ = microbatch(make(1), TEXT, 0, 0, 0)
+        (data,), *_ = microbatch(make(1), TEXT, 0, 0, 0)
         x = data
         for part in parts:
             x = part(x)
@@ -115,14 +115,14 @@ def test_a_module_given_as_it_is_is_copied(name):
 
 
 def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
-    (data,), target, _ = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
+    (data,), target, *_ = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
     assert data.shape == target.shape == (4, 64)
     assert torch.equal(data[:, 1:], target[:, :-1])
     assert bytes(data[0].tolist()) + bytes(target[0, -1:].tolist()) in bytes(TEXT.tolist())
 
 
 def test_a_microbatch_of_mlp_is_16_bytes_of_text_and_the_next():
-    (data,), target, _ = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
+    (data,), target, *_ = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
     assert (data.shape, target.shape) == ((64, 16), (64,))
     for before, after in zip(data.tolist(), target.tolist(), strict=True):
         assert bytes([*before, after]) in bytes(TEXT.tolist())
@@ -142,7 +142,7 @@ def test_a_microbatch_depends_on_seed_step_and_number_alone(name):
 @BOTH
 def test_the_shortest_text_is_long_enough_and_a_shorter_is_not(name):
     model = TINY[name][0](1)
-    (data,), _, _ = microbatch(model, TEXT[: model.length], 0, 0, 0)
+    (data,), *_ = microbatch(model, TEXT[: model.length], 0, 0, 0)
     assert (data[0] == data).all()  # there is one place only to begin
     with pytest.raises(ValueError):  # numpy's, from rng.integers
         microbatch(model, TEXT[: model.length - 1], 0, 0, 0)
