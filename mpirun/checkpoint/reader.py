@@ -65,15 +65,21 @@ def restore(
     stages: Mapping[int, LocalStage],
     optimizer: Optimizer,
     name: str,
+    settings: Mapping[str, object],
     beat: Callable[[], None],
 ) -> None:
     """Restore stages, and what the optimizer keeps for them. `beat` is called after each stage.
 
-    `name`: of the optimizer, as checkpoints have it. UsageError where the checkpoint is of another model or optimizer.
+    `name`, `settings`: of the optimizer, as checkpoints have them. UsageError where the checkpoint is of another model
+    or optimizer.
     """
     if name != manifest.settings["optimizer"]:
         option = "--optimizer" if setup.recipe.name else "the optimizer is"
         raise UsageError(f"{option} {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
+    before, now = manifest.settings["options"], settings
+    switched = [key for key, value in now.items() if isinstance(value, bool) and before.get(key, value) != value]
+    if switched:
+        raise UsageError(f"the optimizer has another {switched[0]} than that of {manifest.folder}, so another state")
     weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
     for entry in kept.names:

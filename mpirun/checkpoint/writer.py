@@ -80,8 +80,8 @@ class CheckpointWriter:
 
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and say which settings differ. Collective."""
-        name = self.settings["optimizer"]
-        together(self.comm, lambda: restore(manifest, self.setup, self.stages, self.optimizer, name, self._beat))
+        name, options, stages = self.settings["optimizer"], self.settings["options"], self.stages
+        together(self.comm, lambda: restore(manifest, self.setup, stages, self.optimizer, name, options, self._beat))
         self.last = manifest.step
         if self.comm.rank == 0:
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
@@ -113,6 +113,7 @@ class CheckpointWriter:
         """Write a checkpoint after so many steps; whether that succeeded. Collective."""
         comm, directory = self.comm, self.directory
         assert directory is not None
+        together(comm, self.optimizer.check_saved)
         self.state[PHASE] = SAVING
         begin = time.perf_counter()
         try:

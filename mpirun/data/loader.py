@@ -80,8 +80,8 @@ class Loader:
         UsageError where the dataset is none, or an argument does not fit it.
         """
         for name, value, least in (("microbatch_size", microbatch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
-            if value < least:
-                raise UsageError(f"the loader's {name} is {value}: it should be {least} at least")
+            if type(value) is not int or value < least:
+                raise UsageError(f"the loader's {name} is {value}: it should be a whole number of {least} at least")
         if last not in LAST:
             raise UsageError(f"the loader's last is {last!r}: it should be one of {', '.join(LAST)}")
         self.dataset, self.kind, self.length = dataset, *_kind_and_length(dataset)

@@ -127,8 +127,14 @@ class ForwardBackward:
         mb, losses, all_metrics = i.mb, self.losses, self.metrics
         first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
 
-        def record(loss: Tensor, metrics: dict[str, Tensor]) -> None:
-            losses[mb], all_metrics[mb] = loss, metrics
+        names = self.setup.shapes[-1].metrics
+
+        def record(loss: Tensor, metrics: dict[str, Tensor] | None) -> None:
+            if metrics is not None and tuple(sorted(metrics)) != names:
+                raise ValueError(
+                    f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
+                )
+            losses[mb], all_metrics[mb] = loss, metrics or {}
 
         read, has_versions = self._microbatch_reader(mb, save), bool(self.header.weight_versions)
         return scaled_loss(

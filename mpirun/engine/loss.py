@@ -32,12 +32,12 @@ def scaled_loss(
     read: Callable[[], Microbatch],
     has_versions: bool,
     save: bool,
-    record: Callable[[Tensor, dict[str, Tensor]], None] | None,
+    record: Callable[[Tensor, dict[str, Tensor] | None], None] | None,
 ) -> LossFunction:
     """The loss of a microbatch from the last stage's outputs, divided for the gradient.
 
     `read`: makes the microbatch; `save`: a backward follows; `record`: is given the loss before it is divided, and the
-    metrics.
+    metrics, None where all of the microbatch is padding.
     """
 
     def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
@@ -46,7 +46,7 @@ def scaled_loss(
         if save and not loss.requires_grad:
             raise ValueError("the loss has no gradient: it depends on no parameter")
         if record is not None:
-            record(loss.detach(), metrics)
+            record(loss.detach(), metrics if batch.padding < batch.size or not batch.size else None)
         return loss / (1 if has_versions else batch.loss_divisor)
 
     return loss_of_outputs

@@ -13,6 +13,7 @@ from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
+from schedgen.util.errors import UsageError, clip
 
 
 class Optimizer:
@@ -35,6 +36,7 @@ class Optimizer:
                     check_steps_pieces(recipe, entry)
             if parameters:
                 self.by_unit[unit] = recipe.make(named)
+        self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # as they were made
         self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, whose weights they are now
         self.accumulated: dict[Unit, Tensor] = {}  # gradients, summed over the passes of this step so far
 
@@ -67,9 +69,17 @@ class Optimizer:
             return []
         by_parameter = self.by_unit[unit].optimizer.state
         return [
-            {key: torch.as_tensor(value) for key, value in by_parameter.get(parameter, {}).items() if value is not None}
+            {key: _saved(key, value) for key, value in by_parameter.get(parameter, {}).items() if value is not None}
             for parameter in self.parameters[unit]
         ]
+
+    def check_saved(self) -> None:
+        """UsageError where an optimizer has changed what checkpoints do not have: all but its state by parameter."""
+        for unit, made in self.by_unit.items():
+            changed = [name for name, value in _unsaved(made).items() if value != self.unsaved[unit].get(name)]
+            if changed:
+                kind, what = type(made.optimizer).__name__, clip(", ".join(changed))
+                raise UsageError(f"the optimizer {kind} has changed its {what}, which checkpoints do not have")
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Tensor]]) -> None:
         """Set the state of a unit to what `state` gave."""
@@ -119,6 +129,23 @@ def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.P
         NamedParameter(names[number], parameter, shapes[number], False)
         for number, parameter in zip(numbers, parameters, strict=True)
     ]
+
+
+def _saved(key: str, value: object) -> Tensor:
+    """A value of an optimizer's state as a tensor; UsageError where it is none, nor a number."""
+    if not isinstance(value, Tensor | bool | int | float | complex):
+        raise UsageError(f"the optimizer keeps {key}, a {type(value).__name__}: checkpoints have tensors and numbers")
+    return torch.as_tensor(value)
+
+
+def _unsaved(made: SteppedOptimizer) -> dict[str, Any]:
+    """The numbers and words that an optimizer keeps elsewhere than in its state: in its groups, and as attributes."""
+    values = {name: value for name, value in vars(made.optimizer).items() if not name.startswith("_")}
+    groups = made.optimizer.param_groups if made.scheduler is None else []  # a scheduler says what it makes of groups
+    for number, group in enumerate(groups):
+        left = {"params", *(["lr"] * (made.recipe.rate is not None))}
+        values |= {f"{name} of group {number}": value for name, value in group.items() if name not in left}
+    return {name: value for name, value in values.items() if _is_plain(value)}
 
 
 def _is_plain(value: object) -> bool:

@@ -52,6 +52,8 @@ def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
     except OSError as error:
         raise RefusedFile(f"{name}: {error.strerror}") from None
     check_ranks(comm, program, name)
+    if program.header.is_forward:
+        raise UsageError(f"{name} has forwards alone: nothing can be trained by it")
     check(program, name)
     if fault:
         raise RefusedFile(fault)

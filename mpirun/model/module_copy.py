@@ -95,7 +95,8 @@ class ModuleCopy:
             for own, parameter in module._parameters.items()
         }
         module._buffers = {own: buffer if buffer is None else _unset(buffer) for own, buffer in module._buffers.items()}
-        init = source.init or getattr(type(module), "reset_parameters", None)
+        own_init = getattr(type(module), "reset_parameters", None)
+        init = source.init or own_init or getattr(source.module, "_init_weights", None)  # as of transformers
         if init is None:
             raise UsageError(
                 f"{name or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,13 +48,13 @@ def take_model(
     rebuild: Callable[[Any], Any] = _as_it_is
     if isinstance(model, Cut):
         if loss is None:
-            raise UsageError("loss: a split module has none")
+            raise UsageError("loss: say what it is, a split module has none")
         if model.output is not None:
             rebuild = model.output.rebuild
         model = model.model(loss)
     elif not isinstance(model, Model):
         if loss is None:
-            raise UsageError("loss: modules have none")
+            raise UsageError("loss: say what it is, modules have none")
         model = Model(list(model) if isinstance(model, Iterable) else [model], loss)
     elif loss is not None:
         model = model._replace(loss=loss)
@@ -78,13 +79,34 @@ def make_recipe(
         raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
     if clip is not None and not clip > 0:
         raise UsageError(f"clip should be a positive number, not {clip!r}")
-    rate = None if lr is None else lambda step: float(lr(step) if callable(lr) else lr)
+    if lr is not None and not callable(lr) and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
+        raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
+
+    def rate_of(step: int) -> float:
+        value = lr(step) if callable(lr) else lr
+        try:
+            number = float(value)  # type: ignore[arg-type]  # what a function returns is seen here
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UsageError(f"the learning rate of step {step + 1} is {value!r}, not a number")
+        return number
+
+    rate = None if lr is None else rate_of
     factory: Factory = optimizer or (lambda named: torch.optim.AdamW([entry.parameter for entry in named]))
     return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
 
 
-def checked_type(autocast: str | None, accumulate: int, on_nan: str) -> torch.dtype | None:
-    """The type that autocast computes in; UsageError where one of the three is not what it may be."""
+def checked_type(
+    autocast: str | None, accumulate: int, on_nan: str, device: str, seed: int, timeout: float
+) -> torch.dtype | None:
+    """The type that autocast computes in; UsageError where one of these is not what it may be."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device: {device!r} is none of 'auto', 'cpu' and 'cuda'")
+    if type(seed) is not int or not 0 <= seed < 2**31:
+        raise UsageError(f"seed should be a whole number from 0 to 2**31 - 1, not {seed!r}")
+    if not timeout >= 0:
+        raise UsageError(f"timeout should be a number of at least 0, not {timeout!r}")
     if autocast not in (None, "bf16"):
         raise UsageError(f"autocast: {autocast!r} is not 'bf16'")
     if type(accumulate) is not int or accumulate < 1:

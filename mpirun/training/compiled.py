@@ -13,8 +13,8 @@ from schedgen.util.errors import UsageError
 
 def compile_for(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
     """The schedule of a built-in scheme, proved. UsageError where these sizes make none."""
-    if microbatches is None:
-        raise UsageError(f"microbatches: say how many a step of {scheme} has")
+    if type(microbatches) is not int or microbatches < 1:
+        raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
     stages = len(model.stages)
     producers = [[p for p, c in chain(stages) if c == stage] for stage in range(stages)]
     graph = model_graph(model.resolved_reads(producers, 1), ([stage for stage, _ in tie] for tie in model.tied))

@@ -124,13 +124,13 @@ class Engine:
         with exit_by(self.comm, self._position):
             if self.comm.size > 1:
                 end_on_uncaught(self.comm)
-            self.host = use_host(self.comm, device, 0)
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
-            dtype = together(self.comm, lambda: checked_type(autocast, accumulate, on_nan))
+            dtype = together(self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, seed, timeout))
+            self.host = use_host(self.comm, device, 0)
             self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan)
             file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
-            atexit.register(session.close)
+            atexit.register(session.close_together)
             together(self.comm, lambda: check_buckets(buckets, self.model, session.header))
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
@@ -216,6 +216,9 @@ class Engine:
                 say=self._say,
             ),
         )  # fmt: skip
+        lengths = self.comm.allgather(loader.length)
+        if len(set(lengths)) > 1:
+            raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}", 2, speaker=0)
         if loader.kind != "stream":
             on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it is one of all ranks
         return loader
@@ -283,6 +286,8 @@ class Engine:
         session = self._running
         if session.steps:
             raise Stop("resume: this run has done steps already", 2, speaker=0)
+        if self.verifies:
+            raise Stop("verify=True does all steps again, but not those before a checkpoint: resume without it", 2, 0)
         manifest = newest_checkpoint(self.comm, str(directory), str(directory))
         if manifest is None:
             return False
@@ -322,21 +327,27 @@ class Engine:
         """The end of the run; another Engine may follow in this process. Collective."""
         if self.session is None:
             return
+        self.session.wait_for_others()
         for evaluator in self.evaluators.values():
             evaluator.list.transport.free()
         if self.built:
             self.session.free()
         self.session.close()
-        atexit.unregister(self.session.close)
+        atexit.unregister(self.session.close_together)
         self.session, self.evaluators, self.interpreters, self.built = None, {}, {}, False
 
     def __enter__(self) -> Engine:
         """The engine itself, which is closed at the end of the block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close; where an exception leaves the block, other ranks are not waited for."""
+        if error is None:
+            self.close()
+        elif self.session is not None:
+            atexit.unregister(self.session.close_together)
+            self.session.close(error)
+            self.session = None
 
     # How
 

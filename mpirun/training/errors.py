@@ -68,12 +68,10 @@ def end_on_uncaught(comm: MPI.Intracomm) -> None:
     """From now on an exception that ends this process, of the script's own code, ends all ranks."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, UsageError | RefusedFile):
-            end_all_ranks(comm, "", error, show_traceback=False)
-        traceback.print_exception(kind, error, trace)
-        sys.stderr.flush()
-        time.sleep(0.3)
-        comm.Abort(1)
+        if isinstance(error, KeyboardInterrupt):
+            print("mpirun: interrupted", file=sys.stderr, flush=True)
+            comm.Abort(130)
+        end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
     sys.excepthook = hook
 

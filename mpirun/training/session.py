@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpi4py import MPI
+from torch import Tensor
 
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings
@@ -29,7 +30,7 @@ from mpirun.engine.setup import Setup
 from mpirun.training.running_statistics import share_buffers
 from mpirun.training.same_data import check_same_data
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import BEAT, PHASE, ROW, VERIFYING
+from mpirun.watchdog import BEAT, NOTHING, OTHERS, PHASE, ROW, TRAINING, VERIFYING, WAIT
 from mpirun.watchdog.rank_side import Watchdog
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
@@ -162,7 +163,7 @@ class Session:
 
     def step(self) -> Result:
         """The next step. Stop where a number is not finite, unless such steps are skipped."""
-        begin, step = time.perf_counter(), self.steps
+        begin, step, before = time.perf_counter(), self.steps, self._statistics()
         if step == self.begun:
             self.interpreter.forward_backward.digests = {}
             result = self.interpreter.run_first(step)
@@ -173,12 +174,20 @@ class Session:
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
             self._not_finite(step, result)
+            for buffer, value in before:
+                buffer.copy_(value)
         if self.verification is not None:
             self.verification.add_losses(result.losses)
         names = result.metrics[0] if result.metrics else ()
         metrics = {name: mean([of_mb[name] for of_mb in result.metrics], self.weights) for name in names}
         loss = mean(result.losses, self.weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, self.tokens, result.leave)
+
+    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers that forwards change, and copies of them, where a step may have to change nothing."""
+        changed = [stage for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
+        skips = self.on_nan == "skip"
+        return [(buffer, buffer.clone()) for stage in changed * skips for buffer in stage.module.buffers()]
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -227,6 +236,18 @@ class Session:
     def beat(self) -> None:
         """Show the watchdog that this rank moves."""
         self.watchdog.state[BEAT] += 1
+
+    def wait_for_others(self) -> None:
+        """Return when all ranks have come here, or let the watchdog say which has not."""
+        state = self.watchdog.state
+        state[PHASE], state[WAIT] = TRAINING, OTHERS
+        sleeping_barrier(self.comm)
+        state[WAIT] = NOTHING
+
+    def close_together(self) -> None:
+        """The end of the run where a script ends: nobody is done before all are."""
+        self.wait_for_others()
+        self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """The end of the run on this rank; `error`: what ends it."""

@@ -367,7 +367,30 @@ def sentences() -> Any:
         cut = mpirun.split(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), INPUTS[:2], stages=4)
         mpirun.Engine(file, cut, buckets=(6,), **plain)
 
+    class Counting(torch.optim.SGD):
+        """Keeps a number in its groups."""
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            super().step()
+
+    def saved_with(made: Any) -> Callable[[], Any]:
+        def call() -> None:
+            run = engine(optimizer=lambda named: made([p.parameter for p in named], 0.1))
+            try:
+                train(run, run.loader(DATA, 2), 1)
+                run.save(FOLDER / "counted")
+            finally:
+                run.close()
+
+        return call
+
     mistakes: dict[str, Callable[[], Any]] = {
+        "kept elsewhere": saved_with(Counting),
+        "device": lambda: mpirun.Engine(file, modules(), device="tpu", **plain),
+        "lengths": loader(TensorDataset(INPUTS[: 20 + WORLD.rank], TARGETS[: 20 + WORLD.rank])),
+        "forwards": lambda: mpirun.Engine(str(FOLDER / "forward.json"), modules(), **plain),
         "no loss": lambda: mpirun.Engine(file, modules(), timeout=0),
         "no microbatches": lambda: mpirun.Engine("1f1b", modules(), stages=4, **plain),
         "no such scheme": lambda: mpirun.Engine("2f2b", modules(), stages=4, microbatches=4, **plain),

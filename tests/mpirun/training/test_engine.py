@@ -30,6 +30,18 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
     for name, scheme in SCHEDULES.items():
         sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
         assert command(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
+    forward = [
+        "compile",
+        "1f1b",
+        "--stages",
+        "4",
+        "--microbatches",
+        "8",
+        "--forward",
+        "-o",
+        str(folder / "forward.json"),
+    ]
+    assert command(forward) == 0
     (folder / "predict").mkdir()
     for name in SCHEMES:
         for stages, microbatches, own in ((4, 8, {}), (8, 8, {}), (2, 8, {"replicas": (3, 1)}), (4, 8, {"groups": 2})):
@@ -119,7 +131,11 @@ def test_numbers_go_to_a_callback_and_to_tensorboard(found):
 
 
 SENTENCES = {
-    "no loss": "loss: modules have none",
+    "kept elsewhere": "the optimizer Counting has changed its count of group 0, which checkpoints do not have",
+    "device": "device: 'tpu' is none of 'auto', 'cpu' and 'cuda'",
+    "lengths": "the datasets of the ranks have different lengths: [20, 21, 22, 23]",
+    "forwards": "forward.json has forwards alone: nothing can be trained by it",
+    "no loss": "loss: say what it is, modules have none",
     "no microbatches": "microbatches: say how many a step of 1f1b has",
     "no such scheme": "2f2b",
     "wrong stages": "has 3 stages, not the 4 that it is asked for",

@@ -28,7 +28,7 @@ def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
     """One step on 2 ranks; losses begin where those of untrained bytes do."""
     script = str(BENCH / "moved" / f"{name}.py")
     if name in ("plain", "by_mpirun"):
-        done = launch(2 if name == "by_mpirun" else None, script, 1, program=("-c", RUN.format(folder=tmp_path)))
+        done = launch(2 if name == "by_mpirun" else None, script, 1, program=("-c", RUN.format(folder=str(tmp_path))))
         code, out, err = done.code, done.out, done.err
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
