@@ -28,7 +28,7 @@ from mpirun.examples.gpt import gpt
 from schedgen.schemes import load
 
 QUICK = "--quick" in sys.argv
-WORLD, MICROBATCHES, LENGTH, SEQUENCES, SLEEP, WIDTH = MPI.COMM_WORLD, 8, 128, 4, 0.05, 16 if QUICK else 256
+WORLD, MICROBATCHES, LENGTH, SEQUENCES, SLEEP, WIDTH = MPI.COMM_WORLD, 8, 64, 4, 0.05, 16 if QUICK else 128
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
@@ -47,7 +47,7 @@ class Pieces(Dataset[tuple[Tensor, Tensor]]):
 
 
 def model(stages: int) -> mpirun.Model:
-    """9 million parameters."""
+    """2 million parameters."""
     return gpt(stages, blocks=10, width=WIDTH, heads=4, length=LENGTH, sequences=SEQUENCES)
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model and few steps: whether it runs at all")
     parser.parse_args()
-    rounds, batches = (2, 2) if QUICK else (16, 50)
+    rounds, batches = (2, 2) if QUICK else (12, 50)
     folder = TemporaryDirectory() if WORLD.rank == 0 else None
     file = Path(WORLD.bcast(folder.name if folder else None), "1f1b.json")
     if WORLD.rank == 0:
