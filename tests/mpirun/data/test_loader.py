@@ -356,9 +356,9 @@ class WithoutLength(Dataset):
 @pytest.mark.parametrize(
     ("dataset", "options", "sentence"),
     [
-        (numbers(9), {"size": 0}, "the loader's microbatch_size is 0: it should be 1 at least"),
-        (numbers(9), {"workers": -1}, "the loader's workers is -1: it should be 0 at least"),
-        (numbers(9), {"seed": -1}, "the loader's seed is -1: it should be 0 at least"),
+        (numbers(9), {"size": 0}, "the loader's microbatch_size is 0: it should be a whole number of 1 at least"),
+        (numbers(9), {"workers": -1}, "the loader's workers is -1: it should be a whole number of 0 at least"),
+        (numbers(9), {"seed": -1}, "the loader's seed is -1: it should be a whole number of 0 at least"),
         (numbers(9), {"last": "skip"}, "the loader's last is 'skip': it should be one of pad, drop, fewer"),
         ([], {}, "the dataset is empty"),
         (Stream(0), {}, "the dataset is empty"),
