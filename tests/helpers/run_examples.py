@@ -103,7 +103,8 @@ def check(example: Example, schemes: list[str]) -> None:
             weights[scheme, canonical] = example.weights(out)
             print(f"{out}: {time.perf_counter() - begin:.0f} s, {numbers[scheme, canonical]}", flush=True)
     first = schemes[0]
-    trained = [name for name in weights[first, True] if "running_" not in name]  # statistics are of one worker's data
+    own = ("running_", "num_batches")  # statistics are of one worker's data
+    trained = [name for name in weights[first, True] if not any(part in name for part in own)]
     for scheme in schemes:
         pairs = zip(numbers[scheme, False][::2], numbers[first, False][::2], strict=True)
         apart = max(abs(a - b) / abs(b) for a, b in pairs)
