@@ -61,7 +61,7 @@ class Manifest(NamedTuple):
 
 
 @contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def refusing(path: Path) -> Iterator[None]:
     """Errors of the file system and of the format become a RefusedFile that names the path."""
     try:
         yield
@@ -71,13 +71,23 @@ def _refusing(path: Path) -> Iterator[None]:
         raise RefusedFile(f"{path}: {error}") from None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file's contents, or the names in a folder, are on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def save_tensors(entries: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, and wait until it is on the disk. RefusedFile where that fails."""
+    with refusing(file):
+        try:
+            save_file(dict(entries), file, metadata)
+        except (KeyError, ValueError) as error:  # a type or layout that the format lacks
+            raise RefusedFile(f"{file}: {error}") from None
+        sync(file)
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -93,7 +103,7 @@ def draft_folder(directory: Path, step: int) -> Path:
 def begin(directory: Path, step: int) -> None:
     """Make an empty draft."""
     folder = draft_folder(directory, step)
-    with _refusing(folder):
+    with refusing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
 
@@ -101,29 +111,25 @@ def begin(directory: Path, step: int) -> None:
 def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mapping[str, Tensor]) -> CheckpointFile:
     """Write a rank's file of one kind, weights or optimizer, to the draft and to the disk."""
     file = draft_folder(directory, step) / f"{kind}-{rank}.safetensors"
-    with _refusing(file):
-        try:
-            save_file(dict(entries), file)
-        except (KeyError, ValueError) as error:  # a type or layout that the format lacks
-            raise RefusedFile(f"{file}: {error}") from None
-        _sync(file)
+    with refusing(file):
+        save_tensors(entries, file)
         return CheckpointFile(file.name, file.stat().st_size, _hash(file), list(entries))
 
 
 def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequence[CheckpointFile]) -> Path:
     """Make a checkpoint of a draft to which all files are written; its folder."""
     folder = step_folder(directory, step)
-    with _refusing(folder):
-        _sync(draft_folder(directory, step))
+    with refusing(folder):
+        sync(draft_folder(directory, step))
         _remove(folder)  # what is there already is no checkpoint
         draft_folder(directory, step).rename(folder)
-        _sync(directory)
+        sync(directory)
         manifest = {"checkpoint": VERSION, **settings, "parts": [file._asdict() for file in files]}
         draft = folder / f"{MANIFEST}.part"
         draft.write_text(json.dumps(manifest, indent=1) + "\n")
-        _sync(draft)
+        sync(draft)
         draft.rename(folder / MANIFEST)
-        _sync(folder)
+        sync(folder)
     return folder
 
 
@@ -165,7 +171,7 @@ def _remove(folder: Path) -> None:
 
 def step_folders(directory: Path) -> list[Path]:
     """The folders that may be checkpoints, the newest first; or `directory` itself if it is one."""
-    with _refusing(directory):
+    with refusing(directory):
         if (directory / MANIFEST).exists():
             return [directory]
         named = (path for path in directory.glob("step-*") if re.fullmatch("step-[0-9]+", path.name))
@@ -204,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest:
 def verify_file(folder: Path, file: CheckpointFile) -> None:
     """RefusedFile where a file is not what the manifest says."""
     path = folder / file.name
-    with _refusing(path):
+    with refusing(path):
         if path.stat().st_size != file.bytes or _hash(path) != file.sha256:
             raise RefusedFile(f"{path}: damaged")
 
@@ -213,7 +219,7 @@ def read_entries(files: Mapping[str, Path], names: Sequence[str]) -> dict[str, T
     """Tensors by entry, from the file of each entry; those that no file has are left out."""
     values: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in names if name in files}):
-        with _refusing(file), safe_open(file, framework="pt") as source:
+        with refusing(file), safe_open(file, framework="pt") as source:
             values |= {name: source.get_tensor(name).clone() for name in names if files.get(name) == file}
     return values
 

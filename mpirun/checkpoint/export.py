@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from mpi4py import MPI
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
 from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
 from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
 from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
@@ -31,7 +30,7 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.weight_names import listed
 from schedgen.ir.header import Header
-from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
+from schedgen.util.errors import MpirunWarning, UsageError
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 
@@ -142,16 +141,14 @@ def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in entries.items()
     }
-    with _refusing(draft / file):
-        save_file(values, draft / file, metadata={"format": "pt"})
-        _sync(draft / file)
+    save_tensors(values, draft / file, {"format": "pt"})
     return sum(value.nbytes for value in values.values())
 
 
 def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
     if source is not None and not Path(source).is_dir():
         raise UsageError(f"export: {source} is no directory")
-    with _refusing(directory):
+    with refusing(directory):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"export {directory}: it is not empty: export to a new directory")
         shutil.rmtree(draft, ignore_errors=True)
@@ -165,7 +162,7 @@ def _check_visible(draft: Path) -> None:
 
 def _publish(directory: Path, draft: Path, source: str | Path | None, index: Mapping[str, str], size: int) -> None:
     """Add the index and the files of `source`; give the draft its name."""
-    with _refusing(directory):
+    with refusing(directory):
         if len(set(index.values())) > 1:
             weight_map = dict(sorted(index.items()))
             contents = {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -174,11 +171,11 @@ def _publish(directory: Path, draft: Path, source: str | Path | None, index: Map
             if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
                 shutil.copyfile(path, draft / path.name)
         for path in (*draft.iterdir(), draft):
-            _sync(path)
+            sync(path)
         if directory.exists():
             directory.rmdir()
         draft.rename(directory)
-        _sync(directory.parent)
+        sync(directory.parent)
     if source is not None:
         _say_left_out(directory, Path(source), index)
 
@@ -189,23 +186,3 @@ def _say_left_out(directory: Path, source: Path, index: Mapping[str, str]) -> No
         if lost := [name for name in Pretrained(source).names if name not in index]:
             sentence = f"export {directory}: no stage has {listed(lost)} of {source}: not written"
             warnings.warn(sentence, MpirunWarning, stacklevel=2)
-
-
-@contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Errors of the file system, and of safetensors, become a RefusedFile that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise RefusedFile(f"{path}: {error.strerror or error}") from None
-    except (KeyError, ValueError) as error:  # a type or layout that the format lacks
-        raise RefusedFile(f"{path}: {error}") from None
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's contents, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

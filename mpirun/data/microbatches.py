@@ -7,6 +7,7 @@ so that any rank can make it. Out: a `Microbatch`, the leaves of its input and i
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -47,18 +48,18 @@ class Microbatch(NamedTuple):
     padding: int = 0  # how many of them, the last ones, do not count
 
 
-class MicrobatchSource:
+class MicrobatchSource(ABC):
     """All microbatches of a run, `count` a step."""
 
     count: int
 
+    @abstractmethod
     def __call__(self, step: int, number: int) -> Microbatch:
         """Microbatch `number` of a step; UsageError where there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def examples(self) -> list[Microbatch]:
         """Microbatches of a step, of which every size occurs: all, or one where all have the same."""
-        raise NotImplementedError
 
     @property
     def tokens(self) -> int:

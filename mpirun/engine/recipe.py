@@ -6,6 +6,7 @@ a stage or a part of its weights, in --verify's one process those of the whole m
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import warnings
@@ -170,6 +171,7 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
     return Recipe(factory, rate.__call__, None, options.clip, options.optimizer, settings)
 
 
+@functools.cache
 def without_compile(optimizer: type[Class]) -> type[Class]:
     """The same class without its wrappers for torch.compile: importing that takes a second on every rank."""
     names = ("add_param_group", "state_dict", "load_state_dict", "zero_grad", "step")

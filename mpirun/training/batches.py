@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mpirun.data.loader import Batch, Loader
+from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, sample_count
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError
-
-
-class Origin(NamedTuple):
-    """Where a step's batch came from, so that it can be made again."""
-
-    loader: Loader
-    epoch: int
-    number: int
 
 
 class StepBatches(MicrobatchSource):
@@ -33,26 +25,22 @@ class StepBatches(MicrobatchSource):
         self.example, self.count = example, count
         self.step = -1
         self.current: Mapping[int, Microbatch] = {}
-        self.origins: dict[int, Origin | Mapping[int, Microbatch]] = {}  # by step, as far as they are to be made again
+        self.kept: dict[int, Batch] = {}  # by step; of a loader's batch, which it makes again, nothing but its place
 
-    def give(self, step: int, batch: Batch, again: Origin | Mapping[int, Microbatch] | None = None) -> None:
-        """The batch of a step; `again`: what --verify makes it of, if it will."""
+    def give(self, step: int, batch: Batch, keep: bool = False) -> None:
+        """The batch of a step; `keep`: it will be asked for after the step, too."""
         self.step, self.current = step, batch.microbatches
-        if again is not None:
-            self.origins[step] = again
+        if keep:
+            self.kept[step] = batch if batch.loader is None else batch._replace(microbatches={})
 
     def __call__(self, step: int, number: int) -> Microbatch:
-        """A microbatch; UsageError where that of an earlier step cannot be made again."""
+        """A microbatch of the current step, or of one that was kept; UsageError where it cannot be made again."""
         if step == self.step and number in self.current:
             return self.current[number]
-        origin = self.origins.get(step)
-        if origin is None:
-            raise UsageError(
-                f"microbatch {number} of step {step + 1} is not there: verify needs loaders from step 1 on"
-            )
-        if isinstance(origin, Origin):
-            return origin.loader.microbatch(origin.epoch, origin.number, number)
-        return origin[number]
+        batch = self.kept[step]
+        if batch.loader is None:
+            return batch.microbatches[number]
+        return batch.loader.microbatch(batch.epoch, batch.number, number)
 
     def examples(self) -> list[Microbatch]:
         """All microbatches have the size of the example."""

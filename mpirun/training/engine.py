@@ -23,25 +23,21 @@ import torch
 from mpi4py import MPI
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.export import export
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.microbatches import Microbatch, tokens
-from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory
-from mpirun.engine.setup import StepOptions, expanded_model, set_up, use_host
-from mpirun.model.check_weights import check_weights
+from mpirun.engine.setup import StepOptions, expanded_model, use_host
 from mpirun.training.arguments import Log, Models, checked_type, make_log, make_recipe, take_model, tell_nobody
-from mpirun.training.batches import Origin, StepBatches, read_by, whole_batch
+from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for
 from mpirun.training.errors import end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
-from mpirun.training.running_statistics import share_buffers
+from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
-from mpirun.training.shapes import Shape, Shapes, check_buckets
+from mpirun.training.shapes import Shapes, check_buckets
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -112,10 +108,7 @@ class Engine:
         """
         self.comm = MPI.COMM_WORLD if comm is None else comm
         self.session: Session | None = None
-        self.built = False
-        self.resumed: Manifest | None = None  # the checkpoint to go on from, until the stages are there
-        self.shapes, self.interpreters = Shapes(self.comm, buckets), dict[Shape, tuple[Interpreter, int]]()
-        self.evaluators: dict[Shape, Evaluator] = {}
+        self.shapes = Shapes(self.comm, buckets)
         self.saving: Path | None = None  # where `save` writes
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
@@ -134,6 +127,7 @@ class Engine:
             together(self.comm, lambda: check_buckets(buckets, self.model, session.header))
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
+            self.prepared = Prepared(session, self.model, self.options, self.host, verify)
             self.log: Log = on_rank_0(self.comm, lambda: make_log(log)) or tell_nobody
 
     def _load(
@@ -228,15 +222,11 @@ class Engine:
         """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike."""
         session = self._running
         batch = self._batch(batch)
-        tokens_per_sample = self._choose_interpreter(batch)
+        tokens_per_sample = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         total = sum(batch.samples)
-        if min(batch.samples) < self.batches.example.size:
+        if min(batch.samples) < self.prepared.batches.example.size:
             self._check_padding()
-        again = None
-        if self.verifies:
-            origin = batch.loader
-            again = batch.microbatches if origin is None else Origin(origin, batch.epoch, batch.number)
-        self.batches.give(session.steps, batch, again)
+        self.prepared.batches.give(session.steps, batch, self.verifies)
         session.weights = [count / total for count in batch.samples]
         session.tokens = total * tokens_per_sample
         result = session.step()
@@ -268,7 +258,7 @@ class Engine:
 
         The newest `keep` stay.
         """
-        if not self.built:
+        if not self.prepared.has_stages:
             raise Stop("save: nothing has been trained or evaluated yet", 2, speaker=0)
         writer = self._running.checkpoints()
         if self.saving != Path(directory):
@@ -297,21 +287,21 @@ class Engine:
                 raise Stop(f"{manifest.folder} was saved without a position in the data: save with data=", 2, speaker=0)
             together(self.comm, lambda: data.restore(position))
         self.data, self.resumed_from = data, Path(directory)
-        if self.built:
+        if self.prepared.has_stages:
             session.resume(manifest)
         else:
-            self.resumed, session.steps = manifest, manifest.step
+            self.prepared.resumed, session.steps = manifest, manifest.step
         return True
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model in its own names: safetensors, and what else the directory of `weights` has."""
-        if not self.built:
+        if not self.prepared.has_stages:
             raise Stop("export: nothing has been trained or evaluated yet", 2, speaker=0)
         session = self._running
+        session.share_buffers()
         stages = session.interpreter.stages
-        share_buffers(self.comm, session.header, stages)
-        export(self.comm, session.header, session.setup, stages, Path(directory), self.source)
+        export(self.comm, session.header, session.setup, stages, Path(directory), self.source, session.beat)
 
     @_collective
     def verify(self) -> bool:
@@ -328,13 +318,8 @@ class Engine:
         if self.session is None:
             return
         self.session.wait_for_others()
-        for evaluator in self.evaluators.values():
-            evaluator.list.transport.free()
-        if self.built:
-            self.session.free()
-        self.session.close()
-        atexit.unregister(self.session.close_together)
-        self.session, self.evaluators, self.interpreters, self.built = None, {}, {}, False
+        self.prepared.free()
+        self._end(None)
 
     def __enter__(self) -> Engine:
         """The engine itself, which is closed at the end of the block."""
@@ -345,11 +330,15 @@ class Engine:
         if error is None:
             self.close()
         elif self.session is not None:
-            atexit.unregister(self.session.close_together)
-            self.session.close(error)
-            self.session = None
+            self._end(error)
 
     # How
+
+    def _end(self, error: BaseException | None) -> None:
+        session = self._running
+        atexit.unregister(session.close_together)
+        session.close(error)
+        self.session = None
 
     @property
     def _running(self) -> Session:
@@ -384,47 +373,6 @@ class Engine:
         if self.model.loss_of == "minibatch":
             raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"', 2, 0)
 
-    def _example(self, batch: Batch) -> Microbatch:
-        """A microbatch of the batch, the same on all ranks."""
-        own = next(iter(batch.microbatches.values()), None)
-        root = self.comm.allgather(own is not None).index(True)
-        example: Microbatch = self.comm.bcast(own, root)
-        return example
-
-    def _choose_interpreter(self, batch: Batch) -> int:
-        """Have the interpreter that is for microbatches of this shape; the tokens of one of their samples."""
-        session = self._running
-        shape = self.shapes.of(batch, f"step {session.steps + 1}")
-        self._build(batch, shape)
-        if shape not in self.interpreters:
-            if session.header.weight_versions:
-                raise Stop("this schedule updates stages one by one: evaluate first what has its shape", 2, speaker=0)
-            example = self._example(batch)
-            with print_notes(self.comm):
-                source = StepBatches(example, self._count)
-                setup = set_up(self.comm, session.header, self.model, source, self.options, self.host)
-                made = session.add_interpreter(setup._replace(microbatches=self.batches))
-            self.interpreters[shape] = made, tokens(example) // max(1, example.size)
-        interpreter, tokens_per_sample = self.interpreters[shape]
-        session.use(interpreter)
-        return tokens_per_sample
-
-    def _build(self, batch: Batch, shape: Shape) -> None:
-        """Build the stages, once it is known what a microbatch looks like."""
-        if self.built:
-            return
-        session, example = self._running, self._example(batch)
-        self.batches = StepBatches(example, self._count)
-        with print_notes(self.comm):
-            on_rank_0(self.comm, lambda: check_weights(self.model))
-            setup = set_up(self.comm, session.header, self.model, self.batches, self.options, self.host)
-            session.build(setup, self.options.on_nan, self.verifies)
-        self.interpreters[shape] = session.interpreter, tokens(example) // max(1, example.size)
-        session.handle_sigterm()
-        self.built = True
-        if self.resumed is not None:
-            session.resume(self.resumed)
-
     def _save(self, directory: Path) -> bool:
         writer = self._running.checkpoints()
         writer.settings.pop("loader", None)
@@ -439,24 +387,21 @@ class Engine:
         use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
     ) -> T:
         """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape."""
+        session = self._running
         position = loader.state() if isinstance(loader, Loader) else None
         shapes = Shapes(self.comm, self.shapes.buckets)
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
             for number, given in enumerate(islice(loader, batches), start=1):
                 batch = self._batch(given)
-                shape = shapes.of(batch, f"batch {number}")
-                self._build(batch, shape)
-                if shape not in self.evaluators:
-                    self.evaluators[shape] = Evaluator(self._running, self._example(batch), self.options, self.host)
-                yield self.evaluators[shape], batch
+                yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}")), batch
 
         found = evaluators()
         first = next(found, None)
         if first is None:
             raise Stop("there is no batch to evaluate", 2, speaker=0)
         try:
-            return use(self._running, chain([first], found))
+            return use(session, chain([first], found))
         finally:
             found.close()
             if isinstance(loader, Loader) and position is not None:

@@ -5,7 +5,7 @@ The list is compiled from the header of the schedule, so that every stage is com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import schedgen
-from mpirun.comm.fail_together import on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList
@@ -21,7 +21,6 @@ from mpirun.engine.read_schedule import share_program
 from mpirun.engine.setup import Host, StepOptions, set_up
 from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.training.batches import StepBatches, to_cpu
-from mpirun.training.running_statistics import share_buffers
 from mpirun.training.session import Session
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
@@ -75,10 +74,10 @@ class Evaluator:
 
 
 def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
-    """The loss and the metrics of all samples. UsageError where the loss is not of single microbatches."""
+    """The loss and the metrics of all samples. Stop where the loss is not of single microbatches."""
     model = session.setup.model
     if model.loss_of == "minibatch":
-        raise UsageError("evaluate: the model's loss is of the whole minibatch")
+        raise Stop("evaluate: the model's loss is of the whole minibatch", 2, speaker=0)
     sums: dict[int, tuple[float, dict[str, float], int]] = {}  # by microbatch
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
@@ -93,7 +92,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
     counted = [everything[key] for key in sorted(everything) if everything[key][2]]
     samples = sum(count for _, _, count in counted)
     if not samples:
-        raise UsageError("evaluate: there are no samples")
+        raise Stop("evaluate: there are no samples", 2, speaker=0)
     names = counted[0][1]
     means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
     return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
@@ -121,9 +120,14 @@ def predict(
                 each(number, own)
 
     _run(session, batches, keep)
-    of_ranks = session.comm.gather(outputs)
-    if of_ranks is None or each is not None:
+    if each is not None:
         return None
+    of_ranks = session.comm.gather(outputs)
+    return on_rank_0(session.comm, lambda: _joined(of_ranks or []))
+
+
+def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
+    """The outputs of all microbatches, by rank and number, as one; UsageError where they do not fit together."""
     everything: dict[int, Any] = {}
     for of_rank in of_ranks:
         everything |= of_rank
@@ -143,7 +147,7 @@ def predict(
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], each: Each) -> None:
     """`each`: is given the number of a microbatch among those of all batches, its output, and itself."""
-    share_buffers(session.comm, session.header, session.interpreter.stages)
+    session.share_buffers()
     with torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):
             first = step * evaluator.batches.count

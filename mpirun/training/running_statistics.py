@@ -5,33 +5,25 @@ Those of the rank that computes a stage's first microbatch are the model's: eval
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpi4py import MPI
-from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
-from mpirun.verify.record import tensor_bytes
+from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F
 
 
-def share_buffers(comm: MPI.Intracomm, header: Header, stages: Mapping[int, LocalStage]) -> None:
-    """Every rank that has a stage gets the model's buffers, where they differ. Collective."""
-    for index in range(header.stages):
+def share_buffers(
+    comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
+) -> None:
+    """Every rank that has a stage gets the model's buffers, where forwards change them. Collective."""
+    for index in [index for index, shape in enumerate(shapes) if shape.overwrites_buffers]:
         own = dict(stages[index].module.named_buffers()) if index in stages else {}
-        hashes = comm.allgather(_hash(own) if own else None)
-        if len({value for value in hashes if value is not None}) < 2:
-            continue
         root = int(header.compute[F, index, 0])
-        values = comm.bcast({name: buffer.cpu() for name, buffer in own.items()} if comm.rank == root else None)
-        for name, buffer in own.items():
-            buffer.copy_(values[name])
-
-
-def _hash(buffers: Mapping[str, Tensor]) -> bytes:
-    found = hashlib.sha256()
-    for name, buffer in buffers.items():
-        found.update(name.encode() + tensor_bytes(buffer))
-    return found.digest()
+        sent = {name: buffer.cpu() for name, buffer in own.items()} if comm.rank == root else None
+        values = comm.bcast(sent, root)
+        if comm.rank != root:
+            for name, buffer in own.items():
+                buffer.copy_(values[name])

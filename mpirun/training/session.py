@@ -158,18 +158,22 @@ class Session:
 
     def save(self) -> bool:
         """Write a checkpoint of the steps so far to the open directory; whether that succeeded."""
-        share_buffers(self.comm, self.header, self.interpreter.stages)
+        self.share_buffers()
         return self.checkpoints().save(self.steps)
+
+    def share_buffers(self) -> None:
+        """Every rank gets the model's running statistics."""
+        share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
 
     def step(self) -> Result:
         """The next step. Stop where a number is not finite, unless such steps are skipped."""
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
+        jobs = self.interpreter.forward_backward
         if step == self.begun:
-            self.interpreter.forward_backward.digests = {}
-            result = self.interpreter.run_first(step)
-            check_same_data(self.comm, self.interpreter.forward_backward)
-        else:
-            result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
+            jobs.digests = {}
+        result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
+        if step == self.begun:
+            check_same_data(self.comm, jobs)
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
@@ -185,9 +189,10 @@ class Session:
 
     def _statistics(self) -> list[tuple[Tensor, Tensor]]:
         """The buffers that forwards change, and copies of them, where a step may have to change nothing."""
+        if self.on_nan == "stop":
+            return []
         changed = [stage for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
-        skips = self.on_nan == "skip"
-        return [(buffer, buffer.clone()) for stage in changed * skips for buffer in stage.module.buffers()]
+        return [(buffer, buffer.clone()) for stage in changed for buffer in stage.module.buffers()]
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""

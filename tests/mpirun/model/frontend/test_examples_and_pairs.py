@@ -63,7 +63,7 @@ def test_pairs_and_mappings_of_samples() -> None:
     assert cut.model(scores_of).pair(samples)[1] is samples
     for of, collated, why in [
         (cut, {"tokens": TOKENS}, "samples have no mask, which the module was traced on: they have ['tokens']"),
-        (cut, TOKENS, "samples should be pairs (input, target), not Tensor"),
+        (cut, TOKENS, "items should be pairs (input, target), (input,) or mappings: collated is a Tensor"),
         (listed, samples, "samples are mappings, but the module was traced on positional arguments: split(module, {"),
     ]:
         with pytest.raises(UsageError, match=re.escape(why)):

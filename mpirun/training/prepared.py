@@ -1,0 +1,103 @@
+"""What a run prepares when it sees data: its stages first, then an interpreter and an evaluator for each shape.
+
+A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`shapes.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpirun.checkpoint.disk_format import Manifest
+from mpirun.comm.fail_together import Stop, on_rank_0, print_notes
+from mpirun.data.loader import Batch
+from mpirun.data.microbatches import Microbatch, tokens
+from mpirun.engine.interpreter import Interpreter
+from mpirun.engine.setup import Host, StepOptions, set_up
+from mpirun.model.check_weights import check_weights
+from mpirun.model.contract import Model
+from mpirun.training.batches import StepBatches
+from mpirun.training.evaluation import Evaluator
+from mpirun.training.session import Session
+from mpirun.training.shapes import Shape
+
+
+class OfShape(NamedTuple):
+    """What trains on microbatches of one shape."""
+
+    interpreter: Interpreter
+    tokens: int  # elements of the target, a sample
+
+
+class Prepared:
+    """A run's interpreters and evaluators, by the shape of microbatches. Every method is collective."""
+
+    def __init__(self, session: Session, model: Model, options: StepOptions, host: Host, verifies: bool) -> None:
+        """`verifies`: what is done is recorded, to be verified."""
+        self.session, self.model, self.options, self.host, self.verifies = session, model, options, host, verifies
+        self.count = session.header.microbatches * options.passes  # microbatches of a step
+        self.resumed: Manifest | None = None  # the checkpoint to go on from, as soon as the stages are there
+        self.of_shape: dict[Shape, OfShape] = {}
+        self.evaluators: dict[Shape, Evaluator] = {}
+        self.batches: StepBatches  # of the steps
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the stages are built."""
+        return bool(self.of_shape)
+
+    def use(self, batch: Batch, shape: Shape) -> int:
+        """Have the session step by the interpreter of this shape; the tokens of a sample."""
+        if not self.has_stages:
+            self.build(batch, shape)
+        if shape not in self.of_shape:
+            if self.session.header.weight_versions:
+                raise Stop("this schedule updates stages one by one: evaluate first what has its shape", 2, speaker=0)
+            example = self._example(batch)
+            with print_notes(self.session.comm):
+                setup = set_up(
+                    self.session.comm, self.session.header, self.model, StepBatches(example, self.count),
+                    self.options, self.host,
+                )  # fmt: skip
+                made = self.session.add_interpreter(setup._replace(microbatches=self.batches))
+            self.of_shape[shape] = OfShape(made, _tokens_of_sample(example))
+        self.session.use(self.of_shape[shape].interpreter)
+        return self.of_shape[shape].tokens
+
+    def evaluator(self, batch: Batch, shape: Shape) -> Evaluator:
+        """What evaluates microbatches of this shape."""
+        if not self.has_stages:
+            self.build(batch, shape)
+        if shape not in self.evaluators:
+            self.evaluators[shape] = Evaluator(self.session, self._example(batch), self.options, self.host)
+        return self.evaluators[shape]
+
+    def build(self, batch: Batch, shape: Shape) -> None:
+        """Build the stages, now that it is known what a microbatch looks like, and go on from a checkpoint."""
+        session, example = self.session, self._example(batch)
+        self.batches = StepBatches(example, self.count)
+        with print_notes(session.comm):
+            on_rank_0(session.comm, lambda: check_weights(self.model))
+            setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
+            session.build(setup, self.options.on_nan, self.verifies)
+        self.of_shape[shape] = OfShape(session.interpreter, _tokens_of_sample(example))
+        session.handle_sigterm()
+        if self.resumed is not None:
+            session.resume(self.resumed)
+
+    def free(self) -> None:
+        """Give back what MPI has for all of it."""
+        for evaluator in self.evaluators.values():
+            evaluator.list.transport.free()
+        if self.has_stages:
+            self.session.free()
+
+    def _example(self, batch: Batch) -> Microbatch:
+        """A microbatch of the batch, the same on all ranks."""
+        own = next(iter(batch.microbatches.values()), None)
+        root = self.session.comm.allgather(own is not None).index(True)
+        example: Microbatch = self.session.comm.bcast(own, root)
+        return example
+
+
+def _tokens_of_sample(example: Microbatch) -> int:
+    return tokens(example) // max(1, example.size)
