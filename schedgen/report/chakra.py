@@ -7,9 +7,10 @@ A node is an instruction, and its id is the instruction's index in the rank's li
     ALLREDUCE, NORM       COMM_COLL_NODE, or COMP_NODE in a group of one rank
     FREE                  none; later instructions wait for the SENDs that the FREE waits for
 
-A data dependency leads to the instruction that defined what is read, a control dependency to the last instruction of
-the list that blocked the rank. The messages and their field numbers are those of et_def.proto in
-github.com/mlcommons/chakra, version 1.0.0.
+Data dependencies lead to the instructions that defined what is read and to the last instruction of the list that
+blocked the rank, because Chakra's feeder heeds no others. Those that are there for the order of the list alone are
+control dependencies, too. The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra,
+version 1.0.0.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def chakra_traces(
 
 
 def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
-    """For each instruction of a rank's list the indices of those it needs: (data, control); None for a FREE."""
+    """For each instruction of a rank's list the indices of those it needs: (all, for the order alone); None for a FREE."""
     start, stop = program.bounds[rank : rank + 2].tolist()
     accesses = analyse(program).accesses
     first = accesses.begin(np.arange(start, stop + 1)).tolist()
@@ -122,7 +123,7 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
         data = {defined[buffer] for effect, buffer in does if effect not in _WRITES and buffer in defined}
         if i.op == Op.NORM:
             data.update(reductions)
-        yield sorted(data), sorted(set(blocking) - data)
+        yield sorted(data.union(blocking)), sorted(set(blocking) - data)
         if i.op in SENDERS:
             sent.setdefault(does[0][1], []).append(place)
             blocking += data & received  # it passes on what comes in

@@ -67,7 +67,7 @@ class Simulation:
 
     def timeline(self, unit: float = 1.0) -> Timeline:
         """The same as a timeline; `unit`: microseconds of a unit of its time."""
-        arrival = np.where(self.arrival > self.start, unit * self.arrival, -1.0)
+        arrival = np.where(self.program.rows.op == Op.SEND, unit * self.arrival, -1.0)
         return Timeline(unit * self.start, unit * (self.end - self.start), unit * self.wait, self.cause, arrival)
 
 

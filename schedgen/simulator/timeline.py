@@ -28,7 +28,7 @@ class Timeline(NamedTuple):
     length: Times  # of the work
     wait: Times  # before it
     cause: Small  # what it waited for, an index of CAUSES; -1: it did not wait
-    arrival: Times  # of SEND rows: when the receiver has the message; -1: nobody needs an arrow
+    arrival: Times  # of SEND rows: when the receiver has the message; -1: of other rows, and where nobody uses it
 
 
 def measured_timelines(program: Program, start: Times, length: Times, wait: Times, cause: Small) -> list[Timeline]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import sys
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -159,7 +160,9 @@ def test_edges_say_what_is_read_and_what_stood_before(exported, golden):
 
     def behind(name):
         ids = {node.id: node.name for node in ranks[1]}
-        return [[ids[at] for at in deps] for deps in (by_name[name].data_deps, by_name[name].ctrl_deps)]
+        order = by_name[name].ctrl_deps
+        assert set(order) <= set(by_name[name].data_deps)
+        return [[ids[at] for at in deps] for deps in ([a for a in by_name[name].data_deps if a not in order], order)]
 
     assert behind("FWD 1 0") == [["RECV x.0.0"], []]
     assert behind("SEND x.1.0") == [["FWD 1 0"], []]
@@ -170,15 +173,18 @@ def test_edges_say_what_is_read_and_what_stood_before(exported, golden):
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
-def test_replayed_by_its_edges_a_trace_takes_the_simulated_times(scheme, exported, golden):
-    """Nodes start when all they depend on has ended, a receive ends when its message was sent: the longest path."""
+def test_replayed_by_its_data_dependencies_a_trace_takes_the_simulated_times(scheme, exported, golden):
+    """Nodes start when all they depend on has ended, a receive ends when its message was sent: the longest path.
+
+    Chakra's feeder gives out a node when its data dependencies are done, and reads no others.
+    """
     program, ranks = exported(golden[scheme])
     sent, entered, end = {}, defaultdict(dict), [{} for _ in ranks]
     left = [(rank, node) for rank, nodes in enumerate(ranks) for node in nodes]
     while left:
         waiting = []
         for rank, node in left:
-            starts = [end[rank].get(dep) for dep in (*node.data_deps, *node.ctrl_deps)] or [0]
+            starts = [end[rank].get(dep) for dep in node.data_deps] or [0]
             message = tuple(node.attr.get(key) for key in ("comm_src", "comm_dst", "comm_tag"))
             if node.type == RECV:
                 starts.append(sent.get(message))
@@ -201,6 +207,31 @@ def test_replayed_by_its_edges_a_trace_takes_the_simulated_times(scheme, exporte
             if node.type == COMP:
                 row = int(program.bounds[rank]) + node.id
                 assert end[rank][node.id] == run.end[row] and node.start == run.start[row], (rank, node)
+
+
+@pytest.mark.parametrize("scheme", SCHEDULES)
+def test_a_feeder_gives_the_jobs_out_in_the_order_of_the_list(scheme, exported, golden):
+    """Of the nodes whose data dependencies are done it gives out that of the lowest id; what it gave out ends any time.
+
+    Messages are taken as arrived, so that nothing but the trace keeps the order.
+    """
+    _, ranks = exported(golden[scheme])
+    chance = random.Random(0)
+    for nodes in ranks:
+        waiting, running, given = {node.id: set(node.data_deps) for node in nodes}, [], []
+        assert all(len(node.data_deps) == len(set(node.data_deps)) for node in nodes)  # it strikes each out once
+        while waiting or running:
+            free = min((at for at, needs in waiting.items() if not needs), default=None)
+            if free is not None and (not running or chance.random() < 0.5):
+                given.append(free)
+                running.append(free)
+                del waiting[free]
+                continue
+            done = running.pop(chance.randrange(len(running)))
+            for needs in waiting.values():
+                needs.discard(done)
+        jobs = {node.id for node in nodes if node.type == COMP}
+        assert [at for at in given if at in jobs] == sorted(jobs)
 
 
 def test_groups_of_collectives_are_listed_by_name_and_all_ranks_need_none(exported, golden, tmp_path):
@@ -237,14 +268,24 @@ def test_the_same_schedule_has_the_same_bytes(exported, golden, tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.glob("trace*")} == before
 
 
-def test_a_chrome_trace_is_that_of_simulate(golden, run, tmp_path):
+@pytest.mark.parametrize("alpha", ["0.5", "0"])
+def test_a_chrome_trace_is_that_of_simulate_with_an_arrow_for_every_message(alpha, golden, run, tmp_path):
     path = tmp_path / "1f1b.json"
     path.write_text(golden["1f1b"])
-    costs = ("--cost", "F=1,B=3", "--alpha", "0.5")
+    costs = ("--cost", "F=1,B=3", "--alpha", alpha)
     assert run("simulate", path, *costs, "--trace", tmp_path / "a").code == 0
     assert run("export", path, "--to", "chrome", *costs, "-o", tmp_path / "b") == (0, "", "")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert run("stats", path, "--measured", tmp_path / "b").code == 0
+    events = json.loads((tmp_path / "b").read_text())["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X" and e["name"].startswith("SEND")]
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert {(e["args"]["instruction"], e["tid"], e["ts"]) for e in slices} == {
+        (e["name"], e["tid"], e["ts"]) for e in begins.values()
+    }
+    for message, begin in begins.items():
+        assert ends[message]["tid"] == json.loads(begin["name"])["to"]
+        assert ends[message]["ts"] >= begin["ts"] + float(alpha)
 
 
 def test_wrong_usage_is_one_sentence(golden, run, refused, monkeypatch, tmp_path):
