@@ -19,7 +19,7 @@ from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, check_reads, how_to_compile
+from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads, how_to_compile
 from mpirun.model.load_model import load_model
 from mpirun.model.shapes import StageShape, infer_shapes
 from schedgen.ir.header import Header
@@ -94,6 +94,9 @@ def set_up(
     reads = together(comm, lambda: _reads(model, header, source))
     autocast_dtype = options.autocast_dtype
     shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype))
+    if model.reads is None:
+        counts = [len(shape.outputs) for shape in shapes_by_size[0]]
+        reads = [all_outputs(sources, counts) for sources in reads]
     distinct = [Dataflow(reads, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
     dataflows = [distinct[size] for size in _sizes(source)[1][: header.microbatches]]
     if model.loss_of == "minibatch":

@@ -5,10 +5,12 @@ Values come from `Model.weights` where that has them, else from what builds the 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +50,7 @@ def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.M
 def check_parameter_hooks(module: nn.Module, what: str) -> None:
     """UsageError for hooks of parameters: a stage has parameters of its own. `what` has them, for the sentence."""
     for name, parameter in module.named_parameters():
-        hooks = {
-            "register_hook": "_backward_hooks",
-            "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
-        }
-        for method, attribute in hooks.items():
+        for method, attribute in HOOKS.items():
             if getattr(parameter, attribute, None):
                 raise UsageError(f"{what}: its parameter {name} has a hook ({method}), which a stage would not call")
 
@@ -79,6 +77,8 @@ class _Builder:
         """With ties."""
         model, stage = self.model, self.stage
         module = self.untied()
+        if model.reads is None:
+            module.register_forward_pre_hook(_as_taken)
         for tie in model.tied:
             if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
                 self._apply_tie(module, tie)
@@ -183,6 +183,17 @@ class _Builder:
             value = dim.share(value, shard)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
+
+
+def _as_taken(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a stage without `reads` gets: as one tuple where its forward takes less, as an nn.Sequential's does."""
+    if len(arguments) < 2:
+        return arguments
+    try:
+        inspect.signature(module.forward).bind(*arguments)
+    except TypeError:
+        return (arguments,)
+    return arguments
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: NeedsValues) -> nn.Module:

@@ -48,8 +48,8 @@ class Model(NamedTuple):
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
                      first, and the sum of the gradients of all.
     reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
-                     (leaf k of the input). None: the first output of each of its producers in the schedule; where it
-                     has none, all leaves.
+                     (leaf k of the input). None: all that its producers in the schedule return; where it has none, all
+                     leaves. Several are so many arguments, or one tuple where forward does not take so many.
     loss_of          "microbatch", or "minibatch": loss takes the outputs and targets of all microbatches, concatenated
                      along dimension 0. The schedule must then have all forwards of the last stage before its first
                      backward, as gpipe has.
@@ -87,7 +87,10 @@ class Model(NamedTuple):
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:
-        """`reads`, or what None stands for: of stages with these producers and an input of so many leaves."""
+        """`reads`, or what None stands for: of stages with these producers and an input of so many leaves.
+
+        That has the first output of each producer; `all_outputs` adds the others, once it is known how many there are.
+        """
         if self.reads is not None:
             return self.reads
         inputs = [Input(index) for index in range(leaves)]

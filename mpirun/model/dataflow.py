@@ -143,6 +143,24 @@ class Arguments:
         return [values[position] if position >= 0 else leaves[-1 - position] for position in self.positions]
 
 
+def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source]:
+    """`sources` with all outputs of a stage in place of its first; `counts`: how many each stage before has."""
+    return [
+        each
+        for source in sources
+        for each in (
+            [Value(source.stage, k) for k in range(counts[source.stage])] if isinstance(source, Value) else [source]
+        )
+    ]
+
+
+def unread_outputs(reads: Reads, outputs: Sequence[Sequence[TensorSpec]], shards: int) -> list[Value]:
+    """Of stages that have so many tensor shards, the outputs that no stage reads; the loss gets those of the last."""
+    read = {(x.stage // shards, x.output) for sources in reads for x in sources if isinstance(x, Value)}
+    stages = list(enumerate(outputs[::shards]))[:-1]
+    return [Value(s, k) for s, of_stage in stages for k in range(len(of_stage)) if (s, k) not in read]
+
+
 def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
     """The producer's outputs that the consumer reads, ascending, by (producer, consumer)."""
     outputs: dict[tuple[int, int], set[int]] = {}

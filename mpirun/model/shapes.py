@@ -17,7 +17,7 @@ from mpirun.data.microbatches import Microbatch
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import stage_without_values
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Input, Reads, Source, TensorSpec
+from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, all_outputs
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
@@ -74,7 +74,8 @@ def infer_shapes(
         module = stage_without_values(model, stage, fake)
         with fake, torch.no_grad():
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
-            inputs = [_argument(source, outputs, batch.leaves, stage) for source in reads[stage]]
+            sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))
+            inputs = [_argument(source, outputs, batch.leaves, stage) for source in sources]
             inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
             write_counts, buffer_counts = _write_counts(inputs), _write_counts(module.buffers())
             with autocast("cpu", autocast_dtype), finder:

@@ -27,6 +27,7 @@ from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.setup import Setup
+from mpirun.model.dataflow import unread_outputs
 from mpirun.training.running_statistics import share_buffers
 from mpirun.training.same_data import check_same_data
 from mpirun.verify.verification import Verification, check_repeatable
@@ -95,8 +96,17 @@ class Session:
         self.tokens = setup.microbatches.tokens
         if verify:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
-        if self.setup.device.description and self.comm.rank == 0:
-            print(self.setup.device.description, flush=True)
+        if self.comm.rank == 0:
+            if self.setup.device.description:
+                print(self.setup.device.description, flush=True)
+            self._say_unread()
+
+    def _say_unread(self) -> None:
+        dataflow, shards = self.setup.dataflows[0], self.header.tensor_parallel.degree
+        unread = unread_outputs(dataflow.reads, dataflow.outputs, shards)
+        for stage in sorted({value.stage for value in unread}):
+            outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
+            print(f"mpirun: note: no stage reads output {outputs} of stage {stage}", file=sys.stderr, flush=True)
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """One for microbatches of another shape, which the model, the optimizer and all else in `setup` fit."""

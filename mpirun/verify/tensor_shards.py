@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mpirun.engine.setup import Setup
-from mpirun.model.dataflow import Dataflow
+from mpirun.model.dataflow import Dataflow, Value
 from mpirun.verify.record import Parameters, Record, tensor_bytes
 from schedgen.ir.header import Header
 from schedgen.ir.stage_graph import StageGraph
@@ -23,7 +23,10 @@ def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
         tensor_parallel=TensorParallel(1, (), stages),
     )
     shapes = setup.shapes[::T]
-    reads = setup.unsharded_model.resolved_reads(plain.graph.producers, len(setup.microbatches.examples()[0].leaves))
+    reads = [
+        [source._replace(stage=source.stage // T) if isinstance(source, Value) else source for source in sources]
+        for sources in setup.dataflows[0].reads[::T]
+    ]
     dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
     return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
 

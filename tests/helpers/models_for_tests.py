@@ -151,6 +151,67 @@ def several(stages: int) -> Model:
     )  # fmt: skip
 
 
+def tuples(stages: int) -> Model:
+    """Without `reads`: stages return tuples, which layers take whole, and a module as arguments."""
+
+    class Begin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.byte = nn.Embedding(256, 8)
+
+        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.byte(tokens).flatten(1), tokens, self.byte(tokens[:, 0])
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(128, 64)
+
+        def forward(self, everything: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x, tokens, skip = everything
+            return torch.tanh(self.linear(x)), tokens, skip
+
+    class Together(nn.Module):
+        def forward(self, x: Tensor, tokens: Tensor, skip: Tensor) -> tuple[Tensor, ...]:
+            return torch.cat([x, skip, tokens[:, :8] / 256], 1), skip
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(88, 256)
+
+        def forward(self, *both: Tensor) -> Tensor:
+            return self.linear(torch.cat(both, 1))
+
+    entries = [Begin, {"layer": Layer, "act": nn.Identity}, Together, Last]
+    return mlp.tiny(stages)._replace(stages=entries)
+
+
+def unread(stages: int) -> Model:
+    """The same, of which the last two stages read but one output each."""
+    reads = [[Input(0)], [Value(0, k) for k in range(3)], [Value(1, k) for k in range(3)], [Value(2, 1), Value(2, 1)]]
+    model = tuples(stages)._replace(reads=reads)
+    layer = model.stages[1]["layer"]
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, *everything: Tensor) -> tuple[Tensor, ...]:
+            return self.layer(everything)
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 256)
+
+        def forward(self, *both: Tensor) -> Tensor:
+            return self.linear(torch.cat(both, 1))
+
+    return model._replace(stages=[model.stages[0], Joined, model.stages[2], Short])
+
+
 def uneven(stages: int) -> Model:
     """As `several`, with a minibatch of 22 samples in a dict, cut along dimension 1, and what is not cut beside it."""
     model = several(stages)
