@@ -6,24 +6,26 @@ instruction, reason and rule. Time grows with the length of the program, and wit
 
 proof.py            the program under proof, and how a refusal is worded
 jobs.py             rule 1
-buffers.py          rules 2 and 7; rule 8, the exact peak memory, is then `analysis.memory`
+buffers.py          rules 2, 7 and 8; the exact peak memory is then `analysis.memory`
 messages.py         rules 3 and 6
 deadlock.py         rule 4
 gradient_sums.py    rule 5
 weight_versions.py  rule 9, and rule 5 where weights have versions
 shard_sums.py       rule 10
+shard_copies.py     rule 11
 files.py            schedule files by name
 """
 
 from __future__ import annotations
 
-from schedgen.analysis import Memory
-from schedgen.checker.buffers import rule_2, rule_7
+from schedgen.analysis import Memory, analyse
+from schedgen.checker.buffers import rule_2, rule_7, rule_8
 from schedgen.checker.deadlock import rule_4
 from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
 from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
+from schedgen.checker.shard_copies import drifting, rule_11
 from schedgen.checker.shard_sums import rule_10
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
@@ -34,32 +36,52 @@ __all__ = ["RULES", "Memory", "check", "check_compiled"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
-    """Prove the ten rules for a projected program; `name` stands in errors. Gives the exact peak memory."""
+    """Prove the eleven rules for a projected program; `name` stands in errors. Gives the exact peak memory."""
     proof = Proof(program, name)
-    rules = (rule_1, rule_9, ties_entered_once, rule_2, rule_3, rule_10, rule_6, rule_7, rule_5)
-    with steps("check", len(rules) + 1) as step:
+    rules = (rule_1, rule_9, ties_entered_once, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
+    with steps("check", len(rules) + 2) as step:
         for rule in rules:
             step(rule, proof)
         proof.analysis.forget_accesses()
         step(rule_4, proof, proof.analysis.waits)
+        step(rule_11, proof)
     return proof.analysis.memory
 
 
 def check_compiled(program: Program) -> None:
     """Prove what the compiler has just written, where that is not right by construction. Raises UsageError.
 
-    Every pass keeps the order of time executable, with one exception: where weights have versions, the sums among a
-    stage's owners stand in the middle of the list, where sums of different stages may wait for one another.
+    * Where weights have versions, the sums among a stage's owners stand in the middle of the list, where sums of
+      different stages may wait for one another. Every other pass keeps the order of time executable.
+    * A w that places each shard itself may have the shards of a whole stage sum up in different groups.
+    * A memory limit holds no backward back.
     """
     header = program.header
-    if not (header.weight_versions and any(header.several_owners)):
-        return
+    if header.weight_versions and any(header.several_owners):
+        _check_updates(program)
+    if found := drifting(program):
+        tensor = header.tensor_parallel
+        stage, shard = divmod(found[0], tensor.degree)
+        raise UsageError(
+            f"w: the copies of whole stage {stage} would drift apart, for its shards 0 and {shard} add up their "
+            "gradients in different orders or groups: place all shards of a whole stage alike"
+        )
+    limit = header.memory_limit
+    if limit is not None and (held := int(analyse(program).memory.saved.max())) > limit:
+        raise UsageError(
+            f"--memory-limit {limit}: a worker holds {held} saved forwards, "
+            "since backwards that run elsewhere than their forwards are not held back"
+        )
+
+
+def _check_updates(program: Program) -> None:
+    """Refuse sums of different stages that wait for one another."""
     try:
         check(program)
     except RefusedFile as error:
         if error.rule not in (4, 6):
             raise
         raise UsageError(
-            f"--updates {header.weight_versions.updates}: in this order sums of different stages wait for one "
+            f"--updates {program.header.weight_versions.updates}: in this order sums of different stages wait for one "
             "another: a worker that shares a stage with others should have no other stage, or the same order as they"
         ) from None

@@ -1,4 +1,7 @@
-"""Rules 2 and 7: every buffer is defined before it is used and ended once, as `analysis.lifetimes` has followed it."""
+"""Rules 2 and 7: every buffer is defined before it is used and ended once, as `analysis.lifetimes` has followed it.
+
+Rule 8: saved forwards, as they then live, are within the header's limit.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,16 @@ def rule_2(proof: Proof) -> None:
 def rule_7(proof: Proof) -> None:
     """Refuse the first fault of a life if a buffer is there too long or too often."""
     _refuse(proof, 7, RULE_7)
+
+
+def rule_8(proof: Proof) -> None:
+    """Refuse more saved forwards at once on a rank than the header's limit; rules 2 and 7 are proved."""
+    limit, lifetimes = proof.header.memory_limit, proof.analysis.lifetimes
+    if limit is None:
+        return
+    held = lifetimes.timeline((lifetimes.buffer == Buffer.SAVED).astype(np.int64)).during
+    for row in np.flatnonzero(held > limit)[:1].tolist():
+        proof.refuse(8, row, f"the rank holds {held[row]} saved forwards here, and memory_limit is {limit}")
 
 
 def _refuse(proof: Proof, rule: int, words: dict[int, str]) -> None:

@@ -87,7 +87,7 @@ def _said(proof: Proof, unit: int) -> str:
 
 
 def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
-    """NORM once on every rank, of all ranks, behind every sum and before every STEP: its row by rank."""
+    """NORM once on every rank, of all ranks, behind every loss and sum and before every STEP: its row by rank."""
     everyone = tuple(range(proof.header.workers))
     right = [ranks == everyone for ranks in proof.header.groups]
     norm = np.full(len(everyone), -1, np.int64)
@@ -97,6 +97,9 @@ def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
         norm[proof.rank[row]] = row
     for rank in np.flatnonzero(norm < 0)[:1]:
         proof.refuse_rank(5, int(rank), "NORM is missing")
+    forwards = proof.rows_of(Op.FWD)
+    for row in forwards[forwards > norm[proof.rank[forwards]]][:1]:
+        proof.refuse(5, int(row), "this forward, and its loss, stand behind NORM")
     for rank, unit in np.argwhere(last_sum > norm[:, None])[:1].tolist():
         proof.refuse(5, int(last_sum[rank, unit]), f"this adds to dw.{_said(proof, unit)} behind NORM")
     for rank, unit in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:

@@ -1,4 +1,4 @@
-"""Rule 1: every job exactly once, on the worker w names; where there are forwards alone, nothing of training."""
+"""Rule 1: every job exactly once, on the worker w names, a forward before it is redone; forwards alone, no training."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def rule_1(proof: Proof) -> None:
         # A BWD stands for its two halves.
         _once(proof, (op, Op.BWD) if d else (op,), compute[d], every=True)
     _once(proof, (Op.RECOMPUTE,), compute[B], every=False)
+    _redone_behind_forward(proof)
     if split:
         for s, b in np.argwhere(compute[W] != compute[B])[:1]:
             proof.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
@@ -44,3 +45,13 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
     if every and len(rows) < worker.size:
         s, b = divmod(int(np.setdiff1d(np.arange(worker.size), job)[0]), proof.header.microbatches)
         proof.refuse_rank(1, int(worker[s, b]), f"{ops[0].name} of stage {s}, microbatch {b} is missing")
+
+
+def _redone_behind_forward(proof: Proof) -> None:
+    """No FWD stands behind the RECOMPUTE of its job: rule 2 then has it before the backward, too."""
+    forwards, redone = proof.rows_of(Op.FWD), proof.rows_of(Op.RECOMPUTE)
+    forward = np.zeros(proof.header.compute.shape[1:], np.int64)
+    forward[proof.stage[forwards], proof.mb[forwards]] = forwards
+    row = forward[proof.stage[redone], proof.mb[redone]]
+    for late in row[(row > redone) & (proof.rank[row] == proof.rank[redone])][:1]:
+        proof.refuse(1, int(late), "this forward stands behind its RECOMPUTE")

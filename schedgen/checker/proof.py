@@ -16,16 +16,17 @@ from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile
 
 RULES = {
-    1: "every job exactly once, on the worker w names",
+    1: "every job exactly once, on the worker w names, a forward before it is redone",
     2: "every operand is defined before it is used",
     3: "every SEND has its RECV or FETCH_W, in order",
     4: "no deadlock, even if every SEND blocks until it is matched",
     5: "every gradient reaches every owner exactly once, every owner steps once",
     6: "collectives are entered in one order by all members",
     7: "everything defined is freed once, nothing is used after that",
-    8: "exact peak memory",
+    8: "the peak memory is what the list says, and within the header's limit",
     9: "every job uses the version of its weights that the schedule's updates say",
     10: "every output and gradient of a split stage is summed over its shards once, before it is used",
+    11: "all shards of a whole stage add up its gradient in one order and grouping",
 }
 
 

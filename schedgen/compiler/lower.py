@@ -55,6 +55,7 @@ def header_of(placed: PlacedScheme) -> Header:
             "fan_out": options.fan_out,
             "prefetch": options.prefetch,
             "recompute": np.flatnonzero(placed.recompute).tolist(),
+            **({} if options.memory is None else {"memory_limit": options.memory}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
         },
         graph=placed.graph,

@@ -39,7 +39,8 @@ class Header:
     mode: str  # "greedy" or "strict": what n means
     n: str  # name of the order
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
-    # weight_slots, fan_out, prefetch, recompute: `compiler.options`; updates, one of UPDATES, unless flush
+    # weight_slots, fan_out, prefetch, recompute, and memory_limit if there is one: `compiler.options`;
+    # updates, one of UPDATES, unless flush
     lowering: Mapping[str, int | list[int] | str]
     graph: StageGraph
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
@@ -96,6 +97,12 @@ class Header:
     def weight_versions(self) -> WeightVersions:
         """When weights change, and how many versions of them there are."""
         return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """The most saved forwards that a rank may hold at once; None: any number."""
+        limit = self.lowering.get("memory_limit")
+        return limit if isinstance(limit, int) else None
 
     @cached_property
     def ties(self) -> TiedStages:

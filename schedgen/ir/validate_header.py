@@ -18,13 +18,15 @@ from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Lim
 from schedgen.ir.stage_graph import StageGraph, check_edges
 from schedgen.ir.tensor_parallel import TensorParallel, check_workers
 from schedgen.ir.weight_versions import STASH, VERTICAL
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, clip
 
 LARGEST = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
 OPTIONAL_KEYS = ("apart", "shards", "tensor")
 
-_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0}  # of the lowering's numbers
+_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1}  # of the lowering's numbers
+_LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", "memory_limit", "updates")  # in this order
+_OPTIONAL_LOWERING = {"memory_limit", "updates"}
 
 
 class Wrong(Exception):
@@ -51,6 +53,7 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
             continue
         if type(value) is not int and not _is_printable(value):
             raise Wrong("scheme", "scheme: values must be numbers, printable strings or lists of a number a stage")
+    _check_layers(raw, stages)
     groups, tied, lowering = raw.get("groups"), raw.get("tied"), raw.get("lowering")
     if not isinstance(groups, list):
         raise Wrong("groups", "groups must be a list of lists of ranks")
@@ -63,9 +66,21 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
 
 def _stage_counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
     """The stages a file has where a list has a number for each stage of the scheme, of the model, or of the file."""
-    degree = raw["tensor"].get("degree") if isinstance(raw.get("tensor"), dict) else 1
     parts = raw["scheme"].get("parts", 1)
-    return tuple(length * degree * p for p in (1, parts) if type(degree) is int and _is_whole(p, 1, LARGEST))
+    return tuple(length * _degree(raw) * p for p in (1, parts) if _is_whole(p, 1, LARGEST))
+
+
+def _degree(raw: Mapping[str, Any]) -> int:
+    """The shards of each stage that a header claims, not checked yet; 0 where it claims what is no number."""
+    degree = raw["tensor"].get("degree") if isinstance(raw.get("tensor"), dict) else 1
+    return degree if type(degree) is int else 0
+
+
+def _check_layers(raw: Mapping[str, Any], stages: int) -> None:
+    """Of `layers`, by which the runtime cuts a model: as many as the model has stages."""
+    layers = raw["scheme"].get("layers")
+    if "layers" in raw["scheme"] and not (isinstance(layers, list) and len(layers) * _degree(raw) == stages):
+        raise Wrong("scheme", "scheme: layers must be a list of a number for each stage of the model")
 
 
 def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
@@ -99,7 +114,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         lowering=_lowering(raw.get("lowering"), limits),
         graph=StageGraph(limits.stages, edges, _per_consumer(raw, edges, limits)),
         tied=_tied(raw.get("tied"), limits),
-        groups=_lists("groups", raw.get("groups"), "ranks", limits.workers),
+        groups=_groups(raw.get("groups"), limits),
         compute=_placement(raw, "compute", shape, limits),
         weights=_placement(raw, "weights", _weights_shape(raw, shape), limits),
         generator=raw["generator"],
@@ -184,6 +199,8 @@ def _check_forward(header: Header) -> None:
         raise Wrong("tied", "tied: a list of forwards sums no gradients, so it has no ties")
     if header.lowering["recompute"] or header.weight_versions:
         raise Wrong("lowering", "lowering: a list of forwards redoes nothing and makes no versions of weights")
+    if header.memory_limit is not None:
+        raise Wrong("lowering", "lowering: a list of forwards saves nothing, so it has no memory_limit")
     if len(header.weights) > 1 and owners_of(header.weights) == owners_of(header.weights[:1]):
         raise Wrong("weights", "weights: of a list of forwards the direction F says it, for it names all owners")
 
@@ -198,17 +215,18 @@ def _check_tensor_parallel(header: Header) -> None:
 
 
 def _lowering(value: object, limits: Limits) -> dict[str, int | list[int] | str]:
-    if not isinstance(value, dict) or set(value) - {"updates"} != {*_LEAST, "recompute"}:
-        raise Wrong("lowering", f"lowering must have {', '.join(_LEAST)} and recompute")
+    if not isinstance(value, dict) or set(value) | _OPTIONAL_LOWERING != set(_LOWERING):
+        needed = ", ".join(key for key in _LOWERING if key not in _OPTIONAL_LOWERING)
+        raise Wrong("lowering", f"lowering must have {needed}, and may have {' and '.join(sorted(_OPTIONAL_LOWERING))}")
     if value.get("updates", STASH) not in (STASH, VERTICAL):
         raise Wrong("lowering", "lowering: updates must be stash or vertical, or not be there")
     for key, least in _LEAST.items():
-        if not _is_whole(value[key], least, LARGEST):
+        if key in value and not _is_whole(value[key], least, LARGEST):
             raise Wrong("lowering", f"lowering: {key} must be a whole number of at least {least}")
     stages = value["recompute"]
     if not isinstance(stages, list) or not all(_is_whole(stage, 0, limits.stages - 1) for stage in stages):
         raise Wrong("lowering", "lowering: recompute must be a list of stages")
-    return value
+    return {key: value[key] for key in _LOWERING if key in value}
 
 
 def _edges(value: object, limits: Limits, degree: int) -> tuple[tuple[int, int], ...]:
@@ -252,6 +270,15 @@ def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, .
         if not whole or numbers != sorted(set(numbers)):
             raise Wrong(key, f"{key} must be lists of different {what} in 0..{limit - 1}, ascending")
     return tuple(map(tuple, value))
+
+
+def _groups(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
+    """A collective names its group by the place: the same ranks have one."""
+    groups = _lists("groups", value, "ranks", limits.workers)
+    for ranks, count in Counter(groups).items():
+        if count > 1:
+            raise Wrong("groups", f"groups must be different, but {clip(str(list(ranks)))} is there {count} times")
+    return groups
 
 
 def _weights_shape(raw: Mapping[str, Any], shape: tuple[int, int, int]) -> tuple[int, int, int]:

@@ -231,3 +231,69 @@ def test_a_weight_gradient_may_travel_through_another_worker(golden, judge):
         put(2, recv("dw.1", 0, "ADD"), before=send("dw.1", 1)),
     )(file["programs"])
     assert judge(file)[0].code == 0
+
+
+# The loss is made in FWD: where the backward redoes the forward, nothing else needs the last stage's.
+
+
+@pytest.mark.parametrize(("behind", "words"), [("RECOMPUTE", "behind its RECOMPUTE"), ("BWD", "behind its RECOMPUTE")])
+def test_a_forward_behind_what_redoes_it_is_refused(behind, words, run, judge, refused):
+    file = json.loads(run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--recompute", 1, "-o", "-").out)
+    assert judge(file)[0].code == 0
+    for what in (free("x.1.1"), job("FWD", 1, 1)):
+        move(1, what, after=job(behind, 1, 1))(file["programs"])
+    assert f"this forward stands {words} (rule 1: {RULES[1]})" in refused(judge(file)[0], 1)
+
+
+def test_a_loss_behind_norm_is_refused(run, judge, refused, tmp_path):
+    scheme = tmp_path / "apart.py"
+    scheme.write_text("def w(s, b, d):\n    return d, d\n\n\ndef n(s, b, d):\n    return b + d\n")
+    file = json.loads(run("compile", scheme, "--stages", 1, "--microbatches", 1, "--workers", 2, "-o", "-").out)
+    assert judge(file)[0].code == 0
+    for what in (free("x.0.0"), job("FWD", 0, 0)):
+        move(0, what, after=NORM)(file["programs"])
+    assert f"this forward, and its loss, stand behind NORM (rule 5: {RULES[5]})" in refused(judge(file)[0], 1)
+
+
+# What the header claims, and what it does not have to prove.
+
+
+def test_the_memory_limit_stands_in_the_header_and_is_held(run, judge, refused, tmp_path):
+    sizes = ("--stages", 4, "--microbatches", 8, "--mode", "greedy")
+    assert "memory_limit" not in run("compile", "gpipe", *sizes, "-o", "-").out
+    file = json.loads(run("compile", "gpipe", *sizes, "--memory-limit", 4, "-o", "-").out)
+    assert file["lowering"]["memory_limit"] == 4 and judge(file)[0].code == 0
+    file["lowering"]["memory_limit"] = 3
+    words = "the rank holds 4 saved forwards here, and memory_limit is 3"
+    assert f"{words} (rule 8: {RULES[8]})" in refused(judge(file)[0], 1)
+    # Backwards elsewhere, all in front of their weights': none of them is held back.
+    scheme = tmp_path / "elsewhere.py"
+    scheme.write_text(
+        "split = True\n\n\ndef w(s, b, d):\n    on = (d > 0) * 2 + (d == 0) * (b % 2)\n    return on, on\n\n\n"
+        "def n(s, b, d):\n    return b + 9 * d\n"
+    )
+    sizes = ("--stages", 1, "--microbatches", 2, "--workers", 3, "--memory-limit", 1)
+    assert "--memory-limit 1: a worker holds 2 saved forwards" in refused(run("compile", scheme, *sizes, "-o", "-"), 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "words"),
+    [
+        ("groups", lambda groups: groups + groups, "groups must be different, but [0, 1, 2, 3] is there 2 times"),
+        ("scheme", lambda scheme: {**scheme, "layers": 7}, "layers must be a list of a number for each stage"),
+        ("scheme", lambda scheme: {**scheme, "layers": [1, 1]}, "lists of a number a stage"),
+        ("lowering", lambda lowering: {**lowering, "memory_limit": 0}, "memory_limit must be a whole number of at"),
+        ("lowering", lambda lowering: {**lowering, "more": 1}, "and may have memory_limit and updates"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(key, change, words, golden, run, refused, tmp_path):
+    file = json.loads(golden["1f1b"])
+    path = tmp_path / "file.json"
+    path.write_text(json.dumps({**file, key: change(file[key])}))
+    assert words in refused(run("seal", path), 1)
+
+
+def test_keys_of_the_lowering_have_one_order(golden, run, refused, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(golden["1f1b"].replace('"weight_slots": 2, "fan_out": 2', '"fan_out": 2, "weight_slots": 2'))
+    assert "not in canonical form" in refused(run("check", path), 1)

@@ -13,6 +13,7 @@ from examples import examples
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
+from schedgen.checker.shard_copies import drifting
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
@@ -168,6 +169,58 @@ def test_two_shards_of_a_stage_are_on_two_workers():
         compile(scheme, Sizes(2, 2, 2), Options(tensor=2))
 
 
+DRIFTING = """import numpy as np
+
+
+def w(s, b, d, t):
+    worker = np.where(t == 0, 2 * (b % 2), 1 + 2 * (b // 2 % 2)) + 0 * s
+    return worker, worker
+
+
+def n(s, b, d, *, stages):
+    return b * 2 * stages + np.where(d == 0, s, 2 * stages - 1 - s)
+"""
+
+
+def test_shards_of_a_whole_stage_that_would_drift_apart_are_refused(run, refused, graph_file, tmp_path):
+    """Shard 0 adds up (0 + 2) + (1 + 3), shard 1 (0 + 1) + (2 + 3): no order makes their bits the same."""
+    path = tmp_path / "two.py"
+    path.write_text(DRIFTING)
+    graph = ("--graph", graph_file(stages=8, whole=[0]))
+    sizes = ("--stages", 1, "--microbatches", 4, "--workers", 4, "--tensor", 2)
+    message = refused(run("compile", path, *graph, *sizes, "-o", "-"), 2)
+    assert message.startswith("schedgen: w: the copies of whole stage 0 would drift apart, for its shards 0 and 1 ")
+    sizes = Sizes(1, 4, 4)
+    options = Options(tensor=2, parts=8, replicated_stages=(0,))
+    program = compile(load(str(path), sizes, 2), sizes, options)
+    words = r"program:\d+: rank 1: dw.1 is not added up in the order and grouping of dw.0, .* \(rule 11: "
+    with pytest.raises(RefusedFile, match=words):
+        check(program)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "sizes", "more"),
+    [
+        (Op.BWD, "gpipe", (1, 2, 2), {}),
+        (Op.ADD, "fsdp", (2, 4, 2, 8), {"replicated_stages": (0,), "fan_out": 8}),
+    ],
+)
+def test_another_order_on_one_shard_of_a_whole_stage_is_refused(op, name, sizes, more):
+    """The same change on all shards is right."""
+    program = compiled(name, *sizes, **more)
+    check(program)
+    order = np.arange(len(program))
+    for shard in (1, 0):
+        rows = np.flatnonzero((program.rows.op == op) & (program.rows.rank == shard) & (program.rows.stage == shard))
+        order[rows[:2]] = rows[:2][::-1]
+        changed = Program(program.header, program.rows.take(order))
+        if shard == 0:
+            check(changed)
+            return
+        with pytest.raises(RefusedFile, match=r"rank 1: dw.1 is not added up .* \(rule 11: "):
+            check(changed)
+
+
 @st.composite
 def programs(draw, cases):
     """Any placement, owners, order and DAG, with shards and parts; workers of shards by w(s, b, d) or w(s, b, d, t)."""
@@ -183,6 +236,8 @@ def programs(draw, cases):
     shuffled = np.random.default_rng(draw(st.integers(0, 2**16)))
     jobs = case.compute.shape
     compute = np.array([shuffled.permutation(T + 1)[:T] for _ in range(np.prod(jobs[1:]))]).reshape(*jobs[1:], T)
+    whole = sorted({S - 1, *(stage // P for stage in replicated)})
+    compute[whole] = compute[whole, :1]  # others add up alike only by chance
     backward = compute if draw(st.booleans()) else compute[..., ::-1]
 
     def w(s, b, d, t):
@@ -193,11 +248,10 @@ def programs(draw, cases):
         "random", T + 1, w, lambda s, b, d: case.n[d, s, b], "random", "greedy",
         split=len(case.cost) == 3, edges=case.edges, per_consumer=case.per_consumer, by_shard=True,
     )  # fmt: skip
-    return compile(
-        scheme,
-        case.sizes,
-        Options(cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, replicated_stages=replicated),
-    )
+    options = Options(cost=case.cost, prefetch=case.prefetch, tensor=T, parts=P, replicated_stages=replicated)
+    program = compile(scheme, case.sizes, options)
+    assume(drifting(program) is None)
+    return program
 
 
 @given(data=st.data())
