@@ -21,7 +21,7 @@ COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for 
 
 LEFT_OUT = {"make test"}  # what runs this
 Place = tuple[Path, dict[str, str]]  # a folder and an environment
-TRAIN = "mpiexec -n 4 python -m mpirun "
+TRAIN = "mpiexec -n 4 python -m "
 # One golden schedule of each kind of command; test_traces.py compiles all of them.
 MORE = {"make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor'"}
 EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # asked to find differences
@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def four(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
-    """`mpiexec -n 4 python -m mpirun ARGUMENTS`: the first launched by itself, the others in a launch they share."""
+    """`mpiexec -n 4 python -m MODULE ARGUMENTS`: the first launched by itself, the others in a launch they share."""
     copy, environment = place
     waiting: list[StandingLaunch] = []
 

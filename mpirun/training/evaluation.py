@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import schedgen
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList
@@ -50,7 +50,7 @@ class Evaluator:
         self.comm, self.session = session.comm, session
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
-        together(comm, session.setup.unsharded_model.check_eval)
+        on_rank_0(comm, session.setup.unsharded_model.check_eval)  # the same on every rank
         self.schedule = share_program(comm, program)
         self.batches = StepBatches(example, count)
         model = session.setup.unsharded_model

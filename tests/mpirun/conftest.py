@@ -132,7 +132,7 @@ def mistakes(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Ende
     """Runs of mpirun none of which ends well."""
 
     def mistakes(ranks: int, runs: Sequence[Sequence[object]], env: dict[str, str] | None = None) -> list[Ended]:
-        results = in_one_launch(ranks, [list(map(str, run)) for run in runs], env=env)
+        results = in_one_launch(ranks, [["mpirun", *map(str, run)] for run in runs], env=env)
         ended = [Ended(*result) for result in results]
         assert not any("Traceback" in run.out + run.err for run in ended)
         return ended
@@ -145,7 +145,7 @@ def several(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[tuple
     """Runs of mpirun: the exit code and the stdout of each."""
 
     def several(ranks: int, runs: Sequence[Sequence[object]], fresh: bool = False) -> list[tuple[int, str]]:
-        ended = in_one_launch(ranks, [list(map(str, run)) for run in runs], fresh=fresh)
+        ended = in_one_launch(ranks, [["mpirun", *map(str, run)] for run in runs], fresh=fresh)
         return [(code, out) for code, out, _ in ended]
 
     return several

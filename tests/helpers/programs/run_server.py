@@ -1,12 +1,13 @@
 """Runs of mpirun in one launch, as they are requested. The argument is a FIFO with a request a line, in JSON.
 
-A request is an object that inspected_run.py takes, or a list: the arguments of mpirun. Of such a run rank 0 prints the
+A request is an object that inspected_run.py takes, or a list: what follows `python -m`. Of such a run rank 0 prints the
 exit code, the same on all ranks, the stdout, and the stderr of all ranks.
 """
 
 import contextlib
 import io
 import json
+import runpy
 import sys
 import time
 from collections.abc import Iterator
@@ -42,11 +43,23 @@ def requests(file: str) -> Iterator[Any]:
             yield json.loads(line)
 
 
+def run(module: str, arguments: list[str]) -> int:
+    """Do what `python -m` does; the exit code."""
+    if module == "mpirun":
+        return main(arguments)
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
 def command(arguments: list[str]) -> list[Any]:
     """A run: its exit code, its stdout, its stderr. Collective."""
     out, err = io.StringIO(), CopiedErrors()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(arguments)
+        code = run(arguments[0], arguments[1:])
     codes = WORLD.allgather(code)
     if len(set(codes)) > 1:
         sys.exit(f"{arguments}: the ranks end with different codes: {codes}")

@@ -185,7 +185,7 @@ def test_a_run_that_is_asked_to_leave_saves_and_leaves(found):
 
 
 def test_one_process_needs_no_launcher(tmp_path, launch):
-    """As in a notebook: 300 Engines in turn, each a run of its own, on a schedule of one worker."""
+    """As in a notebook: 60 Engines in turn, each a run of its own, on a schedule of one worker."""
     script = tmp_path / "sweep.py"
     script.write_text(
         """
@@ -193,7 +193,7 @@ import torch, mpirun
 from torch.nn.functional import mse_loss
 x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 losses = []
-for number in range(300):
+for number in range(60):
     with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0,
                        lr=0.1 * (number % 2)) as run:
         losses.append([run.step((x, x)).loss for _ in range(2)])
