@@ -9,8 +9,8 @@ A node is an instruction, and its id is the instruction's index in the rank's li
 
 Data dependencies lead to the instructions that defined what is read and to the last instruction of the list that
 blocked the rank, because Chakra's feeder heeds no others. Those that are there for the order of the list alone are
-control dependencies, too. The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra,
-version 1.0.0.
+control dependencies, too. The messages and their field numbers are those of et_def.proto in
+github.com/mlcommons/chakra, version 1.0.0.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def chakra_traces(
 
 
 def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
-    """For each instruction of a rank's list the indices of those it needs: (all, for the order alone); None for a FREE."""
+    """For each instruction of a rank's list the indices of those it needs: (all, for the order alone); FREE: None."""
     start, stop = program.bounds[rank : rank + 2].tolist()
     accesses = analyse(program).accesses
     first = accesses.begin(np.arange(start, stop + 1)).tolist()
