@@ -75,13 +75,15 @@ def main() -> None:
     WORLD.Barrier()
     command = Run(WORLD, run_options(WORLD, [str(file), "--model", f"{__name__}:model", "--timeout", "0"]))
     run = mpirun.Engine(str(file), model, timeout=0)
-    fast, slow = (run.loader(Pieces(320, seconds), SEQUENCES, workers=2) for seconds in (0.0, SLEEP))
-    by_script, by_slow = (iter_forever(loader) for loader in (fast, slow))
-    seconds: dict[str, list[float]] = {"command": [], "script": [], "slow": []}
+    kinds = ((0.0, 0), (0.0, 2), (SLEEP, 2))
+    loaders = [run.loader(Pieces(320, seconds), SEQUENCES, workers=workers) for seconds, workers in kinds]
+    by_script, by_workers, by_slow = (iter_forever(loader) for loader in loaders)
+    seconds: dict[str, list[float]] = {"command": [], "script": [], "workers": [], "slow": []}
     for number in range(rounds):
         steps = {
             "command": command.session.step,
             "script": lambda: run.step(next(by_script)),
+            "workers": lambda: run.step(next(by_workers)),
             "slow": lambda: run.step(next(by_slow)),
         }
         for name, step in steps.items():
@@ -96,12 +98,13 @@ def main() -> None:
         lines = [
             ("a step by the command line", median["command"], median["command"]),
             ("a step by run.step", median["script"], median["command"]),
-            (f"with {SLEEP * 1e3:.0f} ms of loading a microbatch", median["slow"], median["script"]),
+            ("with 2 processes that load, on each rank", median["workers"], median["command"]),
+            (f"and {SLEEP * 1e3:.0f} ms of loading a microbatch", median["slow"], median["workers"]),
             (f"training on {batches} batches", training, training),
             (f"evaluation on {batches} batches", evaluating, training),
         ]
         for what, spent, beside in lines:
-            print(f"{what:35} {spent:8.3f} s   {spent / beside:.3f}")
+            print(f"{what:40} {spent:8.3f} s   {spent / beside:.3f}")
 
 
 def iter_forever(loader: Any) -> Any:
