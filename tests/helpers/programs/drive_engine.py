@@ -207,9 +207,7 @@ def buckets() -> Any:
     """Two lengths in turn, evaluated on both in between, under each scheme; the last without canonical."""
     found = {}
     lengths = (6, 9, 9, 6, 6, 9, 6, 9)
-    for scheme, canonical in (
-        ("1f1b", True), ("zb-h1", True), ("ddp", True), ("fsdp-shards", True), ("fsdp-shards", False),
-    ):  # fmt: skip
+    for scheme, canonical in (("1f1b", True), ("zb-h1", True), ("fsdp-shards", True), ("fsdp-shards", False)):
         run = mixing(scheme, canonical=canonical, verify=True, clip=0.5, buckets=(6, 9))
         loader, test = run.loader(of_lengths(lengths), 2), run.loader(of_lengths((9, 6)), 2)
         numbers = train(run, loader, 3)

@@ -17,7 +17,7 @@ GOLDEN = (
     "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 # Those that add gradients in another order than one process each in a way of its own.
-ROUNDED = ("1f1b", "1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp", "lpp", "zb-v")
+ROUNDED = ("1f1b", "1f1b-tied", "ddp", "fsdp-sharded", "fslpp")
 TIED = "models_for_tests:gpt_tied"
 OTHERS = {"1f1b-tied": TIED, "1f1b-tensor": "models_for_tests:gpt_tensor"}  # of golden schedules, which models
 

@@ -73,7 +73,8 @@ CASES = {
         "models_for_tests:shards_of_a_dag",
     ),
 }
-NOT_EXACT = ("sums of bf16",)  # beside a whole model, whose sums are rounded at other places
+# Beside a whole model, whose sums are rounded at other places: one of each way to place shards.
+ROUNDED = ("4 shards", "2 shards and 2 replicas", "weights that travel")
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +91,12 @@ def verified(several, schedules, text):
         ]
         for name, (_, _, model) in CASES.items()
         for mode in ("", "--canonical")
-        if mode or name not in NOT_EXACT
+        if mode or name in ROUNDED
     }
     return dict(zip(runs, several(4, list(runs.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_EXACT])
+@pytest.mark.parametrize("name", ROUNDED)
 def test_it_trains_as_the_whole_model_does(verified, name):
     code, out = verified[name, ""]
     assert code == 0 and "verify: passed: the limit is 1e-05" in out, out

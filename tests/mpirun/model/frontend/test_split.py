@@ -62,8 +62,11 @@ def seeded() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("stages", "shared"), [(1, "transmit"), (2, "replicate"), (3, "transmit"), (4, "replicate")])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("name", "stages", "shared"),
+    [(name, 4, "replicate") for name in PLAIN]
+    + [("gpt2", 1, "transmit"), ("tied", 2, "replicate"), ("tied", 3, "transmit"), ("encoder-decoder", 3, "transmit")],
+)
 def test_traced(name: str, stages: int, shared: str) -> None:
     make, args, kwargs = PLAIN[name]
     module = make()
@@ -101,8 +104,13 @@ def transformer(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("attention", "stages", "shared"), [("eager", 2, "transmit"), ("sdpa", 3, "replicate")])
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama"])
+@pytest.mark.parametrize(
+    ("name", "attention", "stages", "shared"),
+    [
+        ("gpt2", "eager", 2, "transmit"), ("bert", "sdpa", 3, "replicate"), ("t5", "sdpa", 3, "replicate"),
+        ("llama", "sdpa", 3, "replicate"),
+    ],
+)  # fmt: skip
 def test_transformers(name: str, attention: str, stages: int, shared: str) -> None:
     module, inputs = transformer(name, attention)
     module.train()
