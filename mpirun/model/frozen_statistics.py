@@ -1,17 +1,25 @@
-"""Forwards that leave a module's buffers alone: one that is done again must not update running statistics twice."""
+"""Buffers that forwards change, as running statistics: copies of them, and forwards that leave them alone.
+
+A forward that is done again must not update them twice.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 
 @contextlib.contextmanager
 def frozen_statistics(module: nn.Module) -> Iterator[None]:
-    """Inside, forwards compute the same, but what they write to buffers is lost: they write to copies."""
+    """Inside, forwards compute the same, but what they write to buffers is lost: they write to copies.
+
+    So are the numbers that a module with buffers counts as attributes.
+    """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
+    numbers = [(part, {name: x for name, x in vars(part).items() if isinstance(x, int | float)}) for part, _ in before]
     copies: dict[int, Tensor] = {}  # by id of the buffer: modules may share it
     for part, buffers in before:
         for name, buffer in buffers.items():
@@ -22,3 +30,18 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
     finally:
         for part, buffers in before:
             part._buffers.update(buffers)
+        for part, attributes in numbers:
+            vars(part).update(attributes)
+
+
+def buffer_copies(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of a module's buffers, by name."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give buffers these values, by name."""
+    own = dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)

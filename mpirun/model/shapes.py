@@ -77,14 +77,15 @@ def infer_shapes(
             sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))
             inputs = [_argument(source, outputs, batch.leaves, stage) for source in sources]
             inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
-            write_counts, buffer_counts = _write_counts(inputs), _write_counts(module.buffers())
+            write_counts, buffers = _write_counts(inputs), [*module.buffers()]
+            buffer_counts = _write_counts(buffers)
             with autocast("cpu", autocast_dtype), finder:
                 outputs.append(_outputs(module, inputs, stage))
         shapes.append(
             _parameter_shape(module)._replace(
                 outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
                 overwrites_inputs=write_counts != _write_counts(inputs),
-                overwrites_buffers=buffer_counts != _write_counts(module.buffers()),
+                overwrites_buffers=buffer_counts != _write_counts(buffers) or _others(buffers, [*module.buffers()]),
                 aliased_outputs=_aliased_outputs(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
                 random_layers=tuple(finder.random_layers),
                 model_stage=stage // model.tensor_parallel,
@@ -118,6 +119,10 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
 def _write_counts(values: Iterable[Any]) -> list[int]:
     """By tensor, how often it has been changed in place."""
     return [x._version for x in values if isinstance(x, Tensor)]
+
+
+def _others(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    return len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True))
 
 
 def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpi4py import MPI
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings
@@ -26,9 +26,10 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.nonfinite import find_nonfinite
 from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
+from mpirun.engine.running_statistics import share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import unread_outputs
-from mpirun.training.running_statistics import share_buffers
+from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.same_data import check_same_data
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import BEAT, NOTHING, OTHERS, PHASE, ROW, TRAINING, VERIFYING, WAIT
@@ -164,6 +165,8 @@ class Session:
             changed = [*saved["changed"], *differing_settings(saved, writer.settings)]
             on_rank_0(self.comm, lambda: check_repeatable(changed))
         writer.resume(manifest)
+        if self.verification is not None:
+            self.verification.resumed()
         self.begun = self.steps = manifest.step
 
     def save(self) -> bool:
@@ -188,8 +191,8 @@ class Session:
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
             self._not_finite(step, result)
-            for buffer, value in before:
-                buffer.copy_(value)
+            for module, buffers in before:
+                set_buffers(module, buffers)
         if self.verification is not None:
             self.verification.add_losses(result.losses)
         names = result.metrics[0] if result.metrics else ()
@@ -197,12 +200,12 @@ class Session:
         loss = mean(result.losses, self.weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, self.tokens, result.leave)
 
-    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers that forwards change, and copies of them, where a step may have to change nothing."""
+    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+        """Copies of the buffers that forwards change, where a step may have to change nothing."""
         if self.on_nan == "stop":
             return []
-        changed = [stage for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
-        return [(buffer, buffer.clone()) for stage in changed for buffer in stage.module.buffers()]
+        changed = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
+        return [(module, buffer_copies(module)) for module in changed]
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""

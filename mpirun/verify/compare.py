@@ -15,6 +15,7 @@ from mpirun.verify.record import Parameters, Record
 ROUNDING = 8  # times float32's: what sums in another order may differ by
 EPSILON = torch.finfo(torch.float32).eps
 UPDATES = 0.1  # of what a parameter has changed by: less than one step of a few that is not made
+Buffers = Mapping[tuple[int, str], Tensor]  # by stage and name
 NARROW, MIXED, PLAIN = 5e-2, 1e-2, 1e-5  # the default of --tolerance: a hundred times float32's rounding, or six bf16's
 
 
@@ -30,7 +31,7 @@ class Difference(NamedTuple):
 def compare(
     ours: Record, theirs: Record, limit: float = 0.0, left_out: Mapping[tuple[int, str], Tensor] | None = None
 ) -> list[Difference]:
-    """Differences of losses, gradients and parameters, |ours - theirs| / |theirs| in the 2-norm.
+    """Differences of losses, gradients, parameters and buffers, |ours - theirs| / |theirs| in the 2-norm.
 
     limit     what may differ. Unless it is 0, a larger difference does not count as far as rounding explains it:
               a gradient that should be zero, as that of a bias in front of a normalisation, is nothing but rounding
@@ -55,6 +56,8 @@ def compare(
         _worst("gradients", gradients, limit),
         _worst("parameters", [("", parameters, theirs.parameters)], limit),
     ]
+    if theirs.buffers:
+        differences.append(_buffers(ours.buffers, theirs.buffers, limit))
     updates = _updates(parameters, theirs)
     return differences + [updates] * (limit > 0 and not updates.size <= updates.limit)
 
@@ -110,6 +113,24 @@ def _worst(what: str, pairs: Sequence[tuple[str, Parameters, Parameters]], limit
             if size > limit > 0:
                 size = max(0.0, distance - rounding[key[0]]) / max(norm, 1e-300)
             worst = _worse(worst, size, f"{key[1]} of stage {key[0]}{suffix}")
+    return worst
+
+
+def _buffers(ours: Buffers, theirs: Buffers, limit: float) -> Difference:
+    """Of buffers, which may have any values; numbers that are whole may not differ."""
+    finite = {key: x.nan_to_num(0, 0, 0) for key, x in theirs.items() if x.is_floating_point()}
+    worst, rounding = Difference("buffers", 0.0, "", limit), _rounding(finite)
+    for key, value in theirs.items():
+        apart = (ours[key] != value) & ~((ours[key] != ours[key]) & (value != value))  # NaN is NaN
+        whole = torch.promote_types(value.dtype, torch.float64)
+        distance = _norm(torch.where(apart, ours[key].to(whole) - value.to(whole), 0))
+        norm = _norm(finite.get(key, value))
+        size = 0.0 if distance == 0 else distance / max(norm, 1e-300)
+        if key not in finite and distance:
+            size = max(size, 1.0)
+        elif size > limit > 0:
+            size = max(0.0, distance - rounding[key[0]]) / max(norm, 1e-300)
+        worst = _worse(worst, size, f"{key[1]} of stage {key[0]}")
     return worst
 
 

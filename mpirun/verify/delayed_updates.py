@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from mpirun.engine.recipe import NamedParameter
@@ -20,6 +21,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import forward_backward
 from mpirun.verify.record import Parameters, Record
+from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
 from schedgen.ir.program import Program
@@ -35,37 +37,59 @@ def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions:
 
 
 def run_with_delayed_updates(
-    setup: Setup, header: Header, used: UsedVersions, begun: int, steps: int, beat: Callable[[], None]
+    setup: Setup,
+    header: Header,
+    used: UsedVersions,
+    statistics: Statistics,
+    begun: int,
+    steps: int,
+    beat: Callable[[], None],
 ) -> Record:
     """All steps from the first, recorded from step `begun` on; of every stage the gradient of its last update."""
     stages = [_Versions(setup, header, stage) for stage in range(header.stages)]
+    modules = [stage.module for stage in stages]
     start = _by_key({stage.index: stage.kept[0] for stage in stages})
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
         losses.append([])
+        if step == begun:
+            statistics.put(statistics.resumed, modules)
         for mb in range(header.microbatches):
-            losses[-1].append(_microbatch(setup, header, stages, used, step, mb))
+            losses[-1].append(_microbatch(setup, header, stages, used, statistics, step, mb))
             beat()
         gradients.append(_by_key({stage.index: stage.gradient for stage in stages}))
         for stage in stages:
             stage.kept = stage.kept[-1:]
     parameters = _by_key({stage.index: stage.newest for stage in stages})
-    return Record(losses[begun:], gradients[begun:], parameters, start)
+    return Record(losses[begun:], gradients[begun:], parameters, start, statistics.of(modules))
 
 
-def _microbatch(setup: Setup, header: Header, stages: list[_Versions], used: UsedVersions, step: int, mb: int) -> float:
+def _microbatch(
+    setup: Setup,
+    header: Header,
+    stages: list[_Versions],
+    used: UsedVersions,
+    statistics: Statistics,
+    step: int,
+    mb: int,
+) -> float:
     """One microbatch of a step, and the updates that it completes; its loss."""
     weights = [stage.kept[used[stage.index, mb]] for stage in stages]
     for stage in stages:
         stage.layer_rng.at = (setup.seed, step, mb)
-    calls = [partial(functional_call, stage.module, own) for stage, own in zip(stages, weights, strict=True)]
-    loss = forward_backward(setup, header, [lambda *x, call=call: call(x) for call in calls], step, mb, divisor=1)
+    plain = [partial(_call, stage.module, own) for stage, own in zip(stages, weights, strict=True)]
+    calls = statistics.of_microbatch([stage.module for stage in stages], plain, mb)
+    loss = forward_backward(setup, header, calls, step, mb, divisor=1)
     for stage, own in zip(stages, weights, strict=True):
         stage.gradients.append((int(header.compute[F, stage.index, mb]), _take_gradients(own)))
         if len(stage.gradients) == header.weight_versions.round(stage.index) or mb + 1 == header.microbatches:
             stage.update(step)
     return loss
+
+
+def _call(module: nn.Module, weights: Weights, *arguments: Any) -> Any:
+    return functional_call(module, weights, arguments)
 
 
 class _Versions:

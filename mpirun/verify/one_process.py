@@ -20,34 +20,41 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
 from mpirun.verify.record import Parameters, Record
+from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 
 
-def run_in_one_process(setup: Setup, header: Header, begun: int, steps: int, beat: Callable[[], None]) -> Record:
+def run_in_one_process(
+    setup: Setup, header: Header, statistics: Statistics, begun: int, steps: int, beat: Callable[[], None]
+) -> Record:
     """All steps from the first, recorded from step `begun` on. `beat` is called after each microbatch."""
-    model = _Model(setup, header, beat)
+    model = _Model(setup, header, statistics, beat)
     start = {key: parameter.detach().clone() for key, parameter in model.parameters.items()}
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
+        if step == begun:
+            statistics.put(statistics.resumed, model.modules)
+        before = statistics.of(model.modules)
         of_step, total = model.forward_backward(step)
         losses.append(of_step)
         sizes = zip(total, tensor_norms(list(total.values()), setup.canonical), strict=True)
         once = [0.0 if name in setup.model.tied_to_earlier(stage, [name]) else size for (stage, name), size in sizes]
         if not np.isfinite([*of_step, *once]).all():
+            statistics.put(before, model.modules)
             continue
         if step >= begun:
             gradients.append({key: gradient.clone() for key, gradient in total.items()})
         model.update(step, total, total_norm(once))
     parameters = {key: parameter.detach() for key, parameter in model.parameters.items()}
-    return Record(losses[begun:], gradients, parameters, start)
+    return Record(losses[begun:], gradients, parameters, start, statistics.of(model.modules))
 
 
 class _Model:
     """All stages of the model and their optimizer."""
 
-    def __init__(self, setup: Setup, header: Header, beat: Callable[[], None]) -> None:
-        self.setup, self.header, self.beat = setup, header, beat
+    def __init__(self, setup: Setup, header: Header, statistics: Statistics, beat: Callable[[], None]) -> None:
+        self.setup, self.header, self.statistics, self.beat = setup, header, statistics, beat
         device = setup.device
         self.modules = [build_stage(setup.model, stage, setup.seed).to(device.torch) for stage in range(header.stages)]
         self.layer_rngs = [
@@ -83,10 +90,11 @@ class _Model:
         for number in numbers:
             for layer_rng in self.layer_rngs:
                 layer_rng.at = (self.setup.seed, step, number)
+            modules = self.statistics.of_microbatch(self.modules, self.modules, number % self.header.microbatches)
             if self.setup.model.loss_of == "minibatch":
-                forwards.append(forward(self.setup, self.header, self.modules, step, number))
+                forwards.append(forward(self.setup, self.header, modules, step, number))
             else:
-                losses.append(forward_backward(self.setup, self.header, self.modules, step, number))
+                losses.append(forward_backward(self.setup, self.header, modules, step, number))
             self.beat()
         return losses or backward_of_minibatch(self.setup, self.header, forwards)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Record(NamedTuple):
     gradients: list[Parameters]  # by step, before clipping; not of steps that changed nothing
     parameters: Parameters  # in the end
     start: Parameters | None = None  # a reference's parameters before the first step
+    buffers: Mapping[tuple[int, str], Tensor] = {}  # in the end: those that forwards change
 
 
 class RankRecord(NamedTuple):
@@ -36,6 +37,7 @@ class RankRecord(NamedTuple):
     losses: list[list[float]]
     gradients: list[Pieces]
     parameters: Pieces
+    buffers: Parameters
 
 
 def copy_pieces(stage: LocalStage, via: int, flat: Tensor) -> Pieces:
@@ -61,20 +63,24 @@ def gather_record(
         for key, value in record.parameters.items()
         if header.weight_shards.parts(key[0]) != (-1,) or header.owners[key[0]][0] == comm.rank
     }
-    of_ranks = comm.gather((hashes, [_packed(gradients) for gradients in record.gradients], _packed(of_first_owner)))
+    packed_gradients = [_packed(gradients) for gradients in record.gradients]
+    of_ranks = comm.gather((hashes, packed_gradients, _packed(of_first_owner), record.buffers))
     if of_ranks is None:
         return None
     parameters: Pieces = {}
     gradients: list[Pieces] = [{} for _ in record.gradients]
-    for _, of_steps, of_rank in of_ranks:
+    buffers: Parameters = {}
+    for _, of_steps, of_rank, own_buffers in of_ranks:
         parameters |= _unpacked(of_rank)
+        buffers |= own_buffers
         for merged, packed in zip(gradients, of_steps, strict=True):
             merged |= _unpacked(packed)
-    for rank, (digests, _, _) in enumerate(of_ranks):
+    for rank, (digests, _, _, _) in enumerate(of_ranks):
         for key, digest in digests.items():
             if hashlib.sha256(tensor_bytes(parameters[key])).hexdigest() != digest:
                 return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
-    return Record(record.losses, [_joined(shapes, step) for step in gradients], _joined(shapes, parameters))
+    joined = [_joined(shapes, step) for step in gradients]
+    return Record(record.losses, joined, _joined(shapes, parameters), buffers=buffers)
 
 
 def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:

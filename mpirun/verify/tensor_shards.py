@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+
+from torch import Tensor
 
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
@@ -31,6 +34,12 @@ def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
     return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
 
 
+def of_whole(values: Mapping[tuple[int, str], Tensor], tensor: TensorParallel) -> Parameters:
+    """Of stages that are not split, what their first replica has."""
+    T = tensor.degree
+    return {(s // T, name): x for (s, name), x in values.items() if s % T == 0 and not tensor.split[s]}
+
+
 def join_shards(setup: Setup, header: Header, record: Record) -> Record | str:
     """The record of the model's stages; a sentence where shards differ in what should be copies."""
     tensor = header.tensor_parallel
@@ -49,5 +58,5 @@ def join_shards(setup: Setup, header: Header, record: Record) -> Record | str:
         return parameters
 
     gradients = [joined(step) for step in record.gradients]
-    record = Record(record.losses, gradients, joined(record.parameters))
+    record = Record(record.losses, gradients, joined(record.parameters), buffers=of_whole(record.buffers, tensor))
     return differing[0] if differing else record

@@ -1,4 +1,4 @@
-"""Compares a run with the same steps in one process, and says how far losses, gradients and parameters are apart."""
+"""Compares a run with the same steps in one process, and says how far what they compute is apart."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from mpirun.engine.weight_shards import Unit
 from mpirun.verify.compare import compare, default_tolerance, directionless
 from mpirun.verify.delayed_updates import run_with_delayed_updates, used_versions
 from mpirun.verify.one_process import run_in_one_process
-from mpirun.verify.record import RankRecord, Record, copy_pieces, gather_record
+from mpirun.verify.record import Parameters, RankRecord, Record, copy_pieces, gather_record
+from mpirun.verify.statistics import Statistics, gather_statistics, own_buffers
 from mpirun.verify.tensor_shards import join_shards, without_shards
 from schedgen.ir.program import Program
-from schedgen.util.errors import UsageError, one_line
+from schedgen.util.errors import UsageError, clip, one_line
 
 
 class Verification:
@@ -29,8 +30,16 @@ class Verification:
         """`program`: this rank's rows; `tolerance`: relative difference that is allowed; None: by the types."""
         self.comm, self.program, self.header, self.setup = comm, program, program.header, setup
         self.interpreter, self.tolerance = interpreter, tolerance
-        self.record = RankRecord([], [], {})
+        self.record = RankRecord([], [], {}, {})
+        self.resumed_buffers: Parameters = {}  # of the model, that this rank went on with from a checkpoint
         interpreter.optimizer_step.on_gradients = self._add_gradients
+
+    def resumed(self) -> None:
+        """The run goes on from a checkpoint."""
+        self.resumed_buffers = self._buffers()
+
+    def _buffers(self) -> Parameters:
+        return own_buffers(self.program, self.setup, self.interpreter.stages, self.comm.rank)
 
     def add_losses(self, losses: list[float]) -> None:
         """Record the losses of a step, by microbatch."""
@@ -56,26 +65,30 @@ class Verification:
         for stage in self.interpreter.optimizer.stages.values():
             for via, part in stage.owned.items():
                 self.record.parameters.update(copy_pieces(stage, via, part))
+        self.record.buffers.update(self._buffers())
         ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
         setup, header = self.setup, self.header
+        statistics = gather_statistics(self.comm, self.program, setup, self.record.buffers, self.resumed_buffers)
         if header.tensor_parallel and isinstance(ours, Record):
             joined = join_shards(setup, header, ours)
             # In canonical mode the reference adds shards up, as the ranks do; else it has the model without shards.
             if isinstance(joined, str) or not setup.canonical:
-                ours, (setup, header) = joined, without_shards(setup, header)
+                ours, statistics = joined, statistics.without_shards(header.tensor_parallel)
+                setup, header = without_shards(setup, header)
         used = used_versions(self.comm, self.program) if header.weight_versions else None
         code = 0
         if isinstance(ours, str):
             print(f"verify: failed: {ours}")
             code = 1
         elif ours is not None and used is None:
-            code = self._report(ours, run_in_one_process(setup, header, begun, steps, beat))
+            code = self._report(ours, run_in_one_process(setup, header, statistics, begun, steps, beat), statistics)
         elif ours is not None and used is not None:
-            code = self._report(ours, run_with_delayed_updates(setup, header, used, begun, steps, beat))
+            theirs = run_with_delayed_updates(setup, header, used, statistics, begun, steps, beat)
+            code = self._report(ours, theirs, statistics)
         sleeping_barrier(self.comm)  # rank 0 has done all steps again
         return int(self.comm.bcast(code))
 
-    def _report(self, ours: Record, theirs: Record) -> int:
+    def _report(self, ours: Record, theirs: Record, statistics: Statistics) -> int:
         """Print the differences; the exit code."""
         tolerance = default_tolerance(self.setup) if self.tolerance is None else self.tolerance
         limit = 0.0 if self.setup.canonical else tolerance
@@ -90,6 +103,8 @@ class Verification:
         if left_out is not None and (count := sum(int(mask.sum()) for mask in left_out.values())):
             elements = sum(mask.numel() for mask in left_out.values())
             print(f"verify: {count} of {elements} parameter elements are left out: their gradients are rounding alone")
+        for stage, why in statistics.left_out.items():
+            print(f"verify: {clip(', '.join(statistics.names[stage]))} of stage {stage} are not compared: {why}")
         code = 0 if all(difference.size <= difference.limit for difference in differences) else 1
         print(f"verify: {'failed' if code else 'passed'}: the limit is {limit:g}", flush=True)
         return code

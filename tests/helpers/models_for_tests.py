@@ -305,6 +305,11 @@ def f64(stages: int) -> Model:
     return in_type(mlp.tiny(stages), torch.float64)
 
 
+def normed(stages: int) -> Model:
+    """mlp.tiny with BatchNorm in its second stage."""
+    return with_stage(stages, 1, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
+
+
 class Turned(nn.Module):
     """A linear layer whose output is not contiguous."""
 

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import batch_norm, mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
 
 import mpirun
@@ -129,6 +130,89 @@ def schemes() -> Any:
             "verified": [verified, out.getvalue()],
         }
         run.close()
+    return found
+
+
+class DeferredNorm(nn.Module):
+    """Normalises each microbatch, and has running statistics of minibatches, as torchgpipe's DeferredBatchNorm."""
+
+    def __init__(self, microbatches: int) -> None:
+        super().__init__()
+        self.microbatches = microbatches
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        for name, value in (("running_mean", 0.0), ("running_var", 1.0), ("sum", 0.0), ("squares", 0.0)):
+            self.register_buffer(name, torch.full((WIDTH,), value))
+        for name in ("samples", "seen", "num_batches_tracked"):
+            self.register_buffer(name, torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+        with torch.no_grad():
+            self.sum += x.sum(0)
+            self.squares += x.square().sum(0)
+            self.samples += len(x)
+            self.seen += 1
+            last = self.seen == self.microbatches
+            mean = self.sum / self.samples
+            variance = self.squares / self.samples - mean.square()
+            self.running_mean.lerp_(mean, 0.1 * last)
+            self.running_var.lerp_(variance, 0.1 * last)
+            self.num_batches_tracked += last
+            for buffer in (self.sum, self.squares, self.samples, self.seen):
+                buffer *= ~last
+        return batch_norm(x, None, None, self.weight, self.bias, training=True)
+
+
+class Replaced(nn.Module):
+    """Counts in a buffer that is another tensor every time, and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.counted = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counted += 1
+        self.calls = torch.tensor(self.counted) if self.training else self.calls
+        return x
+
+
+def normed(counting: bool) -> nn.Sequential:
+    """Four layers with statistics of both kinds; `counting`: the third counts instead."""
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), DeferredNorm(8)) for _ in "1234"]
+    if counting:
+        layers[2] = nn.Sequential(nn.Linear(WIDTH, WIDTH), Replaced(), nn.Tanh())
+    return nn.Sequential(*layers)
+
+
+def statistics() -> Any:
+    """Buffers that forwards change: verified, and those of a run that was saved, resumed and exported."""
+    data = TensorDataset(INPUTS[:32], TARGETS[:32])
+    found = {}
+    for name, schedule in (("modules", "recompute"), ("split", "recompute"), ("shared out", "ddp")):
+        verified, out, exported, saved = False, io.StringIO(), [], FOLDER / f"statistics {name}"
+        for resumes in (False, True)[: 1 + (name != "shared out")]:
+            net = normed(name == "modules")
+            model = mpirun.split(net, INPUTS[:2], stages=4) if name == "split" else list(net)
+            run = engine(schedule, model, verify=not resumes)
+            loader = run.loader(data, 2)
+            if resumes:
+                run.resume(saved, data=loader)
+            else:
+                train(run, loader, 2)
+                run.save(saved, data=loader)
+            train(run, loader, 4)
+            folder = FOLDER / f"statistics {name} {resumes}"
+            run.export(folder)
+            if not resumes:
+                with contextlib.redirect_stdout(out):
+                    verified = run.verify()
+            run.close()
+            tensors = {k: x for file in folder.glob("*.safetensors") for k, x in load_file(file).items()}
+            exported.append({k: x.tolist() for k, x in tensors.items()})
+        found[name] = [verified, out.getvalue(), *exported]
     return found
 
 
@@ -450,6 +534,7 @@ if __name__ == "__main__":
         check.__name__: check()
         for check in (
             schemes,
+            statistics,
             predictions,
             resumed,
             one_given_batch,

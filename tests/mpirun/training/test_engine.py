@@ -30,18 +30,10 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
     for name, scheme in SCHEDULES.items():
         sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
         assert command(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
-    forward = [
-        "compile",
-        "1f1b",
-        "--stages",
-        "4",
-        "--microbatches",
-        "8",
-        "--forward",
-        "-o",
-        str(folder / "forward.json"),
-    ]
-    assert command(forward) == 0
+    for name in ("forward", "recompute"):
+        options = ["--recompute", "all"] if name == "recompute" else ["--forward"]
+        sizes = ["--stages", "4", "--microbatches", "8", *options]
+        assert command(["compile", "1f1b", *sizes, "-o", str(folder / f"{name}.json")]) == 0
     (folder / "predict").mkdir()
     for name in SCHEMES:
         for stages, microbatches, own in ((4, 8, {}), (8, 8, {}), (2, 8, {"replicas": (3, 1)}), (4, 8, {"groups": 2})):
@@ -60,7 +52,23 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
 def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
     assert found["schemes"][scheme]["numbers"] == found["schemes"]["1f1b"]["numbers"]
     verified, lines = found["schemes"][scheme]["verified"]
-    assert verified and len(re.findall("by at most 0$", lines, re.M)) == 3
+    assert verified and len(re.findall("by at most 0$", lines, re.M)) == 4
+    assert "verify: buffers differ from one process by at most 0\n" in lines
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("modules", 8), ("split", 8), ("shared out", 2)])
+def test_buffers_that_forwards_change_are_changed_once_verified_saved_resumed_and_exported(found, name, microbatches):
+    """4 steps of 8 microbatches, of which a rank has 2 where they are shared out; the others do all forwards again."""
+    verified, lines, whole, *resumed = found["statistics"][name]
+    assert verified and "verify: buffers differ from one process by at most 0\n" in lines
+    norms = {key: value for key, value in whole.items() if key.endswith("num_batches_tracked")}
+    batch_norms = {value for key, value in norms.items() if key.replace("stage", "").split(".")[1] == "1"}
+    deferred = {value for key, value in norms.items() if key.replace("stage", "").split(".")[1] == "3"}
+    assert len(norms) == (6 if name == "modules" else 8)
+    assert batch_norms == {4 * microbatches} and deferred == {4 * microbatches // 8}
+    if name == "modules":
+        assert whole.pop("stage2.1.calls") == 32 and resumed[0].pop("stage2.1.calls")
+    assert resumed == ([] if name == "shared out" else [whole])
 
 
 def test_rates_tokens_and_metrics_are_those_worked_out_by_hand(found):

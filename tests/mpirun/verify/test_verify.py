@@ -1,4 +1,4 @@
-"""What --verify takes for a difference, and what for rounding."""
+"""What --verify takes for a difference, and what for rounding; buffers that forwards change."""
 
 from __future__ import annotations
 
@@ -75,3 +75,53 @@ def test_what_begins_as_rounding_is_left_out_and_nothing_else():
     ours = theirs.parameters | {key: theirs.parameters[key] + torch.where(left_out[key], 2e-3, 0.0)}
     assert failed(theirs._replace(parameters=ours), theirs) == ["parameters", "updates"]
     assert failed(theirs._replace(parameters=ours), theirs, LIMIT, left_out) == []
+
+
+def test_buffers_are_compared_whatever_is_in_them():
+    one = trained([gradient({0: 1, 1: 1}, 0)])
+    buffers = {
+        (0, "mean"): torch.tensor([1.0, math.nan, -math.inf]),
+        (0, "count"): torch.tensor(10**6),
+        (1, "used"): torch.tensor([True, False]),
+    }
+    one = one._replace(buffers=buffers)
+    assert failed(one, one) == failed(one, one, 0.0) == []
+    wrong = {
+        "mean": torch.tensor([1.0, 0.0, -math.inf]),
+        "count": torch.tensor(10**6 + 1),
+        "used": torch.tensor([True] * 2),
+    }
+    for key in buffers:
+        for limit in (0.0, LIMIT):
+            assert failed(one._replace(buffers=buffers | {key: wrong[key[1]]}), one, limit) == ["buffers"], key
+    near = buffers | {(0, "mean"): torch.tensor([1.0 + 1e-6, math.nan, -math.inf])}
+    assert failed(one._replace(buffers=near), one) == [] and failed(one._replace(buffers=near), one, 0.0) == ["buffers"]
+
+
+BACKWARDS = """
+import numpy as np
+
+
+def w(s, b, d):
+    return s, s
+
+
+def n(s, b, d):
+    return (7 - b) * 8 + np.where(d == 0, s, 7 - s)
+"""
+
+
+def test_running_statistics_are_compared_or_named(several, compiled, text, tmp_path):
+    """ddp's are of the 2 microbatches of a rank, 1f1b's of all 8, in a run that is resumed under another scheme."""
+    runs = []
+    for scheme, steps, folder in (("ddp", 2, "a"), ("1f1b", 3, "a"), ("pipedream", 2, "b"), (BACKWARDS, 2, "c")):
+        schedule = compiled(scheme, stages=4, microbatches=8, workers=4)
+        saved = tmp_path / folder
+        options = ["--model", "models_for_tests:normed", "--text", text, "--canonical", "--verify", "--steps", steps]
+        runs.append([schedule, *options, "--save", saved, "--resume", saved])
+    *compared, (code, out) = several(4, runs)
+    for ended in compared:
+        assert ended[0] == 0 and "verify: buffers differ from one process by at most 0\n" in ended[1], ended[1]
+    assert (
+        code == 0 and "verify: 1.running_mean, 1.running_var, 1.num_batches_tracked of stage 1 are not compared" in out
+    )

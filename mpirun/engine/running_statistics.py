@@ -15,13 +15,18 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import F
 
 
+def statistics_rank(header: Header, stage: int) -> int:
+    """The rank whose buffers of a stage are the model's, where forwards change them."""
+    return int(header.compute[F, stage, 0])
+
+
 def share_buffers(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
 ) -> None:
     """Every rank that has a stage gets the model's buffers, where forwards change them. Collective."""
     for index in [index for index, shape in enumerate(shapes) if shape.overwrites_buffers]:
         own = dict(stages[index].module.named_buffers()) if index in stages else {}
-        root = int(header.compute[F, index, 0])
+        root = statistics_rank(header, index)
         sent = {name: buffer.cpu() for name, buffer in own.items()} if comm.rank == root else None
         values = comm.bcast(sent, root)
         if comm.rank != root:

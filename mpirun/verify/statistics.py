@@ -1,0 +1,101 @@
+"""Buffers that forwards change, as running statistics: by which microbatches, in a run and so in its reference.
+
+A run's are those of one rank for each stage, which may do the forwards of some microbatches only. In the reference
+the others leave the buffers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+from torch import nn
+
+from mpirun.engine.running_statistics import statistics_rank
+from mpirun.engine.setup import Setup
+from mpirun.engine.stage import LocalStage
+from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics, set_buffers
+from mpirun.verify.record import Parameters
+from mpirun.verify.tensor_shards import of_whole
+from schedgen.ir.instructions import Op
+from schedgen.ir.program import Program
+from schedgen.ir.tensor_parallel import TensorParallel
+
+Module = Callable[..., Any]
+
+
+class Statistics(NamedTuple):
+    """Of the stages whose forwards change buffers.
+
+    seen      by stage, the microbatches of the list that change the model's buffers
+    resumed   the buffers that a run went on with from a checkpoint; empty: it began with its own
+    names     the buffers, by stage
+    left_out  stages whose buffers are not compared, and why
+    """
+
+    seen: Mapping[int, Sequence[int]]
+    resumed: Parameters
+    names: Mapping[int, Sequence[str]]
+    left_out: Mapping[int, str]
+
+    def of_microbatch(self, modules: Sequence[nn.Module], calls: Sequence[Module], mb: int) -> list[Module]:
+        """`calls`, which call these modules, of a microbatch of the list: with buffers left alone where it should."""
+        return [
+            partial(_frozen, module, call) if mb not in self.seen.get(stage, (mb,)) else call
+            for stage, (module, call) in enumerate(zip(modules, calls, strict=True))
+        ]
+
+    def without_shards(self, tensor: TensorParallel) -> Statistics:
+        """The same in terms of the model that has no shards."""
+        T = tensor.degree
+        seen = {s // T: order for s, order in self.seen.items() if s % T == 0 and not tensor.split[s]}
+        split = {s: "each shard has its own" for s in self.seen if tensor.split[s]}
+        left_out = {s // T: why for s, why in {**self.left_out, **split}.items()}
+        return Statistics(seen, of_whole(self.resumed, tensor), {s // T: n for s, n in self.names.items()}, left_out)
+
+    def of(self, modules: Sequence[nn.Module]) -> Parameters:
+        """Copies of the buffers of these modules, as far as they are compared."""
+        compared = [stage for stage in self.seen if stage not in self.left_out]
+        return {(stage, name): x for stage in compared for name, x in buffer_copies(modules[stage]).items()}
+
+    def put(self, buffers: Parameters, modules: Sequence[nn.Module]) -> None:
+        """Set the buffers of these modules."""
+        for stage in self.seen:
+            set_buffers(modules[stage], {name: x for (of, name), x in buffers.items() if of == stage})
+
+
+def own_buffers(program: Program, setup: Setup, stages: Mapping[int, LocalStage], rank: int) -> Parameters:
+    """Copies of the model's buffers that a rank has."""
+    return {
+        (index, name): x.cpu()
+        for index, stage in stages.items()
+        if setup.shapes[index].overwrites_buffers and statistics_rank(program.header, index) == rank
+        for name, x in buffer_copies(stage.module).items()
+    }
+
+
+def gather_statistics(
+    comm: MPI.Intracomm, program: Program, setup: Setup, buffers: Parameters, resumed: Parameters
+) -> Statistics:
+    """`program`: this rank's part; `buffers`: its `own_buffers`; `resumed`: as it went on with them. Collective."""
+    seen: dict[int, list[int]] = {}
+    for i in program.instructions(comm.rank):
+        changes = i.op == Op.FWD and setup.shapes[i.stage].overwrites_buffers
+        if changes and statistics_rank(program.header, i.stage) == comm.rank:
+            seen.setdefault(i.stage, []).append(i.mb)
+    own_names = {stage: [name for of, name in buffers if of == stage] for stage in seen}
+    all_seen, all_resumed, names = map(_merged, zip(*comm.allgather((seen, resumed, own_names)), strict=True))
+    why = "its microbatches do not come in their order"
+    left_out = {stage: why for stage, order in all_seen.items() if order != sorted(order)}
+    return Statistics(all_seen, all_resumed, names, left_out)
+
+
+def _merged(of_ranks: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
+    return {key: value for of_rank in of_ranks for key, value in of_rank.items()}
+
+
+def _frozen(module: nn.Module, call: Module, *arguments: Any) -> Any:
+    with frozen_statistics(module):
+        return call(*arguments)
