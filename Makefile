@@ -54,7 +54,8 @@ run: launcher
 	mkdir -p build
 	$(BIN)/schedgen compile 1f1b --stages 4 --microbatches 8 --output build/1f1b.json
 	$(BIN)/schedgen check build/1f1b.json
-	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps 20 --clip 1 --verify
+	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps 20 --clip 1 \
+	    --canonical --verify
 
 test: launcher
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests

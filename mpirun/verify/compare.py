@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpirun.engine.setup import Setup
-from mpirun.verify.record import Parameters, Record
+from mpirun.verify.record import Parameters, Record, tensor_bytes
 
 ROUNDING = 8  # times float32's: what sums in another order may differ by
 EPSILON = torch.finfo(torch.float32).eps
@@ -60,6 +60,15 @@ def compare(
         differences.append(_buffers(ours.buffers, theirs.buffers, limit))
     updates = _updates(parameters, theirs)
     return differences + [updates] * (limit > 0 and not updates.size <= updates.limit)
+
+
+def same_bits(ours: Record, theirs: Record) -> bool:
+    """Whether losses, gradients and parameters have the same bits: a zero of the other sign is a difference."""
+    losses = [np.array(record.losses, np.float64).tobytes() for record in (ours, theirs)]
+    pairs = zip((*ours.gradients, ours.parameters), (*theirs.gradients, theirs.parameters), strict=True)
+    return losses[0] == losses[1] and all(
+        a.keys() == b.keys() and all(tensor_bytes(a[key]) == tensor_bytes(b[key]) for key in a) for a, b in pairs
+    )
 
 
 def default_tolerance(setup: Setup) -> float:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mpirun.verify.compare import compare, directionless
+from mpirun.verify.compare import compare, directionless, same_bits
 from mpirun.verify.record import Parameters, Record
 
 LIMIT = 1e-5
@@ -37,6 +37,14 @@ def failed(ours: Record, theirs: Record, limit: float = LIMIT, left_out: dict[tu
 def test_the_same_is_the_same():
     one = trained([gradient({0: 1, 1: 1}, 0)])
     assert failed(one, one) == failed(one, one, 0.0) == []
+
+
+def test_a_zero_of_the_other_sign_is_no_difference_but_another_bit():
+    one = trained([gradient({0: 1, 1: 1}, 0)])
+    plus, minus = ({key: torch.full((64,), zero) for key in START} for zero in (0.0, -0.0))
+    for what, a, b in (("losses", [[0.0]], [[-0.0]]), ("gradients", [plus], [minus]), ("parameters", plus, minus)):
+        ours, theirs = one._replace(**{what: a}), one._replace(**{what: b})
+        assert failed(ours, theirs, 0.0) == [] and same_bits(ours, ours) and not same_bits(ours, theirs)
 
 
 def test_what_is_no_number_is_not_forgotten():

@@ -48,7 +48,7 @@ def runs(several, compiled, graphs, text):
 @pytest.mark.parametrize(("model", "scheme"), CASES)
 def test_a_plain_module_in_stages_trains_as_in_one_process(runs, model, scheme):
     code, out = runs[model, scheme]
-    assert code == 0 and "verify: passed: the limit is 0" in out, out
+    assert code == 0 and "verify: passed" in out, out
 
 
 def test_gradients_that_are_rounding_alone_fail_no_verification(several, compiled, graphs, text):
