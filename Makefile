@@ -2,7 +2,7 @@
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
-# make bench  compiler and runtime beside torch's      make test-check  10,000 random programs
+# make bench  compiler and runtime beside torch's      make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
 # make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
@@ -65,6 +65,7 @@ test-crash: launcher
 
 test-check: venv
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen -m hypothesis
+	$(BIN)/python tests/helpers/fuzz_check.py --count 200000
 
 test-fuzz: venv
 	$(BIN)/python tests/helpers/fuzz.py --count 100000

@@ -10,10 +10,12 @@ A rank holds buffers by their names in the file: "x.0.3", "g.0.3.2", "w.1", "w.1
 keeps for BWD_W. Their values are symbols:
 
     x, g                WHOLE, or t where it is the term of shard t in a sum of a split stage
-    dw, partial         the microbatches whose gradients it is the sum of, each with the number of times that it is in
+    dw, partial         the sum of microbatches' gradients, a tree: in which order, and in which groups, they were added
     w, saved, half      WHOLE
     any                 UNDER_WAY, from RECV or FETCH_W until the message is there
     dw                  STEPPED, where weights have versions, from STEP to FREE
+
+What a rank has, and these values, are in `reference_rank.py`.
 """
 
 from __future__ import annotations
@@ -23,86 +25,12 @@ from collections.abc import Callable
 
 from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, Instruction, Kind, Op, buffer_name
 from schedgen.ir.program import Program
+from schedgen.ir.reference_rank import STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
 from schedgen.ir.weight_versions import VERTICAL
 
-WHOLE, UNDER_WAY, STEPPED = "whole", "under way", "stepped"
+__all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]
+
 HELD = ("x", "g", "w", "dw", "partial", "saved", "half")  # kinds of buffers, as names begin
-
-Value = str | int | Counter[int]
-
-
-class CannotExecute(Exception):
-    """An instruction that makes no sense where it stands."""
-
-
-class _MustWait(Exception):
-    """Another rank has to go on first; raised before anything has changed."""
-
-
-class Rank:
-    """What one rank has."""
-
-    def __init__(self, rank: int, program: Program) -> None:
-        """At the begin of its list: the weights it owns, and nothing else."""
-        shards, self.rank = program.header.weight_shards, rank
-        self.versions = bool(program.header.weight_versions)
-        self.list = program.instructions(rank)
-        self.freed = {i.buffer for i in self.list if i.op == Op.FREE and i.kind == Kind.W}
-        self.at = 0  # the place of its next instruction
-        self.owned = {unit for unit in shards.units if rank in shards.holders(*unit)}  # (stage, part)
-        self.newest = {stage: 0 if self.versions else -1 for stage, _ in self.owned}  # version, by stage
-        self.held: dict[str, Value] = {self.weights(*unit): WHOLE for unit in self.owned}
-        self.stepped: set[str] = set()  # the names of the weights that are done
-        self.ties: list[int] = []  # those that it has summed up
-        self.alive: Counter[str] = Counter()  # buffers at once, by kind: the weights that it owns do not count
-        self.most: Counter[str] = Counter()
-
-    def weights(self, stage: int, part: int, version: int | None = None) -> str:
-        """The name of weights; `version`: default the newest, where they have versions."""
-        if not self.versions:
-            return buffer_name(Kind.W, stage, via=part)
-        return buffer_name(Kind.W, stage, version=self.newest.get(stage, 0) if version is None else version)
-
-    def refuse(self, reason: str) -> CannotExecute:
-        """The error to raise at the instruction that the rank stands at."""
-        return CannotExecute(f"rank {self.rank}: instruction {self.at}: {self.list[self.at]}: {reason}")
-
-    def need(self, condition: bool, reason: str) -> None:
-        """Raise CannotExecute unless the condition holds."""
-        if not condition:
-            raise self.refuse(reason)
-
-    def read(self, name: str, term: bool = False) -> Value:
-        """The value of a buffer, which is there; unless `term`, it is no mere term of a sum."""
-        self.need(name in self.held, f"{name} is not there")
-        value = self.held[name]
-        if value is UNDER_WAY:
-            raise _MustWait
-        self.need(term or not isinstance(value, int), f"{name} is only a shard's term")
-        self.need(self.versions or name not in self.stepped, f"{name} has stepped: it is the next step's")
-        return value
-
-    def define(self, name: str, value: Value) -> None:
-        """A new buffer, which is not there yet."""
-        self.need(name not in self.held, f"{name} is there already")
-        self.held[name] = value
-        kind = name.split(".")[0]
-        self.alive[kind] += 1
-        self.most[kind] = max(self.most[kind], self.alive[kind])
-
-    def end(self, name: str) -> None:
-        """A buffer is gone."""
-        del self.held[name]
-        self.alive[name.split(".")[0]] -= 1
-
-    def add(self, name: str, more: Counter[int]) -> None:
-        """name += more, where a dw that is not there is zero."""
-        value = self.held.get(name, Counter())
-        self.need(isinstance(value, Counter), f"{name} still holds the gradient of the step before")
-        assert isinstance(value, Counter)
-        if name not in self.held:
-            self.define(name, Counter())
-        self.held[name] = value + more
 
 
 class ReferenceMachine:
@@ -145,14 +73,14 @@ class ReferenceMachine:
                 rank.need(not (self.header.is_forward and trains), "a list of forwards trains nothing")
                 EXECUTE[Op(i.op)](self, rank, i)
                 rank.at += 1
-        except _MustWait:
+        except MustWait:
             pass
         return rank.at > begin
 
     def end(self) -> None:
         """At the end every job is done, every owner has stepped, and it has the newest of its weights and no more.
 
-        No owner steps where there are forwards alone.
+        No owner steps where there are forwards alone. Copies are equal, and nobody has held more than it may.
         """
         if self.forwards != Counter(self.jobs):
             raise CannotExecute("not every forward is there once")
@@ -162,8 +90,13 @@ class ReferenceMachine:
             for names, words in ((waiting, "has not stepped"), (set(rank.held) - own, "is left")):
                 if names:
                     raise CannotExecute(f"rank {rank.rank}: {min(names)} {words}")
+            if not (rank.normed or self.header.is_forward):
+                raise CannotExecute(f"rank {rank.rank} has not entered NORM")
+            if self.header.memory_limit is not None and rank.most["saved"] > self.header.memory_limit:
+                raise CannotExecute(f"rank {rank.rank} has held {rank.most['saved']} saved forwards")
         if self.header.weight_versions:
             self.check_versions()
+        self.check_copies()
 
     def check_versions(self) -> None:
         """Every job has used the version that `updates` says: the newest, or the microbatch's at its entry."""
@@ -175,6 +108,15 @@ class ReferenceMachine:
                 right = min(self.newest[e, b] * rounds[e] for e in entries) // rounds[s]
             if version != right:
                 raise CannotExecute(f"stage {s} uses version {version} for microbatch {b}, not {right}")
+
+    def check_copies(self) -> None:
+        """All owners of all shards of a whole stage have stepped with the same bits."""
+        tensor = self.header.tensor_parallel
+        for first in range(0, self.header.stages, tensor.degree):
+            copies = {buffer_name(Kind.DW, s) for s in ([] if tensor.split[first] else tensor.siblings(first))}
+            given = {value.shape() for rank in self.ranks for name, value in rank.gradients.items() if name in copies}
+            if len(given) > 1:
+                raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
 
     # What jobs read and give.
 
@@ -213,21 +155,27 @@ class ReferenceMachine:
         """SEND: once rank `to` has posted its receive, that has what buf is."""
         value = rank.read(i.buffer)
         if not self.posted[rank.rank, i.peer, i.kind]:
-            raise _MustWait
+            raise MustWait
         expected, name = self.posted[rank.rank, i.peer, i.kind].popleft()
         rank.need(expected == i.buffer, f"rank {i.peer} receives {expected}")
         self.ranks[i.peer].held[name] = value
 
     def forward(self, rank: Rank, i: Instruction) -> None:
         """FWD: x.s.b, and what its backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
-        self.recompute(rank, i, (i.stage, i.mb) not in self.keep_nothing)
+        rank.need((i.stage, i.mb) not in rank.redone, "it has been redone before")
+        self.use_inputs(rank, i, (i.stage, i.mb) not in self.keep_nothing)
         self.forwards[i.stage, i.mb] += 1
         self.newest[i.stage, i.mb] = rank.newest.get(i.stage, -1)
         for consumer in self.header.graph.output_consumers(i.stage):
             rank.define(buffer_name(Kind.X, i.stage, i.mb, consumer), self.result(i.stage))
 
-    def recompute(self, rank: Rank, i: Instruction, save: bool = True) -> None:
-        """RECOMPUTE: what the backward needs, from every x.p.b and w.s."""
+    def recompute(self, rank: Rank, i: Instruction) -> None:
+        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. The forward is done before, if on this rank."""
+        self.use_inputs(rank, i, save=True)
+        rank.redone.add((i.stage, i.mb))
+
+    def use_inputs(self, rank: Rank, i: Instruction, save: bool) -> None:
+        """What FWD and RECOMPUTE read, and what they keep for the backward."""
         self.read_weights(rank, i)
         for name in self.inputs(i):
             rank.read(name)
@@ -252,7 +200,7 @@ class ReferenceMachine:
             rank.define(half, WHOLE)
             return
         for part in self.header.weight_shards.parts(i.stage):
-            rank.add(buffer_name(Kind.DW, i.stage, via=part), Counter([i.mb]))
+            rank.add(buffer_name(Kind.DW, i.stage, via=part), i.mb)
         rank.end(saved)
         if i.op == Op.BWD_W:
             rank.end(half)
@@ -261,7 +209,7 @@ class ReferenceMachine:
         """ADD: buf += the partial of buf that came from rank `from`, which ends."""
         name = f"partial.{i.buffer} from {i.peer}"
         more = rank.read(name)
-        assert isinstance(more, Counter)
+        assert isinstance(more, Sum)
         rank.add(i.buffer, more)
         rank.end(name)
 
@@ -270,22 +218,21 @@ class ReferenceMachine:
         members = [self.ranks[member] for member in self.header.groups[i.group]]
         rank.need(rank in members, "the rank is not in the group")
         if any(member.at == len(member.list) for member in members):
-            raise _MustWait
+            raise MustWait
         entered = [(member, member.list[member.at]) for member in members]
         if any(self.of_model(other) != self.of_model(i) for _, other in entered):
-            raise _MustWait
+            raise MustWait
         if i.kind in EXCHANGED:
             self.sum_terms(rank, entered)
         elif i.kind == Kind.T:
             for member in members:
                 self.tie(member, i)
         elif i.kind == Kind.DW:  # a rank without buf gives zero
-            terms = [member.held.get(i.buffer, Counter()) for member in members]
-            rank.need(all(isinstance(term, Counter) for term in terms), "a sum is that of the step before")
-            total = sum((term for term in terms if isinstance(term, Counter)), Counter[int]())
-            for member, term in zip(members, terms, strict=True):
-                assert isinstance(term, Counter)
-                member.add(i.buffer, total - term)
+            total = Sum(tuple(member.sum(i.buffer) for member in members))  # in the order of the ranks
+            for member in members:
+                member.change(i.buffer, total)
+        else:
+            self.norm(rank, members)
         for member in members:
             member.at += member is not rank
 
@@ -307,12 +254,30 @@ class ReferenceMachine:
         stages = rank.newest.keys() & set(self.header.tied[i.tie])
         rank.need(bool(stages), f"rank {rank.rank} owns no stage of the tie")
         for stage in stages:
-            complete = rank.held.get(buffer_name(Kind.DW, stage)) == Counter(range(self.header.microbatches))
+            complete = rank.sum(buffer_name(Kind.DW, stage)).is_of(range(self.header.microbatches))
             rank.need(complete, f"dw.{stage} is not complete")
         rank.ties.append(i.tie)
 
+    def norm(self, rank: Rank, members: list[Rank]) -> None:
+        """NORM: all losses are there, and the whole gradient; without a flush that of the last updates."""
+        rank.need(len(members) == len(self.ranks), "it is not of all ranks")
+        last = self.header.stages - self.header.tensor_parallel.degree
+        losses = sum(count for (stage, _), count in self.forwards.items() if stage >= last)
+        rank.need(losses == (self.header.stages - last) * self.header.microbatches, "not all losses are there")
+        for member in members:
+            rank.need(not member.normed, "it was there before")
+            member.normed = True
+            if member.versions:
+                rank.need(member.stepped >= {member.weights(*unit) for unit in member.owned}, "a STEP is to come")
+                continue
+            for stage, part in member.owned:
+                gradient = member.sum(buffer_name(Kind.DW, stage, via=part))
+                rank.need(gradient.is_of(range(self.header.microbatches)), f"dw.{stage} is not complete")
+            ties = [k for k, stages in enumerate(self.header.tied) if member.newest.keys() & set(stages)]
+            rank.need(sorted(member.ties) == ties, "not all ties are summed up")
+
     def step(self, rank: Rank, i: Instruction) -> None:
-        """STEP: w.s = optimizer(w.s, dw.s), dw.s being the sum over all microbatches and the stage's ties summed."""
+        """STEP: w.s = optimizer(w.s, dw.s), dw.s being the sum over all microbatches, behind NORM."""
         gradient = buffer_name(Kind.DW, i.stage, via=i.part)
         if rank.versions:
             self.step_version(rank, i, gradient)
@@ -320,9 +285,10 @@ class ReferenceMachine:
         weights = rank.weights(i.stage, i.part)
         rank.need((i.stage, i.part) in rank.owned, "the rank does not own these weights")
         rank.read(weights)
-        rank.need(rank.read(gradient) == Counter(range(self.header.microbatches)), f"{gradient} is not complete")
-        ties = [k for k, stages in enumerate(self.header.tied) if rank.newest.keys() & set(stages)]
-        rank.need(sorted(rank.ties) == ties, "not all ties are summed up")
+        rank.need(rank.normed, "NORM is still to come")
+        rank.read(gradient)
+        rank.gradients[gradient] = rank.sum(gradient)
+        rank.need(rank.gradients[gradient].is_of(range(self.header.microbatches)), f"{gradient} is not complete")
         rank.stepped.add(weights)
 
     def step_version(self, rank: Rank, i: Instruction, gradient: str) -> None:
@@ -334,7 +300,8 @@ class ReferenceMachine:
         rank.need((s, -1) in rank.owned and i.version == rank.newest[s] + 1, "this is not the next version")
         before = rank.weights(s, -1, i.version - 1)
         rank.read(before)
-        complete = rank.read(gradient) == Counter(range(m * (i.version - 1), min(m * i.version, batches)))
+        rank.read(gradient)
+        complete = rank.sum(gradient).is_of(range(m * (i.version - 1), min(m * i.version, batches)))
         rank.need(complete, f"{gradient} is not the round's sum")
         rank.held[gradient] = STEPPED
         if before not in rank.freed:

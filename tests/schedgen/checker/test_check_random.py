@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fuzz_check
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from examples import examples
 from hypothesis import assume, given, settings
 
+from schedgen.analysis import analyse
 from schedgen.checker import check
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
@@ -32,3 +34,14 @@ def test_an_instruction_less_or_twice_is_always_refused(cases, data):
     for order in (np.delete(np.arange(length), row), twice):
         with pytest.raises(RefusedFile, match=r"^program:\d+: rank \d+: .* \(rule [1-7]: "):
             check(edited(program, order))
+
+
+def test_mutants_that_are_accepted_run_on_the_reference_machine(monkeypatch, tmp_path):
+    """A short campaign; `make test-check` runs a long one."""
+    monkeypatch.chdir(tmp_path)  # where files that are accepted and wrong would be left
+    tally, _ = fuzz_check.campaign(60, "right")
+    assert not tally["accepted and wrong"]
+    assert tally["accepted and right"] > 5 and tally["refused and wrong"] > 5
+    monkeypatch.setattr(fuzz_check, "check", lambda program: analyse(program).memory)  # accepts everything
+    tally, _ = fuzz_check.campaign(60, "right")
+    assert tally["accepted and wrong"] > 5

@@ -1,0 +1,127 @@
+"""What one rank of the reference machine has: its list, its buffers by name, and their values.
+
+x, g                WHOLE, or t where it is the term of shard t in a sum of a split stage
+dw, partial         a Sum: what was added, in its order and grouping
+w, saved, half      WHOLE
+any                 UNDER_WAY, from RECV or FETCH_W until the message is there
+dw                  STEPPED, where weights have versions, from STEP to FREE
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from schedgen.ir.instructions import Kind, Op, buffer_name
+from schedgen.ir.program import Program
+
+WHOLE, UNDER_WAY, STEPPED = "whole", "under way", "stepped"
+
+
+class Sum(NamedTuple):
+    """A gradient of weights: what was added one behind the other, from the left."""
+
+    terms: tuple[int | Sum, ...] = ()  # the gradient of a microbatch, or a sum of its own
+
+    def microbatches(self) -> Counter[int]:
+        """How often the gradient of each microbatch is in it."""
+        return sum((t.microbatches() if isinstance(t, Sum) else Counter([t]) for t in self.terms), Counter[int]())
+
+    def is_of(self, microbatches: Iterable[int]) -> bool:
+        """Whether it is the sum over these, each once."""
+        return self.microbatches() == Counter(microbatches)
+
+    def shape(self) -> Sum:
+        """The same bits in every case: without zeros, and a sum of one sum is that sum."""
+        terms = tuple(t.shape() if isinstance(t, Sum) else t for t in self.terms)
+        terms = tuple(t for t in terms if t != Sum())
+        return terms[0] if len(terms) == 1 and isinstance(terms[0], Sum) else Sum(terms)
+
+
+Value = str | int | Sum
+
+
+class CannotExecute(Exception):
+    """An instruction that makes no sense where it stands."""
+
+
+class MustWait(Exception):
+    """Another rank has to go on first; raised before anything has changed."""
+
+
+class Rank:
+    """What one rank has."""
+
+    def __init__(self, rank: int, program: Program) -> None:
+        """At the begin of its list: the weights it owns, and nothing else."""
+        shards, self.rank = program.header.weight_shards, rank
+        self.versions = bool(program.header.weight_versions)
+        self.list = program.instructions(rank)
+        self.freed = {i.buffer for i in self.list if i.op == Op.FREE and i.kind == Kind.W}
+        self.at = 0  # the place of its next instruction
+        self.owned = {unit for unit in shards.units if rank in shards.holders(*unit)}  # (stage, part)
+        self.newest = {stage: 0 if self.versions else -1 for stage, _ in self.owned}  # version, by stage
+        self.held: dict[str, Value] = {self.weights(*unit): WHOLE for unit in self.owned}
+        self.stepped: set[str] = set()  # the names of the weights that are done
+        self.ties: list[int] = []  # those that it has summed up
+        self.redone: set[tuple[int, int]] = set()  # jobs whose forward it has done again
+        self.normed = False  # whether it has entered NORM
+        self.gradients: dict[str, Sum] = {}  # by name, what it has stepped with
+        self.alive: Counter[str] = Counter()  # buffers at once, by kind: the weights that it owns do not count
+        self.most: Counter[str] = Counter()
+
+    def weights(self, stage: int, part: int, version: int | None = None) -> str:
+        """The name of weights; `version`: default the newest, where they have versions."""
+        if not self.versions:
+            return buffer_name(Kind.W, stage, via=part)
+        return buffer_name(Kind.W, stage, version=self.newest.get(stage, 0) if version is None else version)
+
+    def refuse(self, reason: str) -> CannotExecute:
+        """The error to raise at the instruction that the rank stands at."""
+        return CannotExecute(f"rank {self.rank}: instruction {self.at}: {self.list[self.at]}: {reason}")
+
+    def need(self, condition: bool, reason: str) -> None:
+        """Raise CannotExecute unless the condition holds."""
+        if not condition:
+            raise self.refuse(reason)
+
+    def read(self, name: str, term: bool = False) -> Value:
+        """The value of a buffer, which is there; unless `term`, it is no mere term of a sum."""
+        self.need(name in self.held, f"{name} is not there")
+        value = self.held[name]
+        if value is UNDER_WAY:
+            raise MustWait
+        self.need(term or not isinstance(value, int), f"{name} is only a shard's term")
+        self.need(self.versions or name not in self.stepped, f"{name} has stepped: it is the next step's")
+        return value
+
+    def define(self, name: str, value: Value) -> None:
+        """A new buffer, which is not there yet."""
+        self.need(name not in self.held, f"{name} is there already")
+        self.held[name] = value
+        kind = name.split(".")[0]
+        self.alive[kind] += 1
+        self.most[kind] = max(self.most[kind], self.alive[kind])
+
+    def end(self, name: str) -> None:
+        """A buffer is gone."""
+        del self.held[name]
+        self.alive[name.split(".")[0]] -= 1
+
+    def add(self, name: str, term: int | Sum) -> None:
+        """name += term, where a dw that is not there is zero."""
+        self.change(name, Sum((*self.sum(name).terms, term)))
+
+    def sum(self, name: str) -> Sum:
+        """The dw that may still be added to; zero where it is not there."""
+        value = self.held.get(name, Sum())
+        self.need(isinstance(value, Sum), f"{name} still holds the gradient of the step before")
+        assert isinstance(value, Sum)
+        return value
+
+    def change(self, name: str, value: Sum) -> None:
+        """name = value, where a dw that is not there begins."""
+        if name not in self.held:
+            self.define(name, value)
+        self.held[name] = value
