@@ -145,12 +145,18 @@ def _write(draft: Path, file: str | None, entries: Mapping[str, Tensor]) -> int:
     return sum(value.nbytes for value in values.values())
 
 
-def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
-    if source is not None and not Path(source).is_dir():
-        raise UsageError(f"export: {source} is no directory")
+def check_new(directory: Path) -> None:
+    """UsageError where there is a directory that is not empty, or a file."""
     with refusing(directory):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(f"export {directory}: it is not empty: export to a new directory")
+
+
+def _begin(directory: Path, draft: Path, source: str | Path | None) -> None:
+    if source is not None and not Path(source).is_dir():
+        raise UsageError(f"export: {source} is no directory")
+    check_new(directory)
+    with refusing(directory):
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
 

@@ -42,7 +42,7 @@ class FolderLock:
             holder = os.read(self.file, 200).decode(errors="replace").strip()
             os.close(self.file)
             who = holder or "which has not said its name"
-            raise UsageError(f"--save {folder}: another run saves there: {who}") from None
+            raise UsageError(f"saving to {folder}: another run saves there: {who}") from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise RefusedFile(f"{self.path}: {error.strerror}") from None

@@ -29,9 +29,9 @@ from schedgen.util.errors import UsageError
 
 
 def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Manifest | None:
-    """The newest whole checkpoint in --resume, or a Stop where there is none. Collective.
+    """The newest whole checkpoint in `resume`, or a Stop where there is none. Collective.
 
-    None where there is no checkpoint at all and --save is the same folder: the first of several runs by one command.
+    None where there is no checkpoint at all and `save` is the same folder: the first of several runs by one command.
     """
     directory = Path(resume)
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
@@ -44,7 +44,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
     if not folders and save and Path(save).resolve() == directory.resolve():
         return None
     reason = "no checkpoint is whole" if folders else "there is no checkpoint"
-    raise Stop(f"--resume {directory}: {reason}", 1, speaker=0)
+    raise Stop(f"resuming from {directory}: {reason}", 1, speaker=0)
 
 
 def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
@@ -74,8 +74,7 @@ def restore(
     or optimizer.
     """
     if name != manifest.settings["optimizer"]:
-        option = "--optimizer" if setup.recipe.name else "the optimizer is"
-        raise UsageError(f"{option} {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
+        raise UsageError(f"the optimizer is {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
     before, now = manifest.settings["options"], settings
     switched = [key for key, value in now.items() if isinstance(value, bool) and before.get(key, value) != value]
     if switched:

@@ -51,4 +51,5 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 
 def _in_words(name: str, value: object) -> str:
-    return f"no {name}" if value is None else f"{name} {value}"
+    words = name.removeprefix("--")
+    return f"no {words}" if value is None else f"{words} {value}"

@@ -205,20 +205,20 @@ def _prepare(directory: Path, resumed: str | None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / ".seen").write_bytes(b"")
     except OSError as error:
-        raise UsageError(f"--save {directory}: {error.strerror}") from None
+        raise UsageError(f"saving to {directory}: {error.strerror}") from None
     if (directory / disk_format.MANIFEST).exists():
-        raise UsageError(f"--save {directory}: it is a checkpoint itself: save to another folder")
+        raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
 
 
 def _check_others(directory: Path, resumed: str | None) -> None:
     """UsageError where it has checkpoints of another run than the one that is resumed."""
     if disk_format.step_folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
-        raise UsageError(f"--save {directory}: it has checkpoints already: go on with --resume {directory}")
+        raise UsageError(f"saving to {directory}: it has checkpoints already: resume from it, or save elsewhere")
 
 
 def _check_visible(directory: Path) -> None:
     if not (directory / ".seen").exists():
-        raise UsageError(f"--save {directory}: not all hosts see the same folder")
+        raise UsageError(f"saving to {directory}: not all hosts see the same folder")
 
 
 def _tidy(directory: Path) -> None:

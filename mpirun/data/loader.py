@@ -187,7 +187,9 @@ class Loader:
             done = {"pad": "padded, weight 0", "drop": "dropped", "fewer": "smaller microbatches"}[self.last]
             if self.last == "fewer" and samples < self.microbatches:
                 done += ", of weight 0 where there is no sample"
-            self.say_once(f"the last step of an epoch has {samples} of {self.step_size} samples: {done}")
+            length = "" if self.length is None else f" of {self.length} samples"
+            name = f"the {type(self.dataset).__name__}{length}"
+            self.say_once(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """`real`: samples of the step."""

@@ -59,7 +59,7 @@ def check_minibatch_loss(header: Header, passes: int) -> None:
     if header.tensor_parallel:
         raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")
     if passes > 1:
-        raise UsageError("--accumulate: the model's loss is of the whole minibatch, which is a walk through the list")
+        raise UsageError("accumulate: the model's loss is of the whole minibatch, which is a walk through the list")
     last = header.compute[:, -1]
     if (last != last[0, 0]).any():
         raise UsageError("the model's loss is of the whole minibatch: the last stage must be computed by one worker")

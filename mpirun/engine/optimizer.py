@@ -15,6 +15,9 @@ from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
 from schedgen.util.errors import UsageError, clip
 
+# Attributes of torch's own that steps and schedulers change, and that a checkpoint does without.
+OWN = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
+
 
 class Optimizer:
     """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
@@ -140,7 +143,7 @@ def _saved(key: str, value: object) -> Tensor:
 
 def _unsaved(made: SteppedOptimizer) -> dict[str, Any]:
     """The numbers and words that an optimizer keeps elsewhere than in its state: in its groups, and as attributes."""
-    values = {name: value for name, value in vars(made.optimizer).items() if not name.startswith("_")}
+    values = {name: value for name, value in vars(made.optimizer).items() if name not in OWN}
     groups = made.optimizer.param_groups if made.scheduler is None else []  # a scheduler says what it makes of groups
     for number, group in enumerate(groups):
         left = {"params", *(["lr"] * (made.recipe.rate is not None))}

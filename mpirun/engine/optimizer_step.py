@@ -8,12 +8,15 @@ numbers are finite. A STEP to a version of the weights is in `weight_versions`.
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from mpirun.comm.fail_together import Stop
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.grad_norm import GradNorms, total_norm
@@ -22,6 +25,8 @@ from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Kind
+
+EQUAL = 3  # numbers that tell whether all ranks have the same learning rate
 
 
 class StepResult(NamedTuple):
@@ -80,11 +85,11 @@ class OptimizerStep:
         """Exchange the numbers of all ranks.
 
         These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the
-        learning rate, and the metrics of every microbatch.
+        learning rate, three sums that tell whether all ranks have the same, and the metrics of every microbatch.
         """
         context, first_loss = self.context, self.grad_norms.length
         leave = first_loss + context.header.microbatches
-        rate, first_metric, names = leave + 1, leave + 2, self.metric_names
+        rate, first_metric, names = leave + 1, leave + 2 + EQUAL, self.metric_names
         contributed: dict[int, float] = {}
         for unit, total in totals.items():
             contributed |= self.grad_norms.contributed(unit, context.stages[unit[0]], total)
@@ -93,15 +98,23 @@ class OptimizerStep:
         contributed[leave] = float(self.leave_requested)
         if context.transport.comm.rank == self.rate_from:
             contributed[rate] = context.optimizer.rate(context.position.step)
+        contributed |= {rate + 1 + k: number for k, number in enumerate(self._for_equality())}
         for mb, values_by_name in self.metrics.items():
             first = first_metric + mb * len(names)
             contributed |= {first + names.index(name): float(value) for name, value in values_by_name.items()}
         self.metrics.clear()
         length = first_metric + context.header.microbatches * len(names)
         values, sums = np.zeros(length), np.empty(length)
-        values[list(contributed)] = list(contributed.values())  # one rank gives a number, so that sums are exact
+        values[list(contributed)] = list(contributed.values())  # one rank gives a number, or all whole ones: exact
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
         numbers = sums.tolist()
+        if not _are_equal(*numbers[rate + 1 : first_metric]):
+            raise Stop(
+                f"the learning rate of step {context.position.step + 1} is not the same on all ranks: lr should depend "
+                "on the step alone",
+                1,
+                speaker=0,
+            )
         norms = self.grad_norms.norms(numbers[:first_loss])
         metrics = [
             dict(zip(names, numbers[first : first + len(names)], strict=True))
@@ -111,6 +124,18 @@ class OptimizerStep:
         self.result = StepResult(losses, total_norm(norms), norms, numbers[leave] > 0, metrics, numbers[rate])
         begins = context.position.accumulation_pass == 0
         self.finite = (self.finite or begins) and all(map(math.isfinite, numbers[:leave]))
+
+    def _for_equality(self) -> Sequence[int]:
+        """Numbers whose sums over ranks tell whether all have the same learning rate, up to a hash of 20 bits."""
+        optimizer = self.context.optimizer
+        if optimizer.recipe.rate is None or not optimizer.by_unit:  # groups may have rates of their own
+            return ()
+        try:
+            value = optimizer.rate(self.context.position.step)
+        except Exception:  # raised again by this rank's STEP, if no other rank ends the run before
+            return ()
+        number = zlib.crc32(struct.pack("d", value)) % 2**20
+        return 1, number, number * number
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
@@ -125,6 +150,11 @@ class OptimizerStep:
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
+
+
+def _are_equal(count: float, total: float, squares: float) -> bool:
+    """Whether all hashes were the same: then, and only then, their variance is zero. Exact for 8,192 ranks."""
+    return int(count) * int(squares) == int(total) ** 2
 
 
 def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:

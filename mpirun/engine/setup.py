@@ -114,11 +114,11 @@ def _load_model(options: SetupOptions, header: Header) -> Model:
 
 def _check_options(model: Model, options: StepOptions, header: Header) -> None:
     if header.weight_versions:
-        refused = {"--clip": options.recipe.clip is not None, "--accumulate": options.passes > 1}
+        refused = {"clip": options.recipe.clip is not None, "accumulate": options.passes > 1}
         for option in [option for option, used in refused.items() if used]:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
-            raise UsageError("--on-nan skip: this schedule has updated stages before all losses are known")
+            raise UsageError("no step can be skipped: this schedule has updated stages before all losses are known")
     check_split_stages(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header, options.passes)
@@ -163,7 +163,7 @@ def _shapes(
     """For each size of microbatch, the shapes of all stages."""
     firsts, _ = _sizes(microbatches)
     if len(firsts) > 1 and passes > 1:
-        raise UsageError("--accumulate: the minibatch cannot be cut into microbatches of one size")
+        raise UsageError("accumulate: the minibatch cannot be cut into microbatches of one size")
     examples = microbatches.examples()
     return [infer_shapes(model, reads, examples[number], autocast_dtype) for number in firsts]
 

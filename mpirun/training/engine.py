@@ -23,7 +23,8 @@ import torch
 from mpi4py import MPI
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpirun.checkpoint.export import export
+from mpirun.checkpoint.export import check_new
+from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
@@ -80,6 +81,7 @@ class Engine:
         verify: bool = False,
         log: Log | str | os.PathLike[str] | None = None,
         timeout: float = 600.0,
+        export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
         """Read or compile the schedule, and check that the model fits it.
@@ -104,6 +106,7 @@ class Engine:
         log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
                       to which they are written for TensorBoard
         timeout       seconds after which a run in which nothing moves is ended; 0: never
+        export        the directory that `export` will write, which is refused now where it is not empty
         comm          the ranks; None: all
         """
         self.comm = MPI.COMM_WORLD if comm is None else comm
@@ -114,11 +117,14 @@ class Engine:
         self.data: Loader | None = None  # whose position checkpoints have
         self.source = None if weights is None else Path(weights)
         self.verifies = verify
+        self.said: set[str] = set()  # notes on data, by all loaders
         with exit_by(self.comm, self._position):
             if self.comm.size > 1:
                 end_on_uncaught(self.comm)
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, seed, timeout))
+            if export is not None:
+                on_rank_0(self.comm, lambda: check_new(Path(export)))
             self.host = use_host(self.comm, device, 0)
             self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan)
             file = self._load(schedule, model, loss, stages, microbatches)
@@ -219,7 +225,11 @@ class Engine:
 
     @_collective
     def step(self, batch: Any) -> Result:
-        """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike."""
+        """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike.
+
+        Whether the ranks give alike is looked at in the first step only: later the reader of an input and that of its
+        target may train on different samples, and nothing says so.
+        """
         session = self._running
         batch = self._batch(batch)
         tokens_per_sample = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
@@ -239,7 +249,8 @@ class Engine:
     @_collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
         """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches."""
-        return self._over(loader, batches, evaluate)
+        with self._running.watchdog.evaluating():
+            return self._over(loader, batches, evaluate)
 
     @_collective
     def predict(
@@ -250,7 +261,8 @@ class Engine:
         `each`: is called with the number of a microbatch and its output on the rank that has it, to write it, say;
         then nothing is gathered.
         """
-        return self._over(loader, batches, lambda session, given: predict(session, given, self.rebuild, each))
+        with self._running.watchdog.evaluating():
+            return self._over(loader, batches, lambda session, given: predict(session, given, self.rebuild, each))
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
@@ -298,10 +310,11 @@ class Engine:
         """Write the whole model in its own names: safetensors, and what else the directory of `weights` has."""
         if not self.prepared.has_stages:
             raise Stop("export: nothing has been trained or evaluated yet", 2, speaker=0)
+        on_rank_0(self.comm, lambda: check_new(Path(directory)))
         session = self._running
         session.share_buffers()
         stages = session.interpreter.stages
-        export(self.comm, session.header, session.setup, stages, Path(directory), self.source, session.beat)
+        write_export(self.comm, session.header, session.setup, stages, Path(directory), self.source, session.beat)
 
     @_collective
     def verify(self) -> bool:
@@ -355,7 +368,8 @@ class Engine:
         return "" if self.session is None else self.session.position()
 
     def _say(self, sentence: str) -> None:
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and sentence not in self.said:
+            self.said.add(sentence)
             print(f"mpirun: note: {sentence}", file=sys.stderr, flush=True)
 
     def _batch(self, batch: Any) -> Batch:

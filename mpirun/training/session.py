@@ -75,6 +75,8 @@ class Session:
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._asked_early)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
         self.on_nan = "stop"
@@ -136,6 +138,12 @@ class Session:
     def handle_sigterm(self) -> None:
         """From now on SIGTERM means: leave after the step; asked again later (Slurm asks twice), at once."""
         signal.signal(signal.SIGTERM, self._asked_to_leave)
+
+    def _asked_early(self, *_: object) -> None:
+        """In the set-up SIGTERM ends this rank, as it does by itself; the watchdog says so, and ends the others."""
+        self.watchdog.show_asked_early()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
     def _asked_to_leave(self, *_: object) -> None:
         if self.asked is None:

@@ -116,5 +116,5 @@ def check_repeatable(changed: Sequence[str]) -> None:
     """UsageError where settings changed across resumes: one process would not do the same steps again."""
     if changed:
         raise UsageError(
-            f"--verify repeats all steps from the first, but the checkpoint was made with {one_line(changed[0])}"
+            f"verify repeats all steps from the first, but the checkpoint was made with {one_line(changed[0])}"
         )

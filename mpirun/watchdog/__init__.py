@@ -14,8 +14,11 @@ A rank shows `WORDS` 64-bit words. These are their indices:
 PHASE, STEP, ROW, WAIT, BEAT = range(5)
 WORDS = 8
 # Values of PHASE, and how messages call them.
-SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED = range(6)
-PHASES = ("setting up", "training", "saving a checkpoint", "verifying", "done", "failed")
+SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, LEAVING = range(8)
+PHASES = (
+    "setting up", "training", "saving a checkpoint", "verifying", "done", "failed", "evaluating",
+    "asked to leave (SIGTERM) before the first step",
+)  # fmt: skip
 # ROW: the instruction that the rank executes, or NOTHING. WAIT: the row of the transfer or sum that it waits for, or
 # NOTHING, or OTHERS: something that all ranks take part in. BEAT: counts up where no row changes for long.
 NOTHING, OTHERS = -1, -2

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from mpirun.watchdog import DONE, FAILED, PHASE, PHASES, SETTING_UP, WORDS
+from mpirun.watchdog import DONE, FAILED, LEAVING, PHASE, PHASES, SETTING_UP, WORDS
 from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.hosts import Hosts, Link
 from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
@@ -132,7 +132,8 @@ class WatchdogProcess:
         if self.first or not self.hosts.links:
             if not self.spoken:
                 self.spoken = True
-                _speak(f"{in_a_line(state)}: ended without a word: killed, perhaps for lack of memory")
+                why = "ended without a word: killed, perhaps for lack of memory"
+                _speak(f"{in_a_line(state)}: {'nothing is saved' if state['at'] == PHASES[LEAVING] else why}")
             self.hosts.send(end="soon")
         else:
             self.hosts.send(died=state)

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, ROW, WAIT, WORDS
+from mpirun.watchdog import DONE, EVALUATING, FAILED, LEAVING, NOTHING, PHASE, ROW, SETTING_UP, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import RefusedFile
 
@@ -88,6 +88,21 @@ class Watchdog:
         if server is not None:
             server.close()
 
+    def show_asked_early(self) -> None:
+        """Show that SIGTERM ends this rank, if it does so in the set-up."""
+        if self.state[PHASE] == SETTING_UP:
+            self.state[WAIT], self.state[PHASE] = NOTHING, LEAVING
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Show that this rank evaluates, if it is set up."""
+        before = self.state[PHASE]
+        if before != SETTING_UP:
+            self.state[PHASE] = EVALUATING
+        yield
+        if self.state[PHASE] == EVALUATING:
+            self.state[PHASE] = before
+
     def end(self, kind: object, error: BaseException | None, trace: object) -> None:
         """As `__exit__`: show that this rank is done, alone or by a Stop, or that it fails and says so itself."""
         if error is not None and not isinstance(error, Stop):
@@ -114,7 +129,7 @@ def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
                 Path(file.name).unlink()
                 raise
             return file
-    raise RefusedFile("the guard (--timeout): no file can be written in /dev/shm, nor in TMPDIR")
+    raise RefusedFile("the guard (timeout): no file can be written in /dev/shm, nor in TMPDIR")
 
 
 def _mapped(name: str) -> memoryview:

@@ -408,6 +408,8 @@ def sentences() -> Any:
         def call() -> None:
             run = engine()
             try:
+                for _ in range(3):
+                    run.loader(DATA, 2)
                 getattr(run, method)(*arguments)
             finally:
                 run.close()
@@ -434,6 +436,13 @@ def sentences() -> Any:
 
         return call
 
+    def rates() -> None:
+        run = engine(lr=lambda step: 0.1 + (step and WORLD.rank == 2))
+        try:
+            train(run, run.loader(DATA, 2), 2)
+        finally:
+            run.close()
+
     def ragged(step: int, microbatch: int, rng: Any) -> tuple[Tensor, Tensor]:
         return of_lengths((6 + 3 * (microbatch == 5),))(step, microbatch, rng)
 
@@ -453,6 +462,7 @@ def sentences() -> Any:
         """Keeps a number in its groups."""
 
         def step(self, closure: Any = None) -> None:
+            self._calls = getattr(self, "_calls", 0) + 1
             for group in self.param_groups:
                 group["count"] = group.get("count", 0) + 1
             super().step()
@@ -477,6 +487,8 @@ def sentences() -> Any:
         "no microbatches": lambda: mpirun.Engine("1f1b", modules(), stages=4, **plain),
         "no such scheme": lambda: mpirun.Engine("2f2b", modules(), stages=4, microbatches=4, **plain),
         "wrong stages": lambda: mpirun.Engine(file, modules(3), **plain),
+        "rate of a rank": rates,
+        "export to what is there": lambda: mpirun.Engine(file, modules(), export=FOLDER, **plain),
         "clip": lambda: mpirun.Engine(file, modules(), clip=-1.0, **plain),
         "autocast": lambda: mpirun.Engine(file, modules(), autocast="fp8", **plain),
         "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),

@@ -173,13 +173,13 @@ def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damage
 @pytest.mark.parametrize(
     ("name", "code", "sentence"),
     [
-        ("none whole", 1, r"--resume \S.*: no checkpoint is whole"),
-        ("empty", 1, r"--resume \S.*: there is no checkpoint"),
+        ("none whole", 1, r"resuming from \S.*: no checkpoint is whole"),
+        ("empty", 1, r"resuming from \S.*: there is no checkpoint"),
         ("of another model", 2, r"\S.*: has no \S+: is it of another model\?"),
-        ("of another optimizer", 2, r"--optimizer sgd: \S.* was made with adamw"),
-        ("into itself", 2, r"--save \S.*: it is a checkpoint itself: save to another folder"),
+        ("of another optimizer", 2, r"the optimizer is sgd: \S.* was made with adamw"),
+        ("into itself", 2, r"saving to \S.*: it is a checkpoint itself: save to another folder"),
         ("no name", 2, r"--save: the folder has no name \(see .*\)"),
-        ("used", 2, r"--save \S.*: it has checkpoints already: go on with --resume \S.*"),
+        ("used", 2, r"saving to \S.*: it has checkpoints already: resume from it, or save elsewhere"),
     ],
 )
 def test_what_cannot_be_resumed_or_saved_is_refused(damaged, name, code, sentence):
@@ -196,9 +196,9 @@ def test_another_seed_is_said(damaged):
 def test_other_options_are_said_and_cannot_be_verified(damaged):
     ended = damaged[0]["options"]
     made = "mpirun: note: the checkpoint was made with"
-    assert (ended.code, ended.err) == (0, f"{made} --lr 0.001, not --lr 0.5\n{made} no --warmup, not --warmup 9\n")
+    assert (ended.code, ended.err) == (0, f"{made} lr 0.001, not lr 0.5\n{made} no warmup, not warmup 9\n")
     for name in ("options, to be verified", "changed on the way"):
-        why = "--verify repeats all steps from the first, but the checkpoint was made with --lr 0.001, not --lr 0.5"
+        why = "verify repeats all steps from the first, but the checkpoint was made with lr 0.001, not lr 0.5"
         assert (damaged[0][name].code, damaged[0][name].err) == (2, f"mpirun: {why}\n")
 
 

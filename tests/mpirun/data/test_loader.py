@@ -312,13 +312,13 @@ def test_a_broken_sample(workers):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"last": "pad"}, "the last step of an epoch has 5 of 8 samples: padded, weight 0"),
-        ({"last": "drop"}, "the last step of an epoch has 5 of 8 samples: dropped"),
-        ({"last": "fewer"}, "the last step of an epoch has 5 of 8 samples: smaller microbatches"),
+        ({"last": "pad"}, "the last step of an epoch has 5 of 8: padded, weight 0"),
+        ({"last": "drop"}, "the last step of an epoch has 5 of 8: dropped"),
+        ({"last": "fewer"}, "the last step of an epoch has 5 of 8: smaller microbatches"),
         ({"last": "pad", "size": 7, "count": 1}, None),
         (
             {"last": "fewer", "size": 1, "count": 8},
-            "the last step of an epoch has 5 of 8 samples: smaller microbatches, of weight 0 where there is no sample",
+            "the last step of an epoch has 5 of 8: smaller microbatches, of weight 0 where there is no sample",
         ),
     ],
     ids=lambda x: None if isinstance(x, dict) else str(x)[-10:],
@@ -328,7 +328,8 @@ def test_said_once(dataset, options, line):
     some = loader(dataset, **options, say=said.append)
     for _ in range(2):
         list(some)
-    assert said == ([line] if line else [])
+    name = "the Stream" if isinstance(dataset, Stream) else f"the {type(dataset).__name__} of 21 samples"
+    assert said == ([f"{name}: {line}"] if line else [])
 
 
 def test_random_samples_are_said(capsys):

@@ -144,9 +144,9 @@ def test_what_needs_the_whole_gradient_is_refused(mistakes, compiled, text):
     ended = mistakes(4, [[*common, "--clip", 1], [*common, "--accumulate", 2], [*common, "--on-nan", "skip"]])
     reason = "needs the whole gradient, and this schedule updates stages one by one"
     assert [run.err for run in ended] == [
-        f"mpirun: --clip {reason}\n",
-        f"mpirun: --accumulate {reason}\n",
-        "mpirun: --on-nan skip: this schedule has updated stages before all losses are known\n",
+        f"mpirun: clip {reason}\n",
+        f"mpirun: accumulate {reason}\n",
+        "mpirun: no step can be skipped: this schedule has updated stages before all losses are known\n",
     ]
     assert [run.code for run in ended] == [2, 2, 2]
 
