@@ -1,7 +1,8 @@
 """make test-examples: the examples of mpirun under several schemes, killed in the middle of an epoch, and exported.
 
-Each runs on 4 ranks under each scheme, with canonical=True and without. Losses must agree to 1e-4, with canonical=True
-all weights to the bit. Then a run is killed and started again: the end must have the same bits. What the language model
+Each runs on 4 ranks under each scheme, with canonical=True and without. The losses of the first steps must agree to
+1e-6: later ones do not, for a ReLU that rounding turns on or off changes what follows. With canonical=True all losses
+and weights must agree to the bit. Then a run is killed and started again: the end must have the same bits. What the language model
 exports must be what transformers loads, with the logits that mpirun predicts.
 """
 
@@ -29,16 +30,15 @@ from schedgen.cli.main import main as schedgen
 SCHEMES = {
     "1f1b": ["1f1b"], "zb-h1": ["zb-h1"], "fsdp-shards": ["fsdp", "--shards", "4"], "gpipe": ["gpipe"], "ddp": ["ddp"],
 }  # fmt: skip
-LM = """
+BEGIN = """
 import sys
-from mpirun.examples import finetune_lm as lm
-lm.main(sys.argv[1] + "/model", sys.argv[1] + "/text", sys.argv[2], sys.argv[3], canonical=sys.argv[4] == "canonical")
+from mpirun.examples import digits, finetune_lm
+folder, schedule, out, mode = sys.argv[1:]
+options = {"canonical": mode == "canonical", "log": lambda step, numbers: print("of step", step, repr(numbers["loss"]))}
 """
-DIGITS = """
-import sys
-from mpirun.examples import digits
-digits.main(sys.argv[2], 2, sys.argv[3] + "-checkpoints", canonical=sys.argv[4] == "canonical")
-"""
+LM = BEGIN + 'finetune_lm.main(folder + "/model", folder + "/text", schedule, out, **options)'
+DIGITS = BEGIN + 'digits.main(schedule, 2, out + "-checkpoints", **options)'
+FIRST = 3  # steps
 GRAPH = """
 import sys, torch, mpirun
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -62,13 +62,12 @@ class Example:
         return [*mpiexec(), "-n", "4", sys.executable, "-c", self.program, self.folder, file, self.folder / out, mode]
 
     def run(self, scheme: str, canonical: bool, out: str) -> list[float]:
-        """The numbers that it prints."""
+        """The losses of its steps."""
         done = subprocess.run(
             self.command(scheme, canonical, out), env=environment("x"), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        lines = [line for line in done.stdout.splitlines() if "loss" in line]
-        return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+        return [float(loss) for loss in re.findall(r"^of step \d+ (.*)$", done.stdout, re.M)]
 
     def kill_after(self, seconds: float, scheme: str, out: str) -> None:
         """SIGKILL to all ranks so many seconds after the first checkpoint."""
@@ -94,23 +93,25 @@ class Example:
 
 def check(example: Example, schemes: list[str]) -> None:
     """All of it for one example."""
-    numbers, weights = {}, {}
+    losses, weights = {}, {}
     for scheme in schemes:
         for canonical in (False, True):
             out = f"{example.name}-{scheme}-{canonical}"
             begin = time.perf_counter()
-            numbers[scheme, canonical] = example.run(scheme, canonical, out)
+            losses[scheme, canonical] = example.run(scheme, canonical, out)
             weights[scheme, canonical] = example.weights(out)
-            print(f"{out}: {time.perf_counter() - begin:.0f} s, {numbers[scheme, canonical]}", flush=True)
+            steps, last = len(losses[scheme, canonical]), losses[scheme, canonical][-1]
+            print(f"{out}: {time.perf_counter() - begin:.0f} s, {steps} steps, last loss {last:.4f}", flush=True)
     first = schemes[0]
     own = ("running_", "num_batches")  # statistics are of one worker's data
     trained = [name for name in weights[first, True] if not any(part in name for part in own)]
     for scheme in schemes:
-        pairs = zip(numbers[scheme, False][::2], numbers[first, False][::2], strict=True)
+        pairs = [*zip(losses[scheme, False], losses[first, True], strict=True)][:FIRST]
         apart = max(abs(a - b) / abs(b) for a, b in pairs)
-        assert apart < 1e-2, (scheme, apart)
+        assert len(pairs) == FIRST and apart < 1e-6, (scheme, apart)
+        assert losses[scheme, True] == losses[first, True], scheme
         assert all(weights[scheme, True][name] == weights[first, True][name] for name in trained), scheme
-        print(f"{example.name} {scheme}: losses {apart:.1e} from {first}'s, canonical: the same bits", flush=True)
+        print(f"{example.name} {scheme}: first losses {apart:.1e} from {first}'s, canonical: the same bits", flush=True)
     out = f"{example.name}-killed"
     example.kill_after(0.3, first, out)
     example.run(first, True, out)
