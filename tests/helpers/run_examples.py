@@ -2,8 +2,8 @@
 
 Each runs on 4 ranks under each scheme, with canonical=True and without. The losses of the first steps must agree to
 1e-6: later ones do not, for a ReLU that rounding turns on or off changes what follows. With canonical=True all losses
-and weights must agree to the bit. Then a run is killed and started again: the end must have the same bits. What the language model
-exports must be what transformers loads, with the logits that mpirun predicts.
+and weights must agree to the bit. Then a run is killed and started again: the end must have the same bits. What the
+language model exports must be what transformers loads, with the same bits.
 """
 
 from __future__ import annotations
