@@ -24,6 +24,7 @@ Place = tuple[Path, dict[str, str]]  # a folder and an environment
 TRAIN = "mpiexec -n 4 python -m "
 # One golden schedule of each kind of command; test_traces.py compiles all of them.
 MORE = {"make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor'"}
+LAST = {"make run": next(text for _, text in BLOCKS if text.startswith("verify: "))}  # what a command ends with
 EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # asked to find differences
 
 # There is no Slurm to test with: srun's ranks are started by mpiexec.
@@ -89,11 +90,13 @@ def shell(command: str, place: Place) -> Done:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LEFT_OUT])
 def test_a_command_of_the_readme_runs(command: str, place: Place, four: Callable[[str], Done]) -> None:
+    last = LAST.get(command, "")
     if command.startswith("make"):
         command += MORE.get(command, "") + " VENV=.venv --old-file=.venv/installed"  # nothing is to be installed
     done = four(command) if command.startswith(TRAIN) else shell(command, place)
     assert done.code == EXIT.get(command, 0), done.out + done.err
     assert "Traceback" not in done.err
+    assert done.out.endswith(last)
 
 
 def test_the_readme_quotes_the_golden_1f1b_file() -> None:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -69,15 +69,15 @@ def beside_torch(ranks: int, microbatches: int, runs: int) -> None:
         )
 
 
-def growth() -> None:
-    """1F1B on 64 ranks, each size in a process of its own, so that its peak memory is its own."""
-    print("growth, 1f1b on 64 ranks: microseconds an instruction")
-    for microbatches in (160, 1600, 16000):
-        subprocess.run([sys.executable, __file__, "--one", str(microbatches)], check=True)
+def growth(ranks: int, microbatches: Sequence[int]) -> None:
+    """1F1B, each size in a process of its own, so that its peak memory is its own."""
+    print(f"growth, 1f1b on {ranks} ranks: microseconds an instruction", flush=True)
+    for each in microbatches:
+        subprocess.run([sys.executable, __file__, "--ranks", str(ranks), "--one", str(each)], check=True)
 
 
-def one(microbatches: int) -> None:
-    sizes = Sizes(64, microbatches)
+def one(ranks: int, microbatches: int) -> None:
+    sizes = Sizes(ranks, microbatches)
     compile(load("1f1b", sizes), sizes)  # warm
     best: dict[str, float] = {}
     peak = 0
@@ -102,10 +102,10 @@ def one(microbatches: int) -> None:
     )
 
 
-def large() -> None:
-    """4,096 workers: there and back through a file in memory."""
+def large(workers: int, microbatches: int) -> None:
+    """Many workers: there and back through a file in memory."""
     begin = time.perf_counter()
-    sizes = Sizes(4096, 256)
+    sizes = Sizes(workers, microbatches)
     program = compile(load("1f1b", sizes), sizes)
     check(program)
     file = io.BytesIO()
@@ -117,8 +117,10 @@ def large() -> None:
     assert fault is None
     simulate(again, again.header.cost)
     seconds = time.perf_counter() - begin
-    print(f"4,096 workers, {length:,} instructions, {size / 1e6:.0f} MB: compiled, checked, written, read back and "
-          f"simulated in {seconds:.0f} s")  # fmt: skip
+    print(
+        f"{workers:,} workers, {length:,} instructions, {size / 1e6:.0f} MB: compiled, checked, written, read back "
+        f"and simulated in {seconds:.0f} s"
+    )
 
 
 def main() -> None:
@@ -127,13 +129,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few ranks and microbatches: whether it runs at all")
     options = parser.parse_args()
     if options.one:
-        one(options.one)
+        one(options.ranks, options.one)
+        return
+    if options.quick:
+        beside_torch(4, 8, 1)
+        growth(4, [4])
+        large(8, 4)
         return
     beside_torch(options.ranks, options.microbatches, options.runs)
-    growth()
-    large()
+    growth(64, [160, 1600, 16000])
+    large(4096, 256)
 
 
 if __name__ == "__main__":

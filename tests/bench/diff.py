@@ -19,9 +19,12 @@ from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 
+QUICK = "--quick" in sys.argv
+RANKS = 4 if QUICK else 64
+
 
 def compiled(name: str, microbatches: int, prefetch: int = 1) -> Program:
-    sizes = Sizes(64, microbatches)
+    sizes = Sizes(RANKS, microbatches)
     return compile(load(name, sizes), sizes, Options(prefetch=prefetch))
 
 
@@ -53,13 +56,14 @@ def one(microbatches: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--one", type=int)
+    parser.add_argument("--quick", action="store_true", help="4 ranks: whether it runs at all")
     options = parser.parse_args()
     if options.one:
         one(options.one)
         return
-    print("diff, 64 ranks: microseconds an instruction")
-    for microbatches in (16, 160, 1600):
-        subprocess.run([sys.executable, __file__, "--one", str(microbatches)], check=True)
+    print(f"diff, {RANKS} ranks: microseconds an instruction")
+    for microbatches in (4,) if QUICK else (16, 160, 1600):
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--one", str(microbatches)], check=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from typing import Any
 from mpi4py import MPI
 
 HERE = Path(__file__).parent
-STEPS = 40
+QUICK = "--quick" in sys.argv
+STEPS, LAPS, MICROBATCHES = (2, 20, 4) if QUICK else (40, 2000, 64)
 
 
 def measure(schedule: str) -> None:
@@ -70,7 +71,7 @@ def measure(schedule: str) -> None:
 
     def bare(call: Callable[[], object], clean: Callable[[], object] = lambda: None) -> float:
         laps = []
-        for _ in range(2000):
+        for _ in range(LAPS):
             begin = time.perf_counter()
             call()
             laps.append(time.perf_counter() - begin)
@@ -97,7 +98,7 @@ def sending(comm: MPI.Intracomm, buffer: list[Any]) -> float:
     """Microseconds of an Isend of such a message to a receive that is posted already."""
     laps = []
     into = [bytearray(len(buffer[0])), *buffer[1:]]
-    for _ in range(2000):
+    for _ in range(LAPS):
         receive = comm.Irecv(into, 1 - comm.rank)
         comm.Barrier()
         begin = time.perf_counter()
@@ -111,12 +112,14 @@ def sending(comm: MPI.Intracomm, buffer: list[Any]) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         schedule = str(Path(folder) / "schedule.json")
-        sizes = ["--stages", "2", "--microbatches", "64", "--workers", "2"]
+        sizes = ["--stages", "2", "--microbatches", str(MICROBATCHES), "--workers", "2"]
         subprocess.run([sys.executable, "-m", "schedgen", "compile", "1f1b", *sizes, "-o", schedule], check=True)
         from run import mpi
 
-        subprocess.run([*mpi(2), "-m", "mpi4py", str(HERE / "overhead.py"), schedule], check=True, cwd=HERE)
+        subprocess.run(
+            [*mpi(2), "-m", "mpi4py", str(HERE / "overhead.py"), *sys.argv[1:], schedule], check=True, cwd=HERE
+        )
 
 
 if __name__ == "__main__":
-    measure(sys.argv[1]) if len(sys.argv) > 1 else main()
+    measure(sys.argv[-1]) if sys.argv[-1].endswith(".json") else main()

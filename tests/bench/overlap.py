@@ -32,7 +32,9 @@ from mpirun.cli.run import Run
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done
 
-WIDTH, ROWS, STAGES, MICROBATCHES, STEPS = 512, 2048, 4, 8, 12
+QUICK = "--quick" in sys.argv
+WIDTH, ROWS, STAGES = 512, 2048, 4
+MODEL, MICROBATCHES, STEPS = ("overlap:narrow", 2, 2) if QUICK else ("overlap:wide", 8, 12)
 
 
 class First(nn.Module):
@@ -45,17 +47,22 @@ class First(nn.Module):
         return self.linear(self.byte(tokens))
 
 
-def wide(stages: int) -> Model:
+def wide(stages: int, rows: int = ROWS) -> Model:
     """A linear layer or two a stage; activations of (2048, 512) float32, 4 MiB."""
     inner = [lambda: nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(stages - 2)]
     last = lambda: nn.Sequential(nn.GELU(), nn.Linear(WIDTH, 256))  # noqa: E731
 
     def batch(text: Tensor, rng: object) -> tuple[Tensor, Tensor]:
-        start = int(rng.integers(0, len(text) - ROWS))  # type: ignore[attr-defined]
-        piece = text[start : start + ROWS + 1].long()
+        start = int(rng.integers(0, len(text) - rows))  # type: ignore[attr-defined]
+        piece = text[start : start + rows + 1].long()
         return piece[:-1], piece[1:]
 
-    return Model([First, *inner, last], nn.functional.cross_entropy, batch, ROWS + 1)
+    return Model([First, *inner, last], nn.functional.cross_entropy, batch, rows + 1)
+
+
+def narrow(stages: int) -> Model:
+    """For --quick: activations of 32 KiB."""
+    return wide(stages, 16)
 
 
 class Blocking(Transport):
@@ -76,7 +83,7 @@ class Tiny(Transport):
 
 def measure(schedule: str) -> None:
     comm = MPI.COMM_WORLD
-    arguments = [schedule, "--model", "overlap:wide", "--threads", "1", "--timeout", "0", "--steps", str(STEPS)]
+    arguments = [schedule, "--model", MODEL, "--threads", "1", "--timeout", "0", "--steps", str(STEPS)]
     runs = {}
     for name, kind in (("ours", Transport), ("blocking", Blocking), ("free", Tiny)):
         mpirun.engine.build.make_transport = lambda device, *arguments, kind=kind: kind(*arguments)
@@ -104,9 +111,9 @@ def main() -> None:
             subprocess.run, check=True, cwd=Path(__file__).parent, capture_output=True, text=True
         )
         call([sys.executable, "-m", "schedgen", "compile", "interleaved-1f1b", *sizes, "-o", schedule])
-        call([*mpi(2), "-m", "mpirun", "profile", "--model", "overlap:wide", "--schedule", schedule, "--threads", "1",
+        call([*mpi(2), "-m", "mpirun", "profile", "--model", MODEL, "--schedule", schedule, "--threads", "1",
               "-o", profile])  # fmt: skip
-        out = call([*mpi(2), "-m", "mpi4py", __file__, schedule]).stdout
+        out = call([*mpi(2), "-m", "mpi4py", __file__, *sys.argv[1:], schedule]).stdout
         laps = json.loads(out.splitlines()[-1])
         costs = json.loads(Path(profile).read_text())
         times = {}
@@ -120,7 +127,10 @@ def main() -> None:
     rounds = list(zip(laps["ours"], laps["blocking"], laps["free"], strict=True))
     hidden = [statistics.median((b[k] - o[k]) / (b[k] - f[k]) for o, b, f in rounds) for k in (0, 1)]
     exposed = (times["links"] - times["free"]) / (seconds["blocking"] - seconds["free"])
-    print("4 MiB messages, ms a step and rank: as it is, every SEND waited for, messages for nothing")
+    print(
+        "messages of 32 KiB," if QUICK else "messages of 4 MiB,",
+        "ms a step and rank: as it is, every SEND waited for, messages for nothing",
+    )
     for name, by_way, share in (("waits", waits, hidden[1]), ("step", seconds, hidden[0])):
         each = "  ".join(f"{1e3 * by_way[way]:7.1f}" for way in ("ours", "blocking", "free"))
         print(f"  {name:6} {each}   hidden {share:.0%}")
@@ -129,4 +139,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    measure(sys.argv[1]) if sys.argv[1:] else main()
+    measure(sys.argv[-1]) if sys.argv[-1].endswith(".json") else main()

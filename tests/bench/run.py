@@ -94,7 +94,7 @@ def launch(case: str, pair: Pair, steps: int, seed: int) -> dict[str, dict[str, 
 def measure(case: str, name: str, options: argparse.Namespace) -> None:
     pair, ours, theirs = PAIRS[name], [], []
     for number in range(options.rounds):
-        found = launch(case, pair, CASES[case].steps, options.seed + number)
+        found = launch(case, pair, options.steps or CASES[case].steps, options.seed + number)
         ours += found["ours"]["seconds"]
         theirs += found["theirs"]["seconds"]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -115,13 +115,17 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--rounds", type=int, default=3, help="launches of each pair; default: 3")
+    parser.add_argument("--steps", type=int, help="timed ones of a launch; default: the case's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="two pairs, once, two steps: whether it runs at all")
     options = parser.parse_args()
+    if options.quick:
+        options.cases, options.pairs, options.rounds, options.steps = ["overhead"], ["fsdp-shards", "floor"], 1, 2
     for case in options.cases:
         c = CASES[case]
         print(
             f"{case}: GPT blocks d={c.width}, T={c.length}, {c.microbatches} microbatches of "
-            f"{c.sequences}, {options.rounds} times {c.steps} pairs of steps"
+            f"{c.sequences}, {options.rounds} times {options.steps or c.steps} pairs of steps"
         )
     print(f"{'case':9} {'pair':13} {'ours ms':>8} {'theirs':>8}   {'ratio':>6}  {'quartiles':14}  best   target")
     for case in options.cases:

@@ -6,6 +6,7 @@ Medians of pair-by-pair ratios in one run, with their range.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float]:
+def ratio(width: int, length: int, sequences: int, runs: int) -> list[float]:
     x = torch.randn(sequences, length, width)
     gradient = torch.randn_like(x)
     stage = LocalStage(
@@ -51,8 +52,9 @@ def ratio(width: int, length: int, sequences: int, runs: int = 30) -> list[float
 
 def main() -> None:
     torch.set_num_threads(1)
-    for width, length, sequences in ((256, 256, 4), (64, 64, 4)):
-        ratios = ratio(width, length, sequences)
+    quick = "--quick" in sys.argv
+    for width, length, sequences in ((16, 4, 1),) if quick else ((256, 256, 4), (64, 64, 4)):
+        ratios = ratio(width, length, sequences, 2 if quick else 30)
         print(
             f"GPT block d={width}, T={length}, {sequences} sequences: I + W takes {statistics.median(ratios):.3f} of B "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
