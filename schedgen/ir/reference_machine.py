@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
-from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, Instruction, Kind, Op, buffer_name
+from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, B, F, Instruction, Kind, Op, W, buffer_name
 from schedgen.ir.program import Program
 from schedgen.ir.reference_rank import STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
 from schedgen.ir.weight_versions import VERTICAL
@@ -121,7 +121,10 @@ class ReferenceMachine:
     # What jobs read and give.
 
     def read_weights(self, rank: Rank, i: Instruction) -> None:
-        """w.s, all its parts, in the version that all jobs of this stage and microbatch use."""
+        """w.s, all its parts, in the version that all jobs of this stage and microbatch use, where `compute` says."""
+        d = {Op.FWD: F, Op.BWD_W: W}.get(Op(i.op), B)
+        here = d < len(self.header.compute) and self.header.compute[d, i.stage, i.mb] == rank.rank
+        rank.need(bool(here), "this job is none of this rank")
         for part in self.header.weight_shards.parts(i.stage):
             rank.read(rank.weights(i.stage, part, i.version))
         rank.need(self.uses.setdefault((i.stage, i.mb), i.version) == i.version, "its other jobs use another version")
@@ -252,7 +255,7 @@ class ReferenceMachine:
     def tie(self, rank: Rank, i: Instruction) -> None:
         """ALLREDUCE of t.k: in dw.s of each tied stage s that the rank owns, what they share, from a complete sum."""
         stages = rank.newest.keys() & set(self.header.tied[i.tie])
-        rank.need(bool(stages), f"rank {rank.rank} owns no stage of the tie")
+        rank.need(bool(stages) and not rank.normed, f"rank {rank.rank} owns no stage of the tie, or NORM is past")
         for stage in stages:
             complete = rank.sum(buffer_name(Kind.DW, stage)).is_of(range(self.header.microbatches))
             rank.need(complete, f"dw.{stage} is not complete")

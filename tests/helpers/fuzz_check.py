@@ -29,8 +29,8 @@ from schedgen.checker import check, check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
-from schedgen.ir.instructions import COMPUTE, DIRECTIONS, B, F, Kind, Op
-from schedgen.ir.program import Program
+from schedgen.ir.instructions import COMPUTE, DIRECTIONS, B, F, Instruction, Kind, Op
+from schedgen.ir.program import Program, concatenate, rows
 from schedgen.ir.reference_machine import CannotExecute, execute
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -222,9 +222,54 @@ def an_operand(chance: Random, program: Program) -> Program:
     return Program(header, rows._replace(**{column: values}))
 
 
+def with_rows(program: Program, new: list[tuple[int, int, Instruction]]) -> Program:
+    """The program with instructions (row, rank, instruction), each in front of the row."""
+    rank, *columns = np.array([(rank, *instruction) for _, rank, instruction in new], np.int32).reshape(-1, 7).T
+    op, kind, stage, mb, via, peer = columns
+    added = rows(op, rank, kind=kind, stage=stage, mb=mb, via=via, peer=peer)
+    order = np.argsort(np.array([*range(len(program)), *(at - 0.5 for at, _, _ in new)]), kind="stable")
+    return Program(program.header, concatenate([program.rows, added]).take(order)).project()
+
+
+def a_sum_of_all(chance: Random, program: Program) -> Program:
+    """All ranks, or those of another group, sum up a stage's gradient before NORM."""
+    header, stage, group = program.header, chance.randrange(program.header.stages), 0
+    if not header.groups or header.weight_shards:
+        return program
+    group, new = chance.randrange(len(header.groups)), []
+    for rank in header.groups[group]:
+        norm = [at for at in range(*program.bounds[rank : rank + 2].tolist()) if program.rows.op[at] == Op.NORM]
+        if not norm:
+            return program
+        new.append((norm[0], rank, Instruction(Op.ALLREDUCE, Kind.DW, stage, -1, -1, group)))
+        if rank not in header.owners[stage]:
+            new.append((norm[0] + 1, rank, Instruction(Op.FREE, Kind.DW, stage, -1, -1, -1)))
+    return with_rows(program, new)
+
+
+def a_message_again(chance: Random, program: Program) -> Program:
+    """What was received and freed is sent, received and freed once more."""
+    row = some_row(chance, program)
+    i, rank = program.instruction(row), int(program.rows.rank[row])
+    if i.op not in (Op.SEND, Op.RECV, Op.FETCH_W):
+        return program
+    sender, receiver = (rank, i.peer) if i.op == Op.SEND else (i.peer, rank)
+    new = []
+    for at in range(len(program)):
+        other = program.instruction(at)
+        if other[1:5] != i[1:5]:
+            continue
+        if (other.op, program.rows.rank[at], other.peer) == (Op.SEND, sender, receiver):
+            new.append((at + 1, sender, other))
+        elif (other.op, program.rows.rank[at]) == (Op.FREE, receiver):
+            get = Op.FETCH_W if i.kind == Kind.W else Op.RECV
+            new += [(at + 1, receiver, i._replace(op=get, peer=sender)), (at + 1, receiver, other)]
+    return with_rows(program, new) if new else program
+
+
 ROWS: tuple[Callable[[Random, Program], Program], ...] = (
     a_neighbour, a_neighbour, a_neighbour, a_place, a_swap, beside_norm, less, twice, elsewhere, together, an_operand,
-    an_operand,
+    an_operand, a_sum_of_all, a_message_again,
 )  # fmt: skip
 
 
