@@ -125,6 +125,7 @@ curves: launcher
 
 bench-compile: venv
 	$(BIN)/python tests/bench/compile.py
+	$(BIN)/python tests/bench/compile.py --history tests/bench/history.txt
 	$(BIN)/python tests/bench/diff.py
 	$(BIN)/python tests/bench/plan.py
 

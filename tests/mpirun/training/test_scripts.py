@@ -31,6 +31,14 @@ def test_a_benchmark_runs(name, tmp_path, launch):
     assert "Traceback" not in done.err
 
 
+def test_a_benchmark_keeps_a_line_for_each_commit(tmp_path, launch):
+    for lines in (1, 2):
+        options = ("--history", tmp_path / "history.txt", "--quick")
+        assert launch(None, *options, program=(str(BENCH / "compile.py"),)).code == 0
+        kept = (tmp_path / "history.txt").read_text().splitlines()
+        assert len(kept) == lines and re.fullmatch(r"\d{4}-\d\d-\d\d \S+( +[\d,]+){3}", kept[-1]), kept
+
+
 @pytest.mark.parametrize("name", ["plain", "by_mpirun", "by_ddp", "by_pipelining"])
 def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
     """One step on 2 ranks; losses begin where those of untrained bytes do."""
