@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,8 @@ from mpirun.comm.waiting import sleeping_barrier
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
 
 T = TypeVar("T")
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 class Stop(Exception):
@@ -64,6 +68,14 @@ def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[
     for start in range(0, size, 2**30):  # counts that every MPI takes
         comm.Bcast([received[start : start + 2**30], MPI.BYTE])
     return received
+
+
+def raised_at(error: BaseException) -> str:
+    """Where it was raised: in the user's own code if that is in the traceback, and in whose call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))]
+    frame = (own or frames)[-1:]
+    return f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""
 
 
 @contextlib.contextmanager

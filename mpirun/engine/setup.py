@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.device import Device, choose_device
-from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, together
+from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
 from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_split_stages, expand_model
@@ -144,7 +144,7 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
     except UsageError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(f"the model's batch fails: {raised(error)}") from None
+        raise UsageError(f"the model's batch fails: {raised(error)}{raised_at(error)}") from None
     reads = model.resolved_reads(header.graph.producers, leaves)
     check_reads(reads, header)
     return reads

@@ -9,21 +9,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop
+from mpirun.comm.fail_together import Stop, raised_at
 from schedgen.util.errors import RefusedFile, UsageError, raised
-
-_OURS = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 @contextlib.contextmanager
@@ -57,7 +52,7 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
         if show_traceback:
             traceback.print_exception(error)
         where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
-        print(f"mpirun: {where}{raised(error)}{_source(error)}", file=sys.stderr, flush=True)
+        print(f"mpirun: {where}{raised(error)}{raised_at(error)}", file=sys.stderr, flush=True)
         time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
     finally:
         comm.Abort(1)
@@ -74,11 +69,3 @@ def end_on_uncaught(comm: MPI.Intracomm) -> None:
         end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
     sys.excepthook = hook
-
-
-def _source(error: BaseException) -> str:
-    """Where it was raised: in the user's own code if that is in the traceback, and in whose call."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))]
-    frame = (own or frames)[-1:]
-    return f" (at {frame[0].filename}:{frame[0].lineno})" if frame else ""

@@ -103,7 +103,9 @@ MISTAKES = {
     "a stage of two types": model(
         "models_for_tests:two_types", "/stage 1: parameters of one stage must have one type, not .+/"
     ),
-    "a batch that raises": model("models_for_tests:batch_raises", "/.*ValueError: no such batch/"),
+    "a batch that raises": model(
+        "models_for_tests:batch_raises", r"/.*ValueError: no such batch \(at \S+models_for_tests\.py:\d+\)/"
+    ),
     "a text that is missing": text_file("no-text", None, lambda file: f"--text {file}: No such file or directory"),
     "a text that is too short": text_file(
         "short",
