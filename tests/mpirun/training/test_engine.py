@@ -43,7 +43,7 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
                 break
         else:
             raise AssertionError(name)
-    done = launch(4, folder, program=(str(PROGRAM),))
+    done = launch(4, folder, program=(str(PROGRAM),), limit=600)
     assert done.code == 0, done.err
     return json.loads((folder / "found.json").read_text())
 
@@ -67,8 +67,8 @@ def test_buffers_that_forwards_change_are_changed_once_verified_saved_resumed_an
     assert len(norms) == (6 if name == "modules" else 8)
     assert batch_norms == {4 * microbatches} and deferred == {4 * microbatches // 8}
     if name == "modules":
-        assert whole.pop("stage2.1.calls") == 32 and resumed[0].pop("stage2.1.calls")
-    assert resumed == ([] if name == "shared out" else [whole])
+        assert whole["stage2.1.calls"] == 32
+    assert resumed == ([whole] if name == "split" else [])
 
 
 def test_rates_tokens_and_metrics_are_those_worked_out_by_hand(found):
