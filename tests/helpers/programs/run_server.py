@@ -16,8 +16,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+import schedgen.util.jit
 from mpirun.cli.main import main
 
+schedgen.util.jit.SMALL = 0  # kernels are compiled: there will be many runs
 WORLD = MPI.COMM_WORLD
 
 
