@@ -125,7 +125,9 @@ class WatchdogProcess:
             rank.gone = True
             self._hear_failures()
             if not rank.ended_well:
-                self._rank_died(rank.state(self.host))
+                # The launcher kills the others at once, so the first to be seen may not be the first that ended.
+                asked = next((other for other in self.ranks if other.words[PHASE] == LEAVING), rank)
+                self._rank_died(asked.state(self.host))
 
     def _rank_died(self, state: State) -> None:
         """A rank ended before it was done: the first host's watchdog says so, and all ranks are ended."""

@@ -113,7 +113,7 @@ def losses(out):
 
 
 def test_loss_and_norm_do_not_depend_on_the_number_of_shards(verified):
-    by_case = {name: losses(verified[name, ""][1]) for name, (_, _, model) in CASES.items() if model == GPT}
+    by_case = {name: losses(verified[name, ""][1]) for name in ROUNDED}
     assert all(len(steps) == 2 for steps in by_case.values())
     assert len({str(steps) for steps in by_case.values()}) == 1, by_case
 
