@@ -57,9 +57,8 @@ run: launcher
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps 20 --clip 1 \
 	    --canonical --verify
 
-# On 2 cores 3 at a time: where ranks of one test wait, another one computes.
 test: launcher
-	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests
 
 test-crash: launcher
 	$(BIN)/python tests/helpers/kill_and_resume.py --count 50

@@ -260,6 +260,6 @@ if run.rank == 0 or sys.argv[1] == "loss":
 def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
     script = tmp_path / "fails.py"
     script.write_text(FAILING)
-    done = launch(2, where, program=(str(script),), limit=60)
+    done = launch(2, where, program=(str(script),))
     assert done.code != 0 and (where not in ("loop", "loss") or "IndexError" in done.err), done.err
     assert re.search(words, done.err), done.err
