@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Layout, pieces
+from mpirun.model.shapes import Place
 from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value
@@ -32,10 +33,10 @@ def gather_parameters(
     is called after each parameter.
     """
     gathered = []
-    for of_parameter, (_, size) in zip(_own_pieces(stage, len(layout), kept), layout, strict=True):
+    for of_parameter, place in zip(_own_pieces(stage, len(layout), kept), layout, strict=True):
         of_ranks = comm.gather(of_parameter, root=root)
         if of_ranks is not None:
-            gathered.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], size))
+            gathered.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], place))
         beat()
     return gathered
 
@@ -54,12 +55,12 @@ def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[l
     return own
 
 
-def _assembled(fragments: list[tuple[int, Values]], size: torch.Size) -> Values:
+def _assembled(fragments: list[tuple[int, Values]], place: Place) -> Values:
     """A parameter's values from those of its pieces, each with the element at which it begins."""
     ordered = [values for _, values in sorted(fragments, key=lambda fragment: fragment[0])]
     if not ordered:
-        return {PARAMETER: torch.zeros(size)}
+        return {PARAMETER: torch.zeros(place.size, dtype=place.dtype)}
     return {
-        key: torch.cat([values[key] for values in ordered]).view(size) if value.dim() else value
+        key: torch.cat([values[key] for values in ordered]).view(place.size) if value.dim() else value
         for key, value in ordered[0].items()
     }

@@ -96,21 +96,20 @@ class _StageReader:
     def __init__(self, folder: Path, model: Model, stage: LocalStage) -> None:
         self.folder, self.model, self.stage, self.shard = folder, model, stage, model.shard_of(stage.index)
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]
-        shapes = [shape for _, shape in stage.layout]
-        self.shapes = dict(zip(self.entries, shapes, strict=True)) if stage.owned else {}
+        self.places = dict(zip(self.entries, stage.layout, strict=True)) if stage.owned else {}
         dims, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
         self.dims = {entry: dims[name] for name, entry in names if name in dims}
 
     def restore_weights(self, weights: Entries) -> None:
         """Frozen parameters, buffers, and the weights that this rank owns."""
         untrained = untrained_entries(self.model, self.stage)
-        values = weights.read([*untrained, *self.shapes], self.dims)
+        values = weights.read([*untrained, *self.places], self.dims)
         for entry, target in untrained.items():
             value = self._checked(entry, values.get(entry), target.shape, target.dtype, None)
             with torch.no_grad():
                 target.copy_(value)
-        for entry, shape in self.shapes.items():
-            values[entry] = self._checked(entry, values.get(entry), shape, self.stage.dtype, self.dims.get(entry))
+        for entry, place in self.places.items():
+            values[entry] = self._checked(entry, values.get(entry), place.size, place.dtype, self.dims.get(entry))
         for via, part in self.stage.owned.items():
             targets = self.stage.views_of_part(via, part)
             for target, (entry, piece) in zip(targets, self._of_part(via), strict=True):
@@ -118,21 +117,23 @@ class _StageReader:
 
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
         """What the optimizer keeps for these weights; `of_parameter`: its entries for each parameter's."""
-        parameters = {state: entry for entry in self.shapes for state in of_parameter.get(entry, ())}
+        parameters = {state: entry for entry in self.places for state in of_parameter.get(entry, ())}
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
         values = kept.read(list(parameters), dims)
         for state, entry in parameters.items():
             if values[state].dim():  # a number a parameter, or one for all
-                shape = self.shapes[entry]
-                values[state] = self._checked(state, values[state], shape, self.stage.dtype, dims.get(state))
+                place = self.places[entry]
+                values[state] = self._checked(state, values[state], place.size, place.dtype, dims.get(state))
         for via in self.stage.owned:
             restored: list[dict[str, Tensor]] = []
             for entry, piece in self._of_part(via):
                 states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
-                split = {
-                    key: piece.of_parameter(value).clone() for key, value in states.items() if piece and value.dim()
-                }
-                restored.append(states | split)
+                if piece is not None:  # several pieces may be on this rank, each with numbers of its own
+                    states = {
+                        key: (piece.of_parameter(value) if value.dim() else value).clone()
+                        for key, value in states.items()
+                    }
+                restored.append(states)
             optimizer.restore((self.stage.index, via), restored)
 
     def _of_part(self, via: int) -> list[tuple[str, Piece | None]]:

@@ -1,7 +1,7 @@
 """Allreduce in a fixed order of addition, for any element type, that goes on while other instructions run.
 
-Each member of a group gives rows of n numbers, and every row has a key. All members get the sum of all rows, added
-in ascending order of the keys: the same bits on all of them and in every run.
+Each member of a group gives rows of n bytes, whose sections are numbers, and every row has a key. All members get the
+sum of all rows, added in ascending order of the keys: the same bits on all of them and in every run.
 1. SCATTER: member m receives slice m of every row of the others and adds these slices up.
 2. GATHER: every member receives the sums of the other slices.
 The traffic is that of a reduce-scatter and an allgather. MPI's own reductions know no bf16 and promise no order.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.sections import Section, add, numbers
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done
 from schedgen.ir.weight_shards import LINE
@@ -32,17 +33,17 @@ class OrderedAllreduce:
         group: MPI.Intracomm,
         rows: Tensor,
         keys: Sequence[Sequence[int]],
+        sections: Sequence[Section],
         total: Tensor | None = None,
         tags: tuple[int, int] = GRADIENT_TAGS,
     ) -> None:
         """`rows`: this member's, shape (k, n); `keys[m]`: the keys of member m's rows, k of them for this member.
 
-        `total`, shape (n,): where the sum goes on a member that has no rows.
+        `sections`: of a row; `total`, shape (n,): where the sum goes on a member that has no rows.
         """
         me, members = group.rank, group.size
         self.total = rows[0] if total is None else total
-        line = LINE // rows.element_size()
-        length = -(-len(self.total) // (members * line)) * line
+        length = -(-len(self.total) // (members * LINE)) * LINE
         slices = [slice(m * length, (m + 1) * length) for m in range(members)]
         others = [m for m in range(members) if m != me]
         self.own_slice = self.total[slices[me]]
@@ -54,7 +55,9 @@ class OrderedAllreduce:
             for key in keys[m]:
                 slice_of[key] = next(free_rows)
                 self.receives.append(transport.receive(slice_of[key], m, tags[SCATTER], group))
-        self.in_order = [slice_of[key] for key in sorted(slice_of)]
+        in_order = [slice_of[key] for key in sorted(slice_of)]
+        self.first_slice = in_order[0]
+        self.in_order = [numbers(piece, sections, slices[me].start) for piece in in_order]
         self.scattered = [(row[slices[m]], m) for m in others for row in rows]
         self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group) for m in others]
         self.others, self.transport, self.group, self.tags = others, transport, group, tags
@@ -82,9 +85,9 @@ class OrderedAllreduce:
         if self.phase == SCATTER:
             first, *later = self.in_order
             for piece in later:
-                first += piece
-            if first is not self.own_slice:
-                self.own_slice.copy_(first)
+                add(first, piece)
+            if self.first_slice is not self.own_slice:
+                self.own_slice.copy_(self.first_slice)
             for receive in self.gathers:
                 receive.start()
             sends = [self.transport.send(self.own_slice, m, self.tags[GATHER], self.group) for m in self.others]

@@ -1,8 +1,8 @@
 """Messages: point to point, non-blocking, straight from and into the memory of tensors.
 
 The tag of a message is the kind of its buffer. MPI keeps messages of one tag between two ranks in order, and a
-schedule needs no more than that. Tensors travel as integers as wide as their elements, so that MPI need not know
-their type. A receive fills the same memory in every step, so it is a persistent request that is made once.
+schedule needs no more than that. MPI need not know a tensor's type: its bytes are counted in the widest numbers that
+divide them. A receive fills the same memory in every step, so it is a persistent request that is made once.
 
 `Transport` is for memory that MPI may touch at once. `QueuedTransport` is for GPUs: a transfer begins when the GPU
 has executed the work that was launched before it, and goes through pinned host memory if MPI cannot read the GPU's.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
@@ -21,7 +22,7 @@ from torch import Tensor
 from mpirun.comm.device import Device, Mark
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
-# By bytes of an element: the integer that stands for it, so that counts stay small and bf16 travels too.
+# By bytes: what messages are counted in, so that counts stay small.
 _TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
@@ -30,9 +31,9 @@ NO_ROW = -1  # of a transfer that no single instruction of this rank has started
 def mpi_buffer(tensor: Tensor) -> list[Any]:
     """What MPI calls take for a contiguous tensor: memory, count, type. It does not keep the tensor alive."""
     assert tensor.is_contiguous()
-    width = tensor.element_size()
-    count = tensor.numel()
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), count * width), count, _TYPES[width]]
+    size = tensor.nbytes
+    width = gcd(size, 16)
+    return [MPI.buffer.fromaddress(tensor.data_ptr(), size), size // width, _TYPES[width]]
 
 
 class Receive(NamedTuple):

@@ -1,6 +1,6 @@
 """dw.s on a rank: buffers that sum the gradient of a stage's weights over backwards and over ranks.
 
-A buffer has rows of the same length, each with a key:
+A buffer has rows of the same length, in bytes as weights are, each with a key:
 - Usually there is one row, to which every backward adds.
 - With --canonical there is one row a microbatch. They are added up at the very end, in the order of the microbatches,
   so that every scheme gives the bits of one process that goes through the microbatches one by one.
@@ -11,11 +11,11 @@ A buffer has rows of the same length, each with a key:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from mpirun.comm.sections import add, numbers
 from mpirun.engine.act import Act
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.stage import LocalStage
@@ -25,11 +25,27 @@ from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 
 
 class GradBuffer:
-    """dw.s or dw.s/k: the rows of a unit, each of shape (n,)."""
+    """dw.s or dw.s/k: the rows of a unit, each of shape (bytes,)."""
 
-    def __init__(self, keys: Sequence[int], rows: Sequence[Tensor], sliced_from: StageGradBuffer | None = None) -> None:
-        """`rows`: one for each key, ascending; `sliced_from`: the buffer of all weights that they are slices of."""
-        self.keys, self.rows, self.sliced_from = list(keys), list(rows), sliced_from
+    def __init__(
+        self,
+        stage: LocalStage,
+        keys: Sequence[int],
+        rows: Sequence[Tensor],
+        first: int = 0,
+        sliced_from: StageGradBuffer | None = None,
+    ) -> None:
+        """`rows`: one for each key, ascending, from byte `first` of all weights on.
+
+        `sliced_from`: the buffer of all weights that they are slices of.
+        """
+        self.stage, self.first, self.sliced_from = stage, first, sliced_from
+        self.keys, self.rows = list(keys), list(rows)
+        self.numbers = [self.as_numbers(row) for row in rows]
+
+    def as_numbers(self, row: Tensor) -> list[Tensor]:
+        """What is laid out as a row is as numbers: one tensor for each type."""
+        return numbers(row, self.stage.sections, self.first)
 
     @property
     def total(self) -> Tensor:
@@ -41,28 +57,36 @@ class GradBuffer:
         for row in self.rows:
             row.zero_()
 
-    def add_rows(self, keys: Sequence[int], rows: Tensor) -> None:
-        """Add a partial sum that was received, shape (len(keys), n)."""
+    def add_rows(self, keys: Sequence[int], rows: Sequence[Sequence[Tensor]]) -> None:
+        """Add a partial sum that was received; `rows`: as numbers, one for each key."""
         places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
         for place, row in zip(places, rows, strict=True):
-            self.rows[place] += row
+            add(self.numbers[place], row)
 
-    def add_slices(self, buffer: StageGradBuffer, span: slice) -> None:
-        """Add the rank's own sums: of every row of all weights the slice that is this part."""
-        for key, row in zip(buffer.keys, buffer.data[:, span], strict=True):
-            if key in self.keys:  # rows with other keys belong to sums that the rank only passes on
-                self.rows[self.keys.index(key)] += row
+    def slices_adder(self, buffer: StageGradBuffer, span: slice) -> Act:
+        """What adds the rank's own sums: of every row of all weights the slice that is this part."""
+        pairs = [
+            (self.numbers[self.keys.index(key)], self.as_numbers(row))
+            for key, row in zip(buffer.keys, buffer.data[:, span], strict=True)
+            if key in self.keys  # rows with other keys belong to sums that the rank only passes on
+        ]
+
+        def act() -> None:
+            for total, row in pairs:
+                add(total, row)
+
+        return act
 
     def sum_rows(self) -> None:
         """Add all rows to the first, in the order of their keys."""
-        for row in self.rows[1:]:
-            self.rows[0] += row
+        for row in self.numbers[1:]:
+            add(self.numbers[0], row)
 
     def message(self) -> tuple[Tensor, Act | None]:
         """The tensor that is sent, shape (rows, n), and what packs the rows into it; None: they lie there anyway."""
         if len(self.rows) == 1:
             return self.rows[0], None
-        packed = torch.empty((len(self.rows), len(self.total)), dtype=self.total.dtype, device=self.total.device)
+        packed = self.total.new_empty((len(self.rows), len(self.total)))
 
         def pack() -> None:
             torch.stack(self.rows, out=packed)
@@ -75,8 +99,8 @@ class StageGradBuffer(GradBuffer):
 
     def __init__(self, stage: LocalStage, keys: Sequence[int], memory: Tensor) -> None:
         """`keys`: of the rows, ascending; `memory`: shape (len(keys) * n,), used as it is."""
-        self.stage, self.data = stage, memory.view(len(keys), stage.size)
-        super().__init__(keys, list(self.data))
+        self.data = memory.view(len(keys), stage.size)
+        super().__init__(stage, keys, list(self.data))
         self.views = {key: stage.views(row) for key, row in zip(keys, self.data, strict=True)}
         self.autograd_adds_to: tuple[int, LocalStage] | None = None
 
@@ -140,14 +164,14 @@ class GradBuffers:
         if part < 0:
             return self.of_stage(unit[0])
         if unit not in self.by_part:
-            keys = self.slots.keys(self.rank, *unit) or [-1]
+            keys, span = self.slots.keys(self.rank, *unit) or [-1], stage.part_slices[part]
             if stage.owns_separate_parts and part in stage.owned:
                 rows = stage.owned[part].new_zeros((len(keys), len(stage.owned[part])))
-                self.by_part[unit] = GradBuffer(keys, list(rows))
+                self.by_part[unit] = GradBuffer(stage, keys, list(rows), span.start)
             else:
                 buffer = self.of_stage(unit[0])
-                slices = [buffer.data[buffer.keys.index(key), stage.part_slices[part]] for key in keys]
-                self.by_part[unit] = GradBuffer(keys, slices, buffer)
+                slices = [buffer.data[buffer.keys.index(key), span] for key in keys]
+                self.by_part[unit] = GradBuffer(stage, keys, slices, span.start, buffer)
         return self.by_part[unit]
 
     def owned(self) -> dict[Unit, GradBuffer]:
@@ -187,8 +211,8 @@ class GradBuffers:
         for index, row in last_backward.items():
             stage = self.stages[index]
             for part in stage.owned if stage.owns_separate_parts else ():
-                add_slices = self.of_unit((index, part)).add_slices
-                acts.append((row, partial(add_slices, self.of_stage(index), stage.part_slices[part])))
+                buffer = self.of_unit((index, part))
+                acts.append((row, buffer.slices_adder(self.of_stage(index), stage.part_slices[part])))
         return acts
 
 

@@ -100,14 +100,13 @@ class GradNorms:
         shards = header.weight_shards
         for stage, shape in enumerate(shapes):
             by_parameter: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
-            size = shape.weight_bytes // shape.dtype.itemsize
-            for part, span in part_slices(size, shape.dtype, shards.parts(stage)).items():
+            for part, span in part_slices(shape.weight_bytes, shards.parts(stage)).items():
                 for piece in pieces(shape.layout, span):
                     by_parameter[piece.parameter].append((part, piece))
             for parameter, part_pieces in enumerate(by_parameter):
                 begin, all_nodes, has_sums = self.length, list[Node](), canonical and len(part_pieces) > 1
                 for part, piece in part_pieces:
-                    nodes = _nodes(piece, shape.dtype) if has_sums else []
+                    nodes = _nodes(piece) if has_sums else []
                     positions = slice(self.length, self.length + (len(nodes) if has_sums else 1))
                     if shards.holders(stage, part)[0] == rank:
                         contribution = Contribution(parameter, piece, positions, has_sums)
@@ -115,12 +114,12 @@ class GradNorms:
                     self.length, all_nodes = positions.stop, all_nodes + nodes
                 self.parameters.append((slice(begin, self.length), all_nodes))
 
-    def contributed(self, unit: Unit, stage: LocalStage, gradient: Tensor) -> dict[int, float]:
-        """By position, the numbers that this rank contributes for a unit; `gradient`: that of the unit, flat."""
+    def contributed(self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> dict[int, float]:
+        """By position, the numbers that this rank contributes for a unit; `gradients`: of the pieces in it."""
         contributions = self.by_unit.get(unit, [])
         if not contributions:
             return {}
-        views = [view for view in stage.views_of_part(unit[1], gradient) if view.numel()]
+        views = [gradient for gradient in gradients if gradient.numel()]
         numbers: dict[int, float] = {}
         norms = [(entry, view) for entry, view in zip(contributions, views, strict=True) if not entry.has_sums]
         values = tensor_norms([view for _, view in norms], self.canonical)
@@ -144,7 +143,8 @@ class GradNorms:
         ]
 
 
-def _nodes(piece: Piece, dtype: torch.dtype) -> list[Node]:
+def _nodes(piece: Piece) -> list[Node]:
     """The largest subtrees that a piece covers."""
-    count, first = -(-piece.length * dtype.itemsize // LINE), piece.begin * dtype.itemsize // LINE
+    width = piece.dtype.itemsize
+    count, first = -(-piece.length * width // LINE), piece.begin * width // LINE
     return [node for node, _ in subtrees(torch.zeros(count), first)]

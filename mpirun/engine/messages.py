@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from mpirun.engine.act import Act, in_order
@@ -27,7 +30,7 @@ class Transfers:
         """FETCH_W: start receiving weights; the first part of a copy brings the rank's own parts along."""
         stage = self.context.stages[i.stage]
         weights = stage.weights[stage.part_slices[i.part]]
-        act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, via=i.part), weights)
+        act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, via=i.part), weights, weights)
         return in_order(stage.owned_parts_copier(), act) if row in self.first_fetches and stage.owned else act
 
     def recv(self, row: int, i: Instruction) -> Act:
@@ -35,20 +38,21 @@ class Transfers:
         slots = self.context.slots
         if i.kind == Kind.DW:
             buffer = self.partial_sums[i.stage, i.part, i.peer] = LocalBuffer()
-            stage = self.context.stages[i.stage]
-            span = stage.part_slices[i.part]
-            memory = slots.received(i, (len(slots.keys(i.peer, i.stage, i.part)), span.stop - span.start), stage.dtype)
-        else:
-            buffer = self.buffers.named_by(i)
-            memory = slots.received(i, *self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec)
-        return self._receive(row, i, i.kind, buffer, memory)
+            gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
+            size = len(slots.keys(i.peer, i.stage, i.part)), len(gradient.total)
+            memory = slots.received(i, size, torch.uint8)
+            return self._receive(row, i, i.kind, buffer, memory, [gradient.as_numbers(sent) for sent in memory])
+        buffer = self.buffers.named_by(i)
+        memory = slots.received(i, *self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec)
+        return self._receive(row, i, i.kind, buffer, memory, memory)
 
-    def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor) -> Act:
+    def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor, value: Any) -> Act:
+        """What starts receiving into memory; `value`: what is there then."""
         start, done = self.transport.receive(memory, i.peer, tag)
 
         def act() -> None:
             start()
-            buffer.value, buffer.arriving, buffer.receive_row = memory, done, row
+            buffer.value, buffer.arriving, buffer.receive_row = value, done, row
 
         return act
 

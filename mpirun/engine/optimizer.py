@@ -26,8 +26,9 @@ class Optimizer:
         """`stages`: those of which the rank owns all weights or some parts. UsageError where the recipe fails."""
         self.recipe, self.stages = recipe, stages
         # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
+        # By `data` autograd does not see the STEP: graphs of other versions are alive.
         self.parameters = {
-            (index, part): [nn.Parameter(view.detach()) for view in stage.views_of_part(part, stage.owned[part])]
+            (index, part): [nn.Parameter(view.data) for view in stage.views_of_part(part, stage.owned[part])]
             for index, stage in stages.items()
             for part in stage.owned
         }
@@ -41,7 +42,7 @@ class Optimizer:
                 self.by_unit[unit] = recipe.make(named)
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # as they were made
         self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, whose weights they are now
-        self.accumulated: dict[Unit, Tensor] = {}  # gradients, summed over the passes of this step so far
+        self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
     def description(self) -> tuple[str, dict[str, Any]] | None:
         """The name of the optimizer and its settings, as checkpoints record them; None where this rank has none."""
@@ -56,15 +57,17 @@ class Optimizer:
             return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", {**settings, **self.recipe.settings}
         return None
 
-    def accumulate(self, totals: dict[Unit, Tensor], first: bool, last: bool) -> None:
-        """Add the gradients of an accumulation pass to those before; in the last pass `totals` become the sums."""
-        for unit, total in totals.items():
-            if first:
-                self.accumulated.setdefault(unit, torch.empty_like(total)).copy_(total)
-            elif last:
-                torch.add(self.accumulated[unit], total, out=total)
-            else:
-                self.accumulated[unit] += total
+    def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
+        """Add the gradients of an accumulation pass to those before; in the last pass their totals become the sums."""
+        for unit, gradient in gradients.items():
+            totals = gradient.numbers[0]
+            if unit not in self.accumulated:
+                self.accumulated[unit] = [torch.empty_like(total) for total in totals]
+            for before, total in zip(self.accumulated[unit], totals, strict=True):
+                if first:
+                    before.copy_(total)
+                else:
+                    torch.add(before, total, out=total if last else before)
 
     def state(self, unit: Unit) -> list[dict[str, Tensor]]:
         """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""
@@ -109,7 +112,8 @@ class Optimizer:
         if unit not in self.by_unit:
             return
         if self.recipe.clip is not None:
-            gradient.total.mul_(clip_factor(norm, self.recipe.clip))
+            for total in gradient.numbers[0]:
+                total.mul_(clip_factor(norm, self.recipe.clip))
         index, part = unit
         stage = self.stages[index] if version is None else version
         if self.points_to.get(unit) is not stage:
@@ -124,7 +128,7 @@ class Optimizer:
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
     """What a factory is given for a unit's parameters, or pieces of them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
-    shapes = [shape for _, shape in stage.layout]
+    shapes = [place.size for place in stage.layout]
     if part < 0:
         return [NamedParameter(*entry, True) for entry in zip(names, parameters, shapes, strict=True)]
     numbers = [piece.parameter for piece in pieces(stage.layout, stage.part_slices[part])]

@@ -67,6 +67,7 @@ class OptimizerStep:
         owned = context.grad_buffers.owned()
         row_sums = context.grad_buffers.claim_row_sums(owned)
         totals = {unit: buffer.total for unit, buffer in owned.items()}
+        pieces = {unit: context.stages[unit[0]].views_of_part(unit[1], total) for unit, total in totals.items()}
 
         def act() -> None:
             context.allreduces.finish()
@@ -74,15 +75,15 @@ class OptimizerStep:
             for buffer in row_sums:
                 buffer.sum_rows()
             if position.passes > 1:
-                context.optimizer.accumulate(totals, first=position.accumulation_pass == 0, last=position.in_last_pass)
-            self._tell(i.group, totals)
+                context.optimizer.accumulate(owned, first=position.accumulation_pass == 0, last=position.in_last_pass)
+            self._tell(i.group, pieces)
             if position.in_last_pass and self.finite:
                 self.on_gradients(totals)
 
         return act
 
-    def _tell(self, group: int, totals: Mapping[Unit, Tensor]) -> None:
-        """Exchange the numbers of all ranks.
+    def _tell(self, group: int, gradients: Mapping[Unit, Sequence[Tensor]]) -> None:
+        """Exchange the numbers of all ranks; `gradients`: of the pieces of parameters in each unit.
 
         These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the
         learning rate, three sums that tell whether all ranks have the same, and the metrics of every microbatch.
@@ -91,8 +92,8 @@ class OptimizerStep:
         leave = first_loss + context.header.microbatches
         rate, first_metric, names = leave + 1, leave + 2 + EQUAL, self.metric_names
         contributed: dict[int, float] = {}
-        for unit, total in totals.items():
-            contributed |= self.grad_norms.contributed(unit, context.stages[unit[0]], total)
+        for unit, of_unit in gradients.items():
+            contributed |= self.grad_norms.contributed(unit, context.stages[unit[0]], of_unit)
         contributed |= {first_loss + mb: float(loss) for mb, loss in self.losses.items()}
         self.losses.clear()
         contributed[leave] = float(self.leave_requested)

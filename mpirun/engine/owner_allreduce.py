@@ -41,7 +41,8 @@ class OwnerAllreduce:
         if i.stage not in self.by_stage:
             keys = [context.slots.keys(rank, i.stage) for rank in context.header.groups[i.group]]
             rows, group = context.grad_buffers.of_stage(i.stage).data, context.transport.group(i.group)
-            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys)
+            sections = context.stages[i.stage].sections
+            self.by_stage[i.stage] = OrderedAllreduce(context.transport, group, rows, keys, sections)
         allreduce, start = self.by_stage[i.stage], context.allreduces.start
 
         def act() -> None:

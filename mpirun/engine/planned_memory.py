@@ -111,15 +111,14 @@ class MemorySlots:
         return self.blocks[self.number[i]][: self.shapes[i.stage].weight_bytes] if i in self.number else None
 
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, ascending, and memory for the rows, flat; parts with own rows left out."""
+        """The keys of the rows of dw.s, ascending, and bytes for the rows, flat; parts with own rows left out."""
         separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_parts else ()
         parts = [part for part in stage.part_slices if part not in separate]
         keys = sorted({key for part in parts for key in self.keys(self.rank, stage.index, part)}) or [-1]
-        count = len(keys) * stage.size
+        size = len(keys) * stage.size
         if stage.index not in self.foreign_dw:
-            return keys, torch.zeros(count, dtype=stage.dtype, device=self.device)
-        block = self.blocks[self.foreign_dw[stage.index]]
-        return keys, block[: count * stage.dtype.itemsize].view(stage.dtype)
+            return keys, torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return keys, self.blocks[self.foreign_dw[stage.index]][:size]
 
 
 def _row_keys(

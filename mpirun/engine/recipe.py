@@ -152,11 +152,15 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
 
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         parameters = [entry.parameter for entry in named]
-        fused = all(parameter.is_floating_point() for parameter in parameters)  # torch fuses no complex numbers
+        groups: list[dict[str, Any]] = [  # torch fuses no complex numbers
+            {"params": [x for x in parameters if x.is_floating_point() == fused], "fused": fused}
+            for fused in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
         if options.optimizer == "sgd":
             sgd = without_compile(torch.optim.SGD)
-            return sgd(parameters, options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
-        return without_compile(torch.optim.AdamW)(parameters, options.lr, weight_decay=decay, fused=fused)
+            return sgd(groups, options.lr, momentum=options.momentum, weight_decay=decay)
+        return without_compile(torch.optim.AdamW)(groups, options.lr, weight_decay=decay)
 
     settings = {
         "--lr": options.lr,

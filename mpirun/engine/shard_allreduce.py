@@ -7,11 +7,10 @@ Sums over the same ranks, of the same size and type, share it, because a rank wa
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
+from mpirun.comm.sections import Section
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from schedgen.ir.instructions import B, F, Instruction, Kind
@@ -23,7 +22,7 @@ class ShardAllreduce:
     def __init__(self, context: Context) -> None:
         """Sums are prepared as they are asked for."""
         self.context = context
-        # By the ranks of the shards in their order, number of elements, type.
+        # By the ranks of the shards in their order, number of bytes, type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
 
     def allreduce(self, row: int, i: Instruction) -> Act:
@@ -36,12 +35,14 @@ class ShardAllreduce:
             direction, shards = F, header.tensor_parallel.siblings(i.stage)
         ranks = tuple(header.compute[direction, list(shards), i.mb].tolist())
         spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
-        key = ranks, math.prod(spec.size), spec.dtype
+        key = ranks, spec.bytes, spec.dtype
         if key not in self.shared:
-            rows = torch.empty((1, key[1]), dtype=spec.dtype, device=self.context.slots.device)
-            keys = [[ranks.index(rank)] for rank in header.groups[i.group]]
-            self.shared[key] = OrderedAllreduce(transport, transport.group(i.group), rows, keys, tags=SHARD_TAGS)
+            rows = torch.empty((1, spec.bytes), dtype=torch.uint8, device=self.context.slots.device)
+            keys, sections = [[ranks.index(rank)] for rank in header.groups[i.group]], [Section(0, *key[1:])]
+            group = transport.group(i.group)
+            self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SHARD_TAGS)
         buffer, allreduce, wait = self.context.buffers.named_by(i), self.shared[key], transport.wait
+        total = allreduce.total.view(spec.dtype)
 
         def done() -> bool:
             allreduce.advance()
@@ -49,9 +50,9 @@ class ShardAllreduce:
 
         def act() -> None:
             summand = buffer.value
-            allreduce.total.copy_(summand.view(-1))
+            total.copy_(summand.view(-1))
             allreduce.start()
             wait(done)
-            buffer.value = allreduce.total.clone().view(summand.shape)  # autograd may have saved the summand
+            buffer.value = total.clone().view(summand.shape)  # autograd may have saved the summand
 
         return act

@@ -1,7 +1,8 @@
 """A stage on this rank: its module, its weights in one flat tensor, its forward and its backward.
 
-All parameters are views into `weights`, so that they travel as one message, or as one message a part. Every view
-begins at a multiple of 64 bytes, as torch's own tensors do: the same kernels run on them and give the same bits.
+All parameters are views into `weights`, which are bytes, so that they travel as one message, or as one message a part.
+Those of one type lie together. Every view begins at a multiple of 64 bytes, as torch's own tensors do: the same kernels
+run on them and give the same bits.
 """
 
 from __future__ import annotations
@@ -17,13 +18,11 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
-from mpirun.engine.weight_shards import part_slices, pieces
+from mpirun.engine.weight_shards import part_slices, pieces, sections
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
-from mpirun.model.weight_names import listed
-from schedgen.util.errors import UsageError
 
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
 
@@ -62,7 +61,7 @@ class LocalStage:
         parts: Sequence[int] = (-1,),
         owned_parts: Collection[int] = (),
     ) -> None:
-        """Move a module's parameters into flat weights. UsageError if they have several types.
+        """Move a module's parameters into flat weights.
 
         owns_all        the rank owns all weights, or all parts of them
         memory          where weights fetched from other ranks will be, shape (bytes,); None: it fetches none
@@ -74,12 +73,11 @@ class LocalStage:
         self.autocast_dtype = autocast_dtype
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
-        self.dtype = _one_type(named, index)
-        self.layout, self.size = flat_layout([parameter for _, parameter in named], self.dtype)
-        self.weights = torch.zeros(self.size if owns_all else 0, dtype=self.dtype, device=device.torch)
-        if memory is not None:
-            self.weights = memory.view(self.dtype)
-        self.part_slices = part_slices(self.size, self.dtype, parts)
+        self.layout, self.size = flat_layout([parameter for _, parameter in named])
+        self.sections = sections(self.layout)
+        own = torch.zeros(self.size if owns_all else 0, dtype=torch.uint8, device=device.torch)
+        self.weights = own if memory is None else memory
+        self.part_slices = part_slices(self.size, parts)
         # By part, the weights that the rank owns.
         self.owned = {part: self.weights[self.part_slices[part]] for part in parts} if owns_all else {
             part: self._copy_of_part(part, named) for part in owned_parts
@@ -95,7 +93,7 @@ class LocalStage:
                 named[number] = name, self.parameters[-1]  # the memory of the one before is free
         elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
-                no_memory = torch.zeros((), dtype=self.dtype, device=device.torch).expand(parameter.shape)
+                no_memory = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
                 _replace(module, parameter, nn.Parameter(no_memory))
         module.to(device.torch)
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
@@ -104,7 +102,7 @@ class LocalStage:
     def _copy_of_part(self, part: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         """A part of the weights in memory of its own, flat."""
         span = self.part_slices[part]
-        flat = torch.zeros(span.stop - span.start, dtype=self.dtype, device=self.device.torch)
+        flat = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=self.device.torch)
         for piece in pieces(self.layout, span):
             piece.of_part(flat).copy_(piece.of_parameter(named[piece.parameter][1].detach()))
         return flat
@@ -135,7 +133,7 @@ class LocalStage:
         stage = copy.copy(self)
         stage.shape = shape
         if memory is not None:
-            stage.weights = memory.view(self.dtype)
+            stage.weights = memory
         return stage
 
     def use_weights(self) -> None:
@@ -145,10 +143,10 @@ class LocalStage:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters in a flat tensor laid out as `weights` is, in their shapes."""
-        return [flat[start : start + shape.numel()].view(shape) for start, shape in self.layout]
+        return [place.of(flat) for place in self.layout]
 
     def views_of_part(self, part: int, flat: Tensor) -> list[Tensor]:
-        """The pieces of parameters in a tensor laid out as a part is, flat; part -1: as `views`."""
+        """The pieces of parameters in a flat tensor laid out as a part is; part -1: as `views`."""
         if part < 0:
             return self.views(flat)
         return [piece.of_part(flat) for piece in pieces(self.layout, self.part_slices[part])]
@@ -228,20 +226,6 @@ def _differentiable_outputs(
     pairs = zip(saved.outputs, gradients, strict=True)
     needed = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
     return tuple(edge for edge, _ in needed), tuple(gradient for _, gradient in needed)
-
-
-def _one_type(named: Sequence[tuple[str, nn.Parameter]], index: int) -> torch.dtype:
-    """The type of a stage's trained parameters; UsageError if they have several."""
-    by_type: dict[torch.dtype, list[str]] = {}
-    for name, parameter in named:
-        by_type.setdefault(parameter.dtype, []).append(name)
-    if len(by_type) > 1:
-        types = " and ".join(f"{dtype} ({listed(names)})" for dtype, names in by_type.items())
-        raise UsageError(
-            f"stage {index}: parameters of one stage must have one type, not {types}: "
-            "cast them to one, freeze those of the others, or cut the stage between them"
-        )
-    return next(iter(by_type), torch.float32)
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

@@ -11,7 +11,9 @@ import torch
 from mpirun.comm.ordered_allreduce import OrderedAllreduce
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
+from mpirun.engine.weight_shards import sections
 from mpirun.model.contract import Model
+from mpirun.model.shapes import flat_layout
 from schedgen.ir.instructions import Instruction
 
 
@@ -39,13 +41,15 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
         for stage, buffer in owned.items()
     }
     first = next(iter(owned))
-    lengths = [view.numel() for view in views[first]]
+    layout, size = flat_layout(views[first])
     # Each stage counts once: its first owner contributes it.
     members = header.ties.sharers(i.tie)
     keys = [[stage for stage in stages if header.owners[stage][0] == member] for member in members]
     contributed = keys[group.rank]
-    rows = owned[first].data.new_zeros((len(contributed), sum(lengths)))
-    allreduce = OrderedAllreduce(transport, group, rows, keys, rows.new_zeros(sum(lengths)))
+    rows = owned[first].data.new_zeros((len(contributed), size))
+    allreduce = OrderedAllreduce(transport, group, rows, keys, sections(layout), rows.new_zeros(size))
+    packed = [[place.of(row) for place in layout] for row in rows]
+    summed = [place.of(allreduce.total) for place in layout]
 
     def act() -> None:
         for buffer in row_sums:
@@ -53,12 +57,11 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
         if not shared:
             return
         allreduces.finish()
-        for row, stage in zip(rows, contributed, strict=True):
-            torch.cat([view.reshape(-1) for view in views[stage]], out=row)
+        for row, stage in zip(packed, contributed, strict=True):
+            torch._foreach_copy_(row, views[stage])
         allreduces.start(allreduce)
         allreduces.finish()
         for copies in views.values():
-            for view, part in zip(copies, allreduce.total.split(lengths), strict=True):
-                view.copy_(part.view(view.shape))
+            torch._foreach_copy_(copies, summed)
 
     return act

@@ -8,20 +8,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpirun.comm.sections import Section
+from mpirun.model.shapes import Place
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.weight_shards import part_offsets
 
 Unit = tuple[int, int]  # a stage and a part of its weights; part -1: they are not divided
-Layout = Sequence[tuple[int, torch.Size]]  # where each parameter begins in its stage's flat weights, and its shape
+Layout = Sequence[Place]  # of a stage's parameters
 
 
 class Piece(NamedTuple):
-    """The piece of a parameter that lies in one part of its stage's weights; all numbers count elements."""
+    """The piece of a parameter that lies in one part of its stage's weights."""
 
     parameter: int  # its number among the stage's parameters
-    begin: int  # in the flat parameter
-    length: int
-    offset: int  # in the part
+    begin: int  # in the flat parameter, in elements
+    length: int  # in elements
+    offset: int  # in the part, in bytes
+    dtype: torch.dtype
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
         """The piece of a tensor of the parameter's shape, shape (length,)."""
@@ -29,21 +32,31 @@ class Piece(NamedTuple):
 
     def of_part(self, part: Tensor) -> Tensor:
         """The piece of a flat tensor laid out as the part is, shape (length,)."""
-        return part[self.offset : self.offset + self.length]
+        return part[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype)
 
 
-def part_slices(size: int, dtype: torch.dtype, parts: Sequence[int]) -> dict[int, slice]:
-    """By part, its slice of flat weights of `size` elements; `parts`: (-1,) where they are not divided."""
-    ends = [end // dtype.itemsize for end in part_offsets(size * dtype.itemsize, len(parts))]
+def sections(layout: Layout) -> list[Section]:
+    """Where the parameters of each type lie in flat weights."""
+    found: dict[torch.dtype, Section] = {}
+    for place in layout:
+        begin = found[place.dtype].begin if place.dtype in found else place.begin
+        found[place.dtype] = Section(begin, place.end, place.dtype)
+    return list(found.values())
+
+
+def part_slices(size: int, parts: Sequence[int]) -> dict[int, slice]:
+    """By part, its slice of flat weights of `size` bytes; `parts`: (-1,) where they are not divided."""
+    ends = part_offsets(size, len(parts))
     return {part: slice(*ends[number : number + 2]) for number, part in enumerate(parts)}
 
 
 def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
     """The pieces in a part, in the order of the parameters; a parameter without elements has none."""
-    for parameter, (start, shape) in enumerate(layout):
-        begin, end = max(start, span.start), min(start + shape.numel(), span.stop)
+    for parameter, place in enumerate(layout):
+        begin, end, width = max(place.begin, span.start), min(place.end, span.stop), place.dtype.itemsize
         if begin < end:
-            yield Piece(parameter, begin - start, end - begin, begin - span.start)
+            first, length = (begin - place.begin) // width, (end - begin) // width
+            yield Piece(parameter, first, length, begin - span.start, place.dtype)
 
 
 def first_fetches(instructions: Sequence[Instruction]) -> set[int]:

@@ -56,8 +56,8 @@ class StageVersions:
 
         def act() -> None:
             allreduces.finish()
-            if count > 1:
-                gradient.total.div_(count)
+            for total in gradient.numbers[0] if count > 1 else ():
+                total.div_(count)
             if after is not before:
                 after.weights.copy_(before.weights)
             optimizer.step((i.stage, -1), gradient, position.step, 0.0, after)

@@ -35,10 +35,9 @@ class Model(NamedTuple):
                      builds the stage's module, or the module itself. Prefer layers: they run one after the other, and
                      weights and dropout are seeded by their names, so that these do not depend on the cut into stages.
                      forward takes the sources in `reads` and returns one tensor, or a tuple of them; its shapes are
-                     the same for every microbatch. A stage's trained parameters have one type, frozen ones may
-                     have others. They are found by named_parameters: hooks on them, or references kept elsewhere, are
-                     lost. forward may not change buffers that its output depends on, and draws random numbers from
-                     torch's default generator only.
+                     the same for every microbatch. Trained parameters may have several types. They are found by
+                     named_parameters: hooks on them, or references kept elsewhere, are lost. forward may not change
+                     buffers that its output depends on, and draws random numbers from torch's default generator only.
     loss             (output of the last stage, target) -> scalar, a mean over the microbatch. The gradient is the mean
                      over microbatches. Where the last stage returns a tuple, so is the output.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a

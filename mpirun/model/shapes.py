@@ -27,6 +27,23 @@ from schedgen.util.errors import UsageError, raised
 ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
 
 
+class Place(NamedTuple):
+    """Where a parameter lies in its stage's flat weights, which are bytes."""
+
+    begin: int  # in bytes
+    size: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """Where its last byte is, plus one."""
+        return self.begin + self.size.numel() * self.dtype.itemsize
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The parameter in a flat tensor, in its shape."""
+        return flat[self.begin : self.end].view(self.dtype).view(self.size)
+
+
 class StageShape(NamedTuple):
     """What every rank knows of a stage: its outputs on one microbatch, and its trained parameters."""
 
@@ -39,20 +56,20 @@ class StageShape(NamedTuple):
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
     metrics: tuple[str, ...] = ()  # the last stage: what the loss returns beside it, ascending
-    layout: tuple[tuple[int, torch.Size], ...] = ()  # of the trained parameters: where each begins, flat, and its shape
-    dtype: torch.dtype = torch.float32  # of the trained parameters
+    layout: tuple[Place, ...] = ()  # of the trained parameters, flat
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters that are divided among shards
     model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
 
 
-def flat_layout(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[tuple[int, torch.Size]], int]:
-    """Where each parameter begins in the stage's flat weights, with its shape, and their length; all in elements."""
-    step = ALIGN // dtype.itemsize
-    layout, end = [], 0
-    for parameter in parameters:
-        layout.append((end, parameter.shape))
-        end += -(-parameter.numel() // step) * step
-    return layout, end
+def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:
+    """Where each parameter lies in the stage's flat weights, one type behind the other, and the bytes of all."""
+    places, end = dict[int, Place](), 0
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        for number, parameter in enumerate(parameters):
+            if parameter.dtype == dtype:
+                places[number] = Place(end, parameter.shape, dtype)
+                end += -(-parameter.nbytes // ALIGN) * ALIGN
+    return [places[number] for number in range(len(parameters))], end
 
 
 def infer_shapes(
@@ -144,12 +161,8 @@ def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[
 def _parameter_shape(module: nn.Module) -> StageShape:
     """Of its trained parameters only."""
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    parameters = list(trained.values())
-    dtype = parameters[0].dtype if parameters else torch.float32
-    layout, size = flat_layout(parameters, dtype)
-    return StageShape(
-        (), tuple(trained), size * dtype.itemsize, layout=tuple(layout), dtype=dtype, sharded_dims=sharded_dims(module)
-    )
+    layout, size = flat_layout(list(trained.values()))
+    return StageShape((), tuple(trained), size, layout=tuple(layout), sharded_dims=sharded_dims(module))
 
 
 def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:

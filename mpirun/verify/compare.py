@@ -73,7 +73,7 @@ def same_bits(ours: Record, theirs: Record) -> bool:
 
 def default_tolerance(setup: Setup) -> float:
     """The relative difference that the types allow which are computed in."""
-    if any(shape.dtype.itemsize < torch.float32.itemsize for shape in setup.shapes):
+    if any(place.dtype.itemsize < torch.float32.itemsize for shape in setup.shapes for place in shape.layout):
         return NARROW
     return MIXED if setup.autocast_dtype else PLAIN
 

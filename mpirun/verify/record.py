@@ -90,10 +90,10 @@ def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
         by_parameter.setdefault((stage, name), []).append((begin, piece.reshape(-1)))
     joined = {}
     for stage, shape in enumerate(shapes):
-        for name, (_, size) in zip(shape.parameter_names, shape.layout, strict=True):
+        for name, place in zip(shape.parameter_names, shape.layout, strict=True):
             ordered = sorted(by_parameter.get((stage, name), []), key=lambda piece: piece[0])
-            if ordered or not size.numel():
-                joined[stage, name] = torch.cat([piece for _, piece in ordered] or [torch.zeros(0)]).view(size)
+            if ordered or not place.size.numel():
+                joined[stage, name] = torch.cat([piece for _, piece in ordered] or [torch.zeros(0)]).view(place.size)
     return joined
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.progress_thread import MessageProgress
+from mpirun.comm.sections import Section
 from mpirun.comm.transport import Transport, mpi_buffer
 
 QUICK = "--quick" in sys.argv
@@ -68,7 +69,9 @@ def measure() -> None:
     behind = progress.with_thread(compute)
     for size in SIZES:
         row, other = torch.zeros(1, size), torch.empty(size)
-        allreduce, ring = OrderedAllreduce(transport, transport.comm, row, keys), Ring(transport, torch.zeros(size))
+        data = row.view(torch.uint8)
+        allreduce = OrderedAllreduce(transport, transport.comm, data, keys, [Section(0, data.shape[1], row.dtype)])
+        ring = Ring(transport, torch.zeros(size))
 
         def ours(between: Callable[[], None], allreduce: OrderedAllreduce = allreduce) -> None:
             sums.start(allreduce)

@@ -32,7 +32,7 @@ def ratio(width: int, length: int, sequences: int, runs: int) -> list[float]:
     stage = LocalStage(
         Block(width, 8), 0, StageShape((TensorSpec(tuple(x.shape), x.dtype),), ()), Device(), owns_all=True
     )
-    gathered = StageGradBuffer(stage, [0], torch.zeros(stage.size))
+    gathered = StageGradBuffer(stage, [0], torch.zeros(stage.size, dtype=torch.uint8))
     gathered.attach(0, stage)
 
     def saved() -> SavedForward:

@@ -305,6 +305,42 @@ def f64(stages: int) -> Model:
     return in_type(mlp.tiny(stages), torch.float64)
 
 
+class FourTypes(nn.Module):
+    """float32, bfloat16, float64 and complex64 in turns; a matrix of an odd size, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 33, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(1 + torch.rand(WIDTH, dtype=torch.float64))
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.down = nn.Linear(33, WIDTH, bias=False, dtype=torch.bfloat16)
+        self.shift = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(nnf.gelu(self.up(self.norm(x).bfloat16())))
+        return x + (y * self.scale).float() * self.phase.abs().mean() + self.shift
+
+
+def four_types(stages: int) -> Model:
+    """mlp.tiny with parameters of four types in every stage."""
+    model = mlp.tiny(stages)
+    return model._replace(
+        stages=[
+            {name: FourTypes if name.startswith("layer") else make for name, make in stage.items()}
+            for stage in model.stages
+        ]
+    )
+
+
+def four_types_tied(stages: int) -> Model:
+    """The first and the last stage share parameters of two types."""
+    model = four_types(stages)
+    names = ("norm.weight", "up.weight", "shift")
+    return model._replace(tied=[[(0, f"layer0.{name}"), (stages - 1, f"layer9.{name}")] for name in names])
+
+
 def normed(stages: int) -> Model:
     """mlp.tiny with BatchNorm in its second stage."""
     return with_stage(stages, 1, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
@@ -516,19 +552,9 @@ def no_module(stages: int) -> Model:
     return with_stage(stages, stages - 1, lambda: lambda x: x)
 
 
-class TwoTypes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scores = nn.Linear(WIDTH, 256, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scores(self.linear(x).to(torch.bfloat16)).float()
-
-
-def two_types(stages: int) -> Model:
-    """Its last stage has float32 and bfloat16 parameters."""
-    return with_stage(stages, stages - 1, TwoTypes)
+def without_values(stages: int) -> Model:
+    """Its last stage is built on the meta device."""
+    return with_stage(stages, stages - 1, lambda: nn.Linear(WIDTH, 256, device="meta"))
 
 
 def batch_raises(stages: int) -> Model:

@@ -27,7 +27,8 @@ class StandingLaunch:
         self.marker, self.runs, self.received = uuid.uuid4().hex, 0, b""
         os.mkfifo(folder / "requests")
         self.requests = os.open(folder / "requests", os.O_RDWR)  # does not wait until somebody reads
-        with (folder / "err").open("w") as err:
+        self.err = folder / "err"
+        with self.err.open("w") as err:
             self.job = subprocess.Popen(
                 [
                     *mpiexec(),

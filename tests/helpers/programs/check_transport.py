@@ -11,6 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
+from mpirun.comm.sections import Section
 from mpirun.comm.transport import QueuedTransport, Transport
 from mpirun.comm.waiting import Done
 
@@ -29,6 +30,16 @@ def row(key: int, length: int, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * key + length)
     scale = 10.0 ** torch.randint(-3, 4, (length,), generator=generator)
     return (torch.randn(length, generator=generator) * scale).to(dtype)
+
+
+def prepared(
+    transport: Transport, group: int, rows: Tensor, keys: list[list[int]], total: Tensor | None
+) -> OrderedAllreduce:
+    """A sum of rows of numbers, and not of bytes."""
+    data = rows.view(torch.uint8)
+    sections = [Section(0, data.shape[1], rows.dtype)]
+    into = None if total is None else total.view(torch.uint8)
+    return OrderedAllreduce(transport, transport.group(group), data, keys, sections, into)
 
 
 def in_key_order(keys: list[list[int]], length: int, dtype: torch.dtype) -> Tensor:
@@ -57,7 +68,7 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
         own_keys = keys[transport.group(group).rank]
         rows = torch.empty((len(own_keys), length), dtype=dtype)
         total = None if own_keys else torch.empty(length, dtype=dtype)  # a member without rows says where the sum goes
-        made.append((OrderedAllreduce(transport, transport.group(group), rows, keys, total), rows))
+        made.append((prepared(transport, group, rows, keys, total), rows))
     under_way = AllreduceQueue(transport)
     for again in range(2):
         for (group, keys, length), (allreduce, rows) in zip(cases, made, strict=True):
@@ -76,7 +87,7 @@ def in_the_background(transport: Transport) -> None:
     keys = [[0], [1], [2]]
     rows = row(WORLD.rank, 1000, torch.float32)[None].clone()
     under_way = AllreduceQueue(transport)
-    under_way.start(OrderedAllreduce(transport, transport.group(0), rows, keys))
+    under_way.start(prepared(transport, 0, rows, keys, None))
     transport.wait(lambda: not under_way.active)
     assert data(rows[0]) == data(in_key_order(keys, 1000, torch.float32))
     WORLD.Barrier()

@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from mpirun.comm.device import Device
+from mpirun.comm.sections import numbers
 from mpirun.data.microbatches import Microbatches
 from mpirun.engine.stage import LocalStage, SavedForward
+from mpirun.engine.weight_shards import part_slices
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.shapes import StageShape, infer_shapes
-from schedgen.util.errors import UsageError
 
 STAGES, SEED = 4, 3
 CHAIN = [(), (0,), (1,), (2,)]  # the producers of each stage
@@ -196,30 +197,40 @@ def test_the_module_computes_with_the_memory_of_weights(model, index):
     assert dict(zip(stage.names, stage.views(stage.weights), strict=True)).keys() == expected.keys()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, expected[name])
-    stage.weights.fill_(7)
+    for view in stage.views(stage.weights):
+        view.fill_(7)
     assert all((parameter == 7).all() for parameter in module.parameters())
     assert all(a is b for a, b in zip(module.parameters(), stage.parameters, strict=True))
 
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(
-    sizes=st.lists(st.lists(st.integers(0, 40), max_size=2), max_size=6),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+    kinds=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 40), max_size=2), st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
+        ),
+        max_size=6,
+    ),
+    parts=st.integers(1, 4),
 )
-def test_every_parameter_begins_at_64_bytes_and_none_overlap(sizes, dtype):
-    module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
-    stage = owned(module, StageShape((TensorSpec((), dtype),), ()))
+def test_every_parameter_begins_at_64_bytes_and_none_overlap(kinds, parts):
+    module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in kinds])
+    stage = owned(module, StageShape((TensorSpec((), torch.float32),), ()))
     views = stage.views(stage.weights)
-    assert [list(view.shape) for view in views] == sizes
-    fetched = torch.empty(stage.size * dtype.itemsize, dtype=torch.uint8).view(dtype)
-    for place in (stage.weights, fetched, torch.zeros(stage.size, dtype=dtype)):  # the last: a gradient
-        assert all(view.data_ptr() % 64 == 0 for view in stage.views(place) if view.numel())
-    stage.weights.zero_()
+    assert [(list(view.shape), view.dtype) for view in views] == kinds
+    assert all(view.data_ptr() % 64 == 0 for view in views if view.numel())
     for k, view in enumerate(views):
-        view.fill_(k + 1)
+        view.reshape(-1).view(torch.uint8).fill_(k + 1)
     assert Counter(stage.weights.tolist()) == Counter(
-        {k + 1: view.numel() for k, view in enumerate(views)} | {0: stage.size - sum(v.numel() for v in views)}
+        {k + 1: view.nbytes for k, view in enumerate(views)} | {0: stage.size - sum(view.nbytes for view in views)}
     )
+    for view in views:
+        view.fill_(1)
+    sums = Counter()  # by type: each is found in every part where it has numbers, and all its numbers are
+    for span in part_slices(stage.size, range(parts)).values():
+        for of_type in numbers(stage.weights[span], stage.sections, span.start):
+            sums[of_type.dtype] += int(of_type.double().sum())
+    assert sums == sum((Counter({view.dtype: view.numel()}) for view in views), Counter())
 
 
 @pytest.mark.parametrize("module", [nn.Tanh(), nn.Identity()], ids=["tanh", "identity"])
@@ -279,16 +290,6 @@ def test_a_frozen_parameter_stays_out_of_the_weights():
     module.weight.requires_grad_(False)
     stage = owned(module, StageShape((1, 3), torch.float32, ()))
     assert stage.names == ["bias"]
-
-
-def test_parameters_of_two_types_are_refused():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    with pytest.raises(UsageError) as refused:
-        owned(module, StageShape((1, 2), torch.bfloat16, ()), 3)
-    assert str(refused.value) == (
-        "stage 3: parameters of one stage must have one type, not torch.float32 (0.weight, 0.bias) and torch.bfloat16 "
-        "(1.weight, 1.bias): cast them to one, freeze those of the others, or cut the stage between them"
-    )
 
 
 def test_an_output_of_another_shape_than_the_first_is_refused():

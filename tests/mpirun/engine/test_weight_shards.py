@@ -14,6 +14,7 @@ from run_results import DEPTH_FIRST, GPT, MLP, differences, same, weights
 
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.weight_shards import part_slices, pieces
+from mpirun.model.shapes import flat_layout
 from schedgen.cli.main import main as schedgen
 
 # Parts of stage 0 in turns on two workers, all of stage 1 on one that has it whole, of the rest anywhere.
@@ -141,11 +142,10 @@ def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + (0.1j if dtype.is_complex else 0)
     (norm,) = tensor_norms([values], canonical=True)
     assert norm == pytest.approx(float(torch.linalg.vector_norm(values.to(torch.complex128))), rel=1e-12)
-    line = 64 // dtype.itemsize
-    layout = [(0, values.shape)]
+    layout, size = flat_layout([values])
     for parts in (2, 3, 7, 60):
         sums = []
-        for span in part_slices(-(-1000 // line) * line, dtype, range(parts)).values():
+        for span in part_slices(size, range(parts)).values():
             for piece in pieces(layout, span):
-                sums += subtrees(line_sums(piece.of_parameter(values)), piece.begin // line)
+                sums += subtrees(line_sums(piece.of_parameter(values)), piece.begin * dtype.itemsize // 64)
         assert tree_sum(sums) ** 0.5 == norm

@@ -1,0 +1,86 @@
+"""Stages with parameters of several types train as one process does, to the bit, and go on under another schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from run_results import differences, same, weights
+
+MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
+# Golden schedules, or schemes with options; the model; more of mpirun.
+CASES = {
+    "stages in a row": ("1f1b", None, MODEL, []),
+    "forwards first, in two walks": ("gpipe", None, MODEL, ["--accumulate", 3]),
+    "a split backward": ("zb-h1", None, MODEL, []),
+    "weights that travel": ("fsdp", None, MODEL, []),
+    "gradients that are passed on": ("fslpp", None, MODEL, ["--optimizer", "sgd", "--momentum", 0.9]),
+    "owners that compute alike": ("ddp", None, MODEL, []),
+    "some owners": ("lpp", None, MODEL, []),
+    "tied stages": ("1f1b-tied", None, TIED, []),
+    "versions": ("pipedream", {"stages": 2, "replicas": "2,2"}, MODEL, []),
+    "parts of weights": ("fsdp", {"stages": 2, "shards": 4}, MODEL, []),
+    "parts that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, ["--accumulate", 2]),
+    "parts passed on": ("fslpp", {"stages": 4, "groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1}, MODEL, []),
+    "some parts are empty": ("fsdp", {"stages": 12, "shards": 40}, MODEL, []),
+}
+ROUNDED = ("gradients that are passed on", "owners that compute alike", "parts passed on")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def schedules(compiled, traces):
+    return {
+        name: traces / f"{scheme}.json"
+        if options is None
+        else compiled(scheme, **{"workers": 4, "microbatches": 8} | options)
+        for name, (scheme, options, *_) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def verified(several, schedules, text):
+    """What came of every case, in canonical mode and, of some, without it."""
+    runs = {}
+    for name, (scheme, _, model, more) in CASES.items():
+        clip = [] if scheme == "pipedream" else ["--clip", 0.1]
+        run = [schedules[name], "--model", model, "--text", text, "--steps", 2, "--verify", *clip, *more]
+        runs[name, "canonical"] = [*run, "--canonical"]
+        if name in ROUNDED:
+            runs[name, "rounded"] = run
+    return dict(zip(runs, several(4, list(runs.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_that_of_one_process(verified, name):
+    code, out = verified[name, "canonical"]
+    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert code == 0 and "verify: passed: every bit of " in out, out
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_sums_in_another_order_differ_by_what_bf16_rounds(verified, name):
+    code, out = verified[name, "rounded"]
+    assert code == 0 and "verify: passed: the limit is 0.05" in out, out
+    assert 1e-5 < differences(out)["gradients"] <= 0.05
+
+
+def test_a_run_goes_on_with_the_same_bits_under_any_schedule(several, schedules, text, tmp_path):
+    def run(name: str, steps: int, *more: object) -> list[object]:
+        options = ["--lr-schedule", "constant", "--canonical", "--clip", 0.1]
+        return [schedules[name], "--model", MODEL, "--text", text, "--steps", steps, *options, *more]
+
+    runs = [run("stages in a row", STEPS, "--save", tmp_path / "whole")]
+    runs.append(run("parts of weights", STEPS // 2, "--save", tmp_path / "half"))
+    others = ("stages in a row", "weights that travel", "some parts are empty", "owners that compute alike")
+    runs += [run(name, STEPS, "--resume", tmp_path / "half", "--save", tmp_path / name) for name in others]
+    assert [code for code, _ in several(4, runs)] == [0] * len(runs)
+
+    def last(name: str) -> dict[str, torch.Tensor]:
+        """But for what the optimizer keeps for parameters without elements: these are in no part."""
+        found = weights(tmp_path / name / f"step-{STEPS:08d}")
+        return {entry: value for entry, value in found.items() if ".nothing." not in entry}
+
+    whole = last("whole")
+    assert {value.dtype for value in whole.values()} == {torch.float32, torch.bfloat16, torch.float64, torch.complex64}
+    for name in others:
+        assert same(last(name), whole), name
