@@ -1,6 +1,6 @@
 """The models of `make bench-run`: a GPT of four blocks, cut so that stages are as equal as they get.
 
-`--model cases:compute` or `cases:overhead`, for 1, 2 or 4 stages; `cases:uneven`, for up to 8.
+`--model cases:NAME` of a case, for 1, 2 or 4 stages; `cases:uneven`, for up to 8.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class Case(NamedTuple):
 CASES = {
     "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
     "overhead": Case(width=64, heads=4, length=16, sequences=1, microbatches=64, steps=30),
+    "d48": Case(width=48, heads=4, length=24, sequences=1, microbatches=48, steps=30),
+    "d128": Case(width=128, heads=4, length=64, sequences=2, microbatches=16, steps=30),
+    "d384": Case(width=384, heads=6, length=128, sequences=2, microbatches=8, steps=15),
 }
 
 
@@ -59,6 +62,21 @@ def compute(stages: int) -> Model:
 def overhead(stages: int) -> Model:
     """Jobs of under a millisecond, so that what is around them shows."""
     return model(CASES["overhead"], stages)
+
+
+def d48(stages: int) -> Model:
+    """Small layers and many microbatches."""
+    return model(CASES["d48"], stages)
+
+
+def d128(stages: int) -> Model:
+    """Layers of middle size."""
+    return model(CASES["d128"], stages)
+
+
+def d384(stages: int) -> Model:
+    """Large layers and few microbatches."""
+    return model(CASES["d384"], stages)
 
 
 def uneven(stages: int) -> Model:

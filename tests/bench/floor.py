@@ -1,7 +1,8 @@
-"""1F1B on two ranks by hand: what is left when there is no framework at all.
+"""Training loops by hand: what is left when there is no framework at all.
 
-Receives are posted a microbatch ahead, into two buffers each of which has
-a persistent request; sends go straight from the tensors that torch made.
+`Floor` is 1F1B on two ranks. Receives are posted a microbatch ahead, into two buffers each of which has a persistent
+request; sends go straight from the tensors that torch made. `data_parallel` sums flat gradients by one Allreduce;
+on one rank it is the plain loop, without any message.
 """
 
 from __future__ import annotations
@@ -94,3 +95,38 @@ class Floor:
         if send is not None:
             send.Wait()
         return losses
+
+
+def data_parallel(
+    comm: MPI.Intracomm,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[int, int], tuple[Tensor, Tensor]],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    microbatches: int,
+) -> Callable[[int], Sequence[Tensor]]:
+    """The step of a rank that does every `comm.size`-th microbatch; gradients are views into one flat tensor."""
+    share = torch.tensor(1 / microbatches)
+    parameters = list(module.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+
+    def step(number: int) -> Sequence[Tensor]:
+        if comm.size == 1:
+            optimizer.zero_grad()
+        else:
+            flat.zero_()
+        losses = []
+        for mb in range(comm.rank, microbatches, comm.size):
+            data, target = batch(number, mb)
+            one = loss(module(data), target)
+            one.backward(share)
+            losses.append(one.detach())
+        if comm.size > 1:
+            comm.Allreduce(MPI.IN_PLACE, view(flat))
+        optimizer.step()
+        return losses
+
+    if comm.size > 1:
+        for parameter, piece in zip(parameters, flat.split([x.numel() for x in parameters]), strict=True):
+            parameter.grad = piece.view_as(parameter)
+    return step

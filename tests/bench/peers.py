@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from floor import Floor
+from floor import Floor, data_parallel
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -158,6 +158,12 @@ def floor(task: Task) -> Step:
     return Floor(task.comm, module, task.optimizer(module), task.batch, task.model.loss, task.microbatches).step
 
 
+def flat(task: Task) -> Step:
+    """Data parallel by hand, in floor.py; on one rank, the plain loop."""
+    module = task.whole()
+    return data_parallel(task.comm, module, task.optimizer(module), task.batch, task.model.loss, task.microbatches)
+
+
 PEERS: dict[str, Callable[[Task], Step]] = {
     "1f1b": lambda task: pipelining(task, interleaved=False),
     "interleaved-1f1b": lambda task: pipelining(task, interleaved=True),
@@ -165,7 +171,9 @@ PEERS: dict[str, Callable[[Task], Step]] = {
     "fsdp": lambda task: fsdp(task, keep=False),
     "fsdp-keep": lambda task: fsdp(task, keep=True),
     "floor": floor,
+    "flat": flat,
 }
+BY_HAND = ("floor", "flat")  # these need no process group of torch's
 
 
 def main() -> None:
@@ -182,7 +190,7 @@ def main() -> None:
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     task = Task(comm, options)
-    if options.peer != "floor":
+    if options.peer not in BY_HAND:
         dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
     theirs = PEERS[options.peer](task)
     common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]

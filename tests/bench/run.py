@@ -60,7 +60,9 @@ PAIRS = {
         ("--shards", "4", "--weight-slots", "1"), 4,
     ),
     "fsdp-keep": Pair("fsdp-keep", "FSDP2 that gathers once a step", "fsdp", 4, {}),
-    "floor": Pair("floor", "1F1B by hand, mpi4py", "1f1b", 2, {"compute": 1.03, "overhead": 1.03}),
+    "floor": Pair("floor", "1F1B by hand, mpi4py", "1f1b", 2, dict.fromkeys(CASES, 1.02)),
+    "flat": Pair("flat", "data parallel by hand, one flat sum", "ddp", 2, {"d48": 1.02, "d128": 1.02, "d384": 0.99}),
+    "one-rank": Pair("flat", "a plain loop on one rank", "ddp", 1, {"d48": 1.02, "d128": 1.01, "d384": 1.01}, (), 1),
 }  # fmt: skip
 
 

@@ -86,6 +86,14 @@ def test_a_checkpoint_names_every_parameter_of_the_model_once(saved):
     assert (manifest["step"], manifest["seed"], manifest["data"]["microbatches"]) == (STEPS // 2, 0, 8)
 
 
+def test_manifests_name_their_run(saved, resumed):
+    """All checkpoints of a run have its name, and no other run has it."""
+    folders = [saved / "adamw" / "whole", saved / "sgd" / "whole", *resumed.values()]
+    names = [{json.loads(file.read_text())["run"] for file in folder.glob("*/manifest.json")} for folder in folders]
+    assert all(len(found) == 1 for found in names)
+    assert len(set.union(*names)) == len(folders)
+
+
 @pytest.mark.parametrize(("optimizer", "schedule"), RESUMED)
 def test_it_goes_on_with_the_same_bits_under_any_schedule(saved, resumed, optimizer, schedule):
     whole = last(saved / optimizer / "whole")
