@@ -58,7 +58,8 @@ run: launcher
 	    --canonical --verify
 
 test: launcher
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 tests/test_readme.py tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+	    tests/test_readme.py tests/mpirun/training/test_scripts.py tests
 
 test-crash: launcher
 	$(BIN)/python tests/helpers/kill_and_resume.py --count 50

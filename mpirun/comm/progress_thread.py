@@ -1,9 +1,10 @@
 """Calls of MPI during computations: large messages move only while somebody is inside MPI.
 
-Between instructions the interpreter calls MPI anyway. During a computation that takes long nobody does, so:
-- a hook at the end of every layer, forward and backward, calls MPI, at most once a millisecond;
+Between instructions the interpreter calls MPI anyway. During a computation that takes long nobody does. Where the list
+has large messages under way then:
+- hooks at the ends of layers, forward and backward, as many as milliseconds pass, call MPI;
 - where single layers take long, a thread calls MPI every millisecond.
-Measured, either hides nearly all of a transfer. The hooks cost nothing measurable. The thread costs some percent of
+Measured, either hides nearly all of a transfer. A hook costs some microseconds. The thread costs some percent of
 a computation of many small operations if every core has a rank; MPI's own progress threads cost a whole core.
 """
 
@@ -21,6 +22,7 @@ from mpirun.comm.waiting import sleeping_barrier
 
 PERIOD = 1e-3  # seconds between two calls
 LONG = 2e-3  # seconds: shorter computations need no call
+LARGE = 1 << 18  # bytes under way: fewer take no longer than the calls that would move them
 
 
 class MessageProgress:
@@ -40,9 +42,13 @@ class MessageProgress:
 
     # At the ends of layers
 
-    def add_hooks(self, module: nn.Module) -> None:
-        """From now on the forward and the backward of each layer of a module end with a poll."""
-        for layer in layers(module):
+    def add_hooks(self, module: nn.Module, seconds: float) -> None:
+        """From now on the forward and the backward of layers of a module end with a poll.
+
+        `seconds`: that a computation takes; there will be about a hook for every `PERIOD`.
+        """
+        found = layers(module)
+        for layer in found[:: max(1, int(len(found) * PERIOD / seconds))]:
             if layer not in self.hooked:
                 self.hooked.add(layer)
                 layer.register_forward_hook(self._after_forward)

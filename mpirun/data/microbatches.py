@@ -152,7 +152,9 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """A pytree with its tensors on a device."""
+    """A pytree with its tensors on a device; made on the CPU, it is there already."""
+    if device.type == "cpu":
+        return values
     return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), values)
 
 

@@ -32,10 +32,19 @@ class LocalBuffers:
         """`transport`: what moves the transfers while a wait lasts."""
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
+        self.all: list[LocalBuffer] = []
 
     def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
         """The buffer of a name, made when it is first asked for; `via`: a consumer of x or g, a part of w or dw."""
-        return self.by_name.setdefault((kind, stage, mb, via), LocalBuffer())
+        key = kind, stage, mb, via
+        if key not in self.by_name:
+            self.by_name[key] = self.unnamed()
+        return self.by_name[key]
+
+    def unnamed(self) -> LocalBuffer:
+        """One more buffer."""
+        self.all.append(LocalBuffer())
+        return self.all[-1]
 
     def named_by(self, i: Instruction) -> LocalBuffer:
         """The buffer that an instruction names."""
@@ -52,6 +61,14 @@ class LocalBuffers:
         """Wait until all of them have arrived."""
         for buffer in buffers:
             self.wait_value(buffer)
+
+    def bytes_under_way(self) -> int:
+        """The bytes of all transfers that nobody has waited for yet."""
+        return sum(
+            buffer.value.nbytes * (len(buffer.sends) + (buffer.arriving is not None))
+            for buffer in self.all
+            if buffer.sends or buffer.arriving is not None
+        )
 
     def wait_sent(self, buffer: LocalBuffer) -> None:
         """Wait until all sends of a buffer are done."""

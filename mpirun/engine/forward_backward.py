@@ -12,7 +12,7 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
-from mpirun.engine.loss import MinibatchLoss, scaled_loss
+from mpirun.engine.loss import MinibatchLoss, loss_gradient, microbatch_loss
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
 from mpirun.engine.weight_versions import StageVersions
@@ -24,9 +24,10 @@ from schedgen.ir.instructions import Instruction, Kind, Op
 class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
-    __slots__ = ("half", "saved")
+    __slots__ = ("half", "loss_gradient", "saved")
     saved: SavedForward
     half: WeightHalf | None
+    loss_gradient: Tensor  # of the last stage: what its backward begins with
 
 
 class ForwardBackward:
@@ -41,7 +42,6 @@ class ForwardBackward:
         self.pending: dict[tuple[int, int], PendingBackward] = {}  # by stage and microbatch
         self.microbatches: dict[int, Microbatch] = {}  # those that are still to be read
         self.last_reader: dict[int, object] = {}  # by microbatch
-        self.loss_gradient: Tensor | None = None
         kind, dtype = setup.device.kind, setup.autocast_dtype
         self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, kind, dtype)
         self.losses: dict[int, Tensor] = {}  # by microbatch, since the last NORM
@@ -104,7 +104,7 @@ class ForwardBackward:
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         read = self._microbatch_reader(mb, save) if arguments.reads_input else None
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
-        loss = self._scaled_loss(i, save) if has_loss else None
+        loss = self._loss(i, save) if has_loss else None
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
         microbatches = self.header.microbatches
 
@@ -122,12 +122,14 @@ class ForwardBackward:
 
         return forward
 
-    def _scaled_loss(self, i: Instruction, save: bool) -> LossFunction:
-        """The loss of a microbatch, as `loss.scaled_loss`; of several shards, the first records it."""
-        mb, losses, all_metrics = i.mb, self.losses, self.metrics
+    def _loss(self, i: Instruction, save: bool) -> LossFunction:
+        """The loss of a microbatch; of several shards, the first records it."""
+        mb, losses, all_metrics, names = i.mb, self.losses, self.metrics, self.setup.shapes[-1].metrics
         first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
+        pending, device, has_versions = self._pending(i), self.device, bool(self.header.weight_versions)
 
-        names = self.setup.shapes[-1].metrics
+        def begin(loss: Tensor, divisor: float) -> None:
+            pending.loss_gradient = loss_gradient(loss.dtype, device, 1 if has_versions else divisor)
 
         def record(loss: Tensor, metrics: dict[str, Tensor] | None) -> None:
             if metrics is not None and tuple(sorted(metrics)) != names:
@@ -136,10 +138,8 @@ class ForwardBackward:
                 )
             losses[mb], all_metrics[mb] = loss, metrics or {}
 
-        read, has_versions = self._microbatch_reader(mb, save), bool(self.header.weight_versions)
-        return scaled_loss(
-            self.setup.model, read, has_versions, save, record if i.op == Op.FWD and first_shard else None
-        )
+        read, records = self._microbatch_reader(mb, save), i.op == Op.FWD and first_shard
+        return microbatch_loss(self.setup.model, read, begin if save else None, record if records else None)
 
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return self.setup.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
@@ -225,11 +225,9 @@ class ForwardBackward:
         consumers = graph.consumers[i.stage]
         if self._has_minibatch_loss(i):
             return lambda: self.minibatch_loss.take_gradients(i.mb)
-        if not consumers:  # of the loss with respect to itself
-            if self.loss_gradient is None:
-                self.loss_gradient = torch.ones((), device=self.device)
-            loss_gradient = self.loss_gradient
-            return lambda: [loss_gradient]
+        if not consumers:
+            pending = self._pending(i)
+            return lambda: [pending.loss_gradient]
         buffers = [self.buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
         bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
         wait_value, count = self.buffers.wait_value, len(self.setup.shapes[i.stage].outputs)

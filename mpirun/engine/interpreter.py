@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mpirun.comm.progress_thread import LONG, MessageProgress, layers
+from mpirun.comm.progress_thread import LARGE, LONG, MessageProgress, layers
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
@@ -105,12 +105,18 @@ class Interpreter:
             act()
 
     def run_first(self, step: int) -> StepResult:
-        """As `run` for the first step, which is timed: jobs that take long let MPI go on meanwhile from then on."""
+        """As `run` for the first step, which is timed.
+
+        Jobs that take long while large messages are under way let MPI go on with these from then on.
+        """
         acts, self.timed = self.code, True
-        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
+        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode, of those with messages: the least
 
         def timed(act: Act, job: tuple[int, int]) -> Act:
             def run() -> None:
+                if not self._has_large_messages():
+                    act()
+                    return
                 waited, begin = self.transport.waited, time.perf_counter()
                 act()
                 spent = time.perf_counter() - begin - (self.transport.waited - waited)
@@ -126,7 +132,13 @@ class Interpreter:
             self.progress.with_thread(act) if job in long_layers else act
             for act, job in zip(acts, self.jobs, strict=True)
         ]
-        for index in {job[0] for job, spent in seconds.items() if spent > LONG and job not in long_layers}:
-            for stage in self.versions.in_all_slots(index):
-                self.progress.add_hooks(stage.module)
+        for job, spent in seconds.items():
+            if spent > LONG and job not in long_layers:
+                for stage in self.versions.in_all_slots(job[0]):
+                    self.progress.add_hooks(stage.module, spent)
         return result
+
+    def _has_large_messages(self) -> bool:
+        """Whether the list has started, and not waited for, transfers of many bytes in all."""
+        sums = sum(allreduce.total.nbytes for allreduce in self.context.allreduces.active)
+        return sums + self.context.buffers.bytes_under_way() >= LARGE

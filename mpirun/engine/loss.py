@@ -1,7 +1,8 @@
-"""The loss, and how it is scaled: of one microbatch, divided by their number, or of the whole minibatch.
+"""The loss, and what its backward begins with: of one microbatch, or of the whole minibatch.
 
-- The loss of a microbatch is divided so that the gradients of a step's microbatches add up to the gradient of the mean
-  loss. Where weights have versions it is not, because STEP divides by the number of microbatches in an update.
+- The backward of a microbatch's loss begins with 1 / their number, so that the gradients of a step's microbatches add
+  up to the gradient of the mean loss. Where weights have versions it begins with 1, because STEP divides by the number
+  of microbatches in an update.
 - A loss of the whole minibatch, as a contrastive loss is, takes the outputs of all microbatches together. The last
   stage's forwards collect them. The last forward computes the loss and its gradient with respect to all outputs, with
   which the backwards begin.
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,29 +29,36 @@ from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, raised
 
 
-def scaled_loss(
+def microbatch_loss(
     model: Model,
     read: Callable[[], Microbatch],
-    has_versions: bool,
-    save: bool,
+    begin: Callable[[Tensor, float], None] | None,
     record: Callable[[Tensor, dict[str, Tensor] | None], None] | None,
 ) -> LossFunction:
-    """The loss of a microbatch from the last stage's outputs, divided for the gradient.
+    """The loss of a microbatch from the last stage's outputs.
 
-    `read`: makes the microbatch; `save`: a backward follows; `record`: is given the loss before it is divided, and the
-    metrics, None where all of the microbatch is padding.
+    `read`: makes the microbatch; `begin`: is given the loss, and by what its gradient is divided, where a backward
+    follows; `record`: the loss and the metrics, None where all of the microbatch is padding.
     """
 
     def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
         batch = read()
         loss, metrics = loss_and_metrics(model.loss, loss_input(outputs), batch)
-        if save and not loss.requires_grad:
-            raise ValueError("the loss has no gradient: it depends on no parameter")
+        if begin is not None:
+            if not loss.requires_grad:
+                raise ValueError("the loss has no gradient: it depends on no parameter")
+            begin(loss, batch.loss_divisor)
         if record is not None:
             record(loss.detach(), metrics if batch.padding < batch.size or not batch.size else None)
-        return loss / (1 if has_versions else batch.loss_divisor)
+        return loss
 
     return loss_of_outputs
+
+
+@cache
+def loss_gradient(dtype: torch.dtype, device: torch.device, divisor: float) -> Tensor:
+    """The gradient of a loss divided by `divisor`, with respect to the loss."""
+    return torch.ones((), dtype=dtype, device=device) / divisor
 
 
 def check_minibatch_loss(header: Header, passes: int) -> None:

@@ -40,7 +40,8 @@ def loss_and_metrics(
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the metric {name} should be a tensor of one number")
-    return returned.reshape(()), {name: value.detach().reshape(()) for name, value in metrics.items()}
+    loss = returned.reshape(()) if returned.dim() else returned
+    return loss, {name: value.detach().reshape(()) for name, value in metrics.items()}
 
 
 def without_padding(tree: Any, batch: Microbatch) -> Any:

@@ -98,7 +98,7 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
     progress = MessageProgress(pair, transport.poll)
     act = computation(0.04)
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
-    progress.add_hooks(module)
+    progress.add_hooks(module, 0.04)
     x = torch.rand(256, 256)
     by_way: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
     for repetition in range(-1, REPETITIONS):
