@@ -2,7 +2,7 @@
 
 Between instructions the interpreter calls MPI anyway. During a computation that takes long nobody does. Where the list
 has large messages under way then:
-- hooks at the ends of layers, forward and backward, as many as milliseconds pass, call MPI;
+- hooks at the ends of layers, forward and backward, about one for every millisecond, call MPI;
 - where single layers take long, a thread calls MPI every millisecond.
 Measured, either hides nearly all of a transfer. A hook costs some microseconds. The thread costs some percent of
 a computation of many small operations if every core has a rank; MPI's own progress threads cost a whole core.
@@ -31,7 +31,6 @@ class MessageProgress:
     def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
         """`poll`: what the hooks call. Collective, because the thread has a communicator of its own."""
         self.poll, self.last_poll = poll, 0.0
-        self.hooked: set[nn.Module] = set()
         self.threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         sleeping_barrier(comm)
         self.comm = comm.Dup()
@@ -42,27 +41,35 @@ class MessageProgress:
 
     # At the ends of layers
 
-    def add_hooks(self, module: nn.Module, seconds: float) -> None:
-        """From now on the forward and the backward of layers of a module end with a poll.
+    def with_hooks(
+        self, act: Callable[[], object], module: nn.Module, forward: float = 0.0, backward: float = 0.0
+    ) -> Callable[[], object]:
+        """`act`, a forward of `module`, during which layers end with a poll, as they do in its backward.
 
-        `seconds`: that a computation takes; there will be about a hook for every `PERIOD`.
+        `forward`, `backward`: seconds that these take; there is about a hook for every `PERIOD`. 0: no polls in it.
         """
         found = layers(module)
-        for layer in found[:: max(1, int(len(found) * PERIOD / seconds))]:
-            if layer not in self.hooked:
-                self.hooked.add(layer)
-                layer.register_forward_hook(self._after_forward)
+        chosen = found[:: max(1, int(len(found) * PERIOD / max(forward, backward)))]
+
+        def after(layer: nn.Module, arguments: Any, output: Any) -> None:
+            if forward:
+                self._poll_if_due()
+            if backward and isinstance(output, Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(self._poll_if_due)
+
+        def act_with_hooks() -> None:
+            handles = [layer.register_forward_hook(after) for layer in chosen]
+            act()
+            for handle in handles:
+                handle.remove()
+
+        return act_with_hooks
 
     def _poll_if_due(self, _: Any = None) -> None:
         now = time.perf_counter()
         if now - self.last_poll > PERIOD:
             self.poll()
             self.last_poll = now
-
-    def _after_forward(self, layer: nn.Module, arguments: Any, output: Any) -> None:
-        self._poll_if_due()
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._poll_if_due)
 
     def free(self) -> None:
         """Give back its communicator; nothing is computed any more. Collective."""

@@ -83,7 +83,7 @@ class ForwardBackward:
 
     def recompute(self, row: int, i: Instruction) -> Act:
         """RECOMPUTE: do the forward again, only for what its backward needs."""
-        forward, stage = self._forward(i, save=True), self._stage(i)
+        forward, stage = self._forward(i, save=True), self.stage_of(i)
         if not stage.shape.overwrites_buffers:
             return forward
 
@@ -95,7 +95,7 @@ class ForwardBackward:
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         """What computes the outputs of a forward job, and saves for its backward if `save`."""
-        stage, weights, pending, mb = self._stage(i), self._wait_for_weights(i), self._pending(i), i.mb
+        stage, weights, pending, mb = self.stage_of(i), self._wait_for_weights(i), self._pending(i), i.mb
         graph, dataflow = self.header.graph, self.dataflows[i.mb]
         producers = graph.producers[i.stage]
         inputs = [self.buffers.get(Kind.X, p, mb, graph.output_consumer(p, i.stage)) for p in producers]
@@ -179,7 +179,7 @@ class ForwardBackward:
 
     def bwd(self, row: int, i: Instruction) -> Act:
         """BWD: the gradients of the inputs go into buffers g, those of the weights are added to dw."""
-        stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
+        stage, pending, weights = self.stage_of(i), self._pending(i), self._wait_for_weights(i)
         output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
         gradient, key = self.context.grad_buffers.of_stage(i.stage), self.context.slots.row_key(i.mb)
 
@@ -195,7 +195,7 @@ class ForwardBackward:
 
     def bwd_i(self, row: int, i: Instruction) -> Act:
         """BWD_I: the gradients of the inputs only; BWD_W continues with what it leaves."""
-        stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
+        stage, pending, weights = self.stage_of(i), self._pending(i), self._wait_for_weights(i)
         output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
 
         def act() -> None:
@@ -209,7 +209,7 @@ class ForwardBackward:
 
     def bwd_w(self, row: int, i: Instruction) -> Act:
         """BWD_W: the gradients of the weights, added to dw."""
-        stage, pending, weights = self._stage(i), self._pending(i), self._wait_for_weights(i)
+        stage, pending, weights = self.stage_of(i), self._pending(i), self._wait_for_weights(i)
         gradient, key = self.context.grad_buffers.of_stage(i.stage), self.context.slots.row_key(i.mb)
 
         def act() -> None:
@@ -265,7 +265,7 @@ class ForwardBackward:
 
     # Both
 
-    def _stage(self, i: Instruction) -> LocalStage:
+    def stage_of(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""
         return self.versions.at(i.stage, i.version) if i.version >= 0 else self.context.stages[i.stage]
 

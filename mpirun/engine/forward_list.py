@@ -106,7 +106,7 @@ class _Forwards(ForwardBackward):
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return False
 
-    def _scaled_loss(self, i: Instruction, save: bool) -> LossFunction:
+    def _loss(self, i: Instruction, save: bool) -> LossFunction:
         first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
         read, first, mb = self._microbatch_reader(i.mb, save), self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)

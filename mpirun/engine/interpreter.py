@@ -9,7 +9,7 @@ waits until that has arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mpirun.comm.progress_thread import LARGE, LONG, MessageProgress, layers
 from mpirun.engine.act import Act, in_order
@@ -65,7 +65,6 @@ class Interpreter:
             self.code[row] = in_order(zero, self.code[row])
         for row, complete in context.grad_buffers.completing_acts(context.instructions):
             self.code[row] = in_order(self.code[row], complete)
-        self.jobs = [(i.stage, i.op) if i.op in COMPUTE else None for i in context.instructions]
         self.execute_list: Callable[[], None] = self.execute  # --trace puts its own here
 
     def allreduce(self, row: int, i: Instruction) -> Act:
@@ -110,33 +109,42 @@ class Interpreter:
         Jobs that take long while large messages are under way let MPI go on with these from then on.
         """
         acts, self.timed = self.code, True
-        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode, of those with messages: the least
+        rows: set[int] = set()  # of jobs during which large messages are under way
+        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
-        def timed(act: Act, job: tuple[int, int]) -> Act:
+        def timed(row: int, i: Instruction) -> Act:
             def run() -> None:
-                if not self._has_large_messages():
-                    act()
-                    return
+                if self._has_large_messages():
+                    rows.add(row)
                 waited, begin = self.transport.waited, time.perf_counter()
-                act()
+                acts[row]()
                 spent = time.perf_counter() - begin - (self.transport.waited - waited)
-                seconds[job] = min(spent, seconds.get(job, spent))
+                seconds[i.stage, i.op] = min(spent, seconds.get((i.stage, i.op), spent))
 
             return run
 
-        self.code = [act if job is None else timed(act, job) for act, job in zip(acts, self.jobs, strict=True)]
+        instructions = self.context.instructions
+        self.code = [timed(row, i) if i.op in COMPUTE else acts[row] for row, i in enumerate(instructions)]
         result = self.run(step)
-        layer_count = {index: len(layers(stage.module)) for index, stage in self.stages.items()}
-        long_layers = {job for job, spent in seconds.items() if spent / layer_count[job[0]] > LONG}
-        self.code = [
-            self.progress.with_thread(act) if job in long_layers else act
-            for act, job in zip(acts, self.jobs, strict=True)
-        ]
-        for job, spent in seconds.items():
-            if spent > LONG and job not in long_layers:
-                for stage in self.versions.in_all_slots(job[0]):
-                    self.progress.add_hooks(stage.module, spent)
+        self.code = acts
+        self._let_mpi_go_on({row: seconds[instructions[row].stage, instructions[row].op] for row in sorted(rows)})
         return result
+
+    def _let_mpi_go_on(self, seconds: Mapping[int, float]) -> None:
+        """During these jobs, by row, with what they take."""
+        instructions = self.context.instructions
+        forward_rows = {(i.stage, i.mb): row for row, i in enumerate(instructions) if i.op in (Op.FWD, Op.RECOMPUTE)}
+        polls: dict[int, dict[str, float]] = {}  # by row of a forward: seconds of it, and of its backward
+        for row, spent in seconds.items():
+            i = instructions[row]
+            if spent > LONG * len(layers(self.stages[i.stage].module)):
+                self.code[row] = self.progress.with_thread(self.code[row])
+            elif spent > LONG:
+                forward_row = forward_rows[i.stage, i.mb]
+                polls.setdefault(forward_row, {})["forward" if row == forward_row else "backward"] = spent
+        for row, spent_in in polls.items():
+            module = self.forward_backward.stage_of(instructions[row]).module
+            self.code[row] = self.progress.with_hooks(self.code[row], module, **spent_in)
 
     def _has_large_messages(self) -> bool:
         """Whether the list has started, and not waited for, transfers of many bytes in all."""

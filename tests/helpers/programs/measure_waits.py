@@ -98,15 +98,15 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
     progress = MessageProgress(pair, transport.poll)
     act = computation(0.04)
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
-    progress.add_hooks(module, 0.04)
     x = torch.rand(256, 256)
+    layers = progress.with_hooks(lambda: module(x).sum().backward(), module, 0.02, 0.02)
     by_way: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
     for repetition in range(-1, REPETITIONS):
         times = {
             "transfer": behind(pair, transport, lambda: None),
             "plain": behind(pair, transport, act),
             "thread": behind(pair, transport, progress.with_thread(act)),
-            "layers": behind(pair, transport, lambda: module(x).sum().backward()),
+            "layers": behind(pair, transport, layers),
         }
         if repetition >= 0:  # the first warms up
             for what, seconds in times.items():
