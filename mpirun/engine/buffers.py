@@ -15,13 +15,13 @@ Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a 
 class LocalBuffer:
     """A named value, the receive that fills it, and the sends that read it, with the rows that began them."""
 
-    __slots__ = ("arriving", "receive_row", "sends", "value")
+    __slots__ = ("arriving", "receive_row", "received_bytes", "sends", "value")
 
     def __init__(self) -> None:
         """An empty buffer without transfers."""
         self.value: Any = None
         self.arriving: Done | None = None
-        self.receive_row = NO_ROW
+        self.receive_row, self.received_bytes = NO_ROW, 0
         self.sends: list[tuple[Done, int]] = []
 
 
@@ -64,11 +64,8 @@ class LocalBuffers:
 
     def bytes_under_way(self) -> int:
         """The bytes of all transfers that nobody has waited for yet."""
-        return sum(
-            buffer.value.nbytes * (len(buffer.sends) + (buffer.arriving is not None))
-            for buffer in self.all
-            if buffer.sends or buffer.arriving is not None
-        )
+        received = sum(buffer.received_bytes for buffer in self.all if buffer.arriving is not None)
+        return received + sum(buffer.value.nbytes * len(buffer.sends) for buffer in self.all if buffer.sends)
 
     def wait_sent(self, buffer: LocalBuffer) -> None:
         """Wait until all sends of a buffer are done."""
