@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python tests/bench/engine.py [--quick]
 
-All in one run, in turns: medians, and their ratios.
+All in one run, in turns: medians of the seconds, and of the ratios, with quartiles.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model and few steps: whether it runs at all")
     parser.parse_args()
-    rounds, batches = (2, 2) if QUICK else (12, 50)
+    rounds, batches = (2, 2) if QUICK else (20, 50)
     folder = TemporaryDirectory() if WORLD.rank == 0 else None
     file = Path(WORLD.bcast(folder.name if folder else None), "1f1b.json")
     if WORLD.rank == 0:
@@ -94,17 +94,17 @@ def main() -> None:
     evaluating = timed(lambda: run.evaluate(evaluation))
     training = timed(lambda: [run.step(batch) for batch in evaluation])
     if WORLD.rank == 0:
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        lines = [
-            ("a step by the command line", median["command"], median["command"]),
-            ("a step by run.step", median["script"], median["command"]),
-            ("with 2 processes that load, on each rank", median["workers"], median["command"]),
-            (f"and {SLEEP * 1e3:.0f} ms of loading a microbatch", median["slow"], median["workers"]),
-            (f"training on {batches} batches", training, training),
-            (f"evaluation on {batches} batches", evaluating, training),
-        ]
-        for what, spent, beside in lines:
-            print(f"{what:40} {spent:8.3f} s   {spent / beside:.3f}")
+        for what, name, beside in [
+            ("a step by the command line", "command", "command"),
+            ("a step by run.step", "script", "command"),
+            ("with 2 processes that load, on each rank", "workers", "command"),
+            (f"and {SLEEP * 1e3:.0f} ms of loading a microbatch", "slow", "workers"),
+        ]:
+            ratios = [a / b for a, b in zip(seconds[name], seconds[beside], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"{what:40} {statistics.median(seconds[name]):8.3f} s   {middle:.3f}  {low:.3f} to {high:.3f}")
+        for what, spent in (("training", training), ("evaluation", evaluating)):
+            print(f"{f'{what} on {batches} batches':40} {spent:8.3f} s   {spent / training:.3f}")
 
 
 def iter_forever(loader: Any) -> Any:

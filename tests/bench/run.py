@@ -114,7 +114,7 @@ def measure(case: str, name: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["compute", "overhead"])
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--rounds", type=int, default=3, help="launches of each pair; default: 3")
     parser.add_argument("--steps", type=int, help="timed ones of a launch; default: the case's")
