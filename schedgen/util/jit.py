@@ -7,10 +7,11 @@ result on disk. Both ways give the same results, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import EnumType
 from functools import cache, update_wrapper
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
@@ -41,24 +42,39 @@ class kernel(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the Python function; a compiled kernel calls the compiled function here."""
+        """Call the Python function; in a kernel that `sized` gave, the name of another one means what it gives."""
         return self.function(*args, **kwargs)
 
     def sized(self, work: int) -> Callable[..., T]:
         """The function to call on `work` elements: interpreted below SMALL, else compiled."""
         small = work < SMALL and not _compile_always
-        return self.function if small else cast(Callable[..., T], _compiled(self.function))
+        return cast(Callable[..., T], (_interpreted if small else _compiled)(self.function))
+
+
+@cache
+def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with plain numbers for members of enums, whose look-up takes Python 3.11 most of a small loop."""
+    module = function.__globals__
+    enums = {name: module[name] for name in function.__code__.co_names if isinstance(module.get(name), EnumType)}
+    numbers = {name: SimpleNamespace(**{each.name: int(each) for each in enum}) for name, enum in enums.items()}
+    return _with_kernels(function, _interpreted, numbers)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function, in whose globals the kernels that it calls are replaced by compiled ones."""
+    """The function compiled."""
     try:
         from numba import njit
     except ImportError:  # for example no wheel for this Python yet: the same results, slower
-        return function
+        return _interpreted(function)
+    return cast(Callable[..., Any], njit(cache=True)(_with_kernels(function, _compiled, {})))
+
+
+def _with_kernels(
+    function: Callable[..., Any], convert: Callable[[Callable[..., Any]], Callable[..., Any]], names: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A copy of the function in whose globals the kernels that it calls are converted, and `names` are others."""
     module = function.__globals__
     called = {name: module[name] for name in function.__code__.co_names if isinstance(module.get(name), kernel)}
-    names = {**module, **{name: _compiled(inner.function) for name, inner in called.items()}}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    return cast(Callable[..., Any], njit(cache=True)(copy))
+    converted = {name: convert(inner.function) for name, inner in called.items()}
+    return FunctionType(function.__code__, {**module, **converted, **names}, function.__name__, function.__defaults__)
