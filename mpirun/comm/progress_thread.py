@@ -1,7 +1,7 @@
 """Calls of MPI during computations: large messages move only while somebody is inside MPI.
 
 Between instructions the interpreter calls MPI anyway. During a computation that takes long nobody does. Where the list
-has large messages under way then:
+has messages under way then that take a share of the computation which is worth it:
 - hooks at the ends of layers, forward and backward, about one for every millisecond, call MPI;
 - where single layers take long, a thread calls MPI every millisecond.
 Measured, either hides nearly all of a transfer. A hook costs some microseconds. The thread costs some percent of
@@ -22,7 +22,12 @@ from mpirun.comm.waiting import sleeping_barrier
 
 PERIOD = 1e-3  # seconds between two calls
 LONG = 2e-3  # seconds: shorter computations need no call
-LARGE = 1 << 18  # bytes under way: fewer take no longer than the calls that would move them
+RATE, SHARE = 2e9, 0.02  # messages that take less of a computation, at so many bytes a second, are left alone
+
+
+def needs_calls(seconds: float, size: int) -> bool:
+    """Whether to call MPI during a computation that takes so long, with so many bytes under way."""
+    return seconds > LONG and size / RATE > SHARE * seconds
 
 
 class MessageProgress:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from mpirun.comm.progress_thread import LARGE, LONG, MessageProgress, layers
+from mpirun.comm.progress_thread import LONG, MessageProgress, layers, needs_calls
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
@@ -106,16 +106,15 @@ class Interpreter:
     def run_first(self, step: int) -> StepResult:
         """As `run` for the first step, which is timed.
 
-        Jobs that take long while large messages are under way let MPI go on with these from then on.
+        Jobs that take long while messages are under way let MPI go on with these from then on.
         """
         acts, self.timed = self.code, True
-        rows: set[int] = set()  # of jobs during which large messages are under way
+        sizes: dict[int, int] = {}  # by row of a job, the bytes that are under way
         seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
         def timed(row: int, i: Instruction) -> Act:
             def run() -> None:
-                if self._has_large_messages():
-                    rows.add(row)
+                sizes[row] = self._bytes_under_way()
                 waited, begin = self.transport.waited, time.perf_counter()
                 acts[row]()
                 spent = time.perf_counter() - begin - (self.transport.waited - waited)
@@ -127,7 +126,8 @@ class Interpreter:
         self.code = [timed(row, i) if i.op in COMPUTE else acts[row] for row, i in enumerate(instructions)]
         result = self.run(step)
         self.code = acts
-        self._let_mpi_go_on({row: seconds[instructions[row].stage, instructions[row].op] for row in sorted(rows)})
+        by_row = {row: seconds[instructions[row].stage, instructions[row].op] for row in sorted(sizes)}
+        self._let_mpi_go_on({row: spent for row, spent in by_row.items() if needs_calls(spent, sizes[row])})
         return result
 
     def _let_mpi_go_on(self, seconds: Mapping[int, float]) -> None:
@@ -139,14 +139,14 @@ class Interpreter:
             i = instructions[row]
             if spent > LONG * len(layers(self.stages[i.stage].module)):
                 self.code[row] = self.progress.with_thread(self.code[row])
-            elif spent > LONG:
+            else:
                 forward_row = forward_rows[i.stage, i.mb]
                 polls.setdefault(forward_row, {})["forward" if row == forward_row else "backward"] = spent
         for row, spent_in in polls.items():
             module = self.forward_backward.stage_of(instructions[row]).module
             self.code[row] = self.progress.with_hooks(self.code[row], module, **spent_in)
 
-    def _has_large_messages(self) -> bool:
-        """Whether the list has started, and not waited for, transfers of many bytes in all."""
+    def _bytes_under_way(self) -> int:
+        """Of the transfers that the list has started and not waited for."""
         sums = sum(allreduce.total.nbytes for allreduce in self.context.allreduces.active)
-        return sums + self.context.buffers.bytes_under_way() >= LARGE
+        return sums + self.context.buffers.bytes_under_way()
