@@ -139,9 +139,10 @@ class Interpreter:
             i = instructions[row]
             if spent > LONG * len(layers(self.stages[i.stage].module)):
                 self.code[row] = self.progress.with_thread(self.code[row])
-            else:
-                forward_row = forward_rows[i.stage, i.mb]
-                polls.setdefault(forward_row, {})["forward" if row == forward_row else "backward"] = spent
+            elif i.op in (Op.FWD, Op.RECOMPUTE):
+                polls.setdefault(row, {})["forward"] = spent
+            else:  # the layers' backwards are those of the last forward
+                polls.setdefault(forward_rows[i.stage, i.mb], {})["backward"] = spent
         for row, spent_in in polls.items():
             module = self.forward_backward.stage_of(instructions[row]).module
             self.code[row] = self.progress.with_hooks(self.code[row], module, **spent_in)
