@@ -119,11 +119,15 @@ def keep(file: Path, microbatches: int) -> None:
             else:
                 simulate(program, program.header.cost, Machine(alpha=1.0))
             rates[name] = max(rates[name], len(program) / (time.process_time() - begin))
-    describe = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(describe, capture_output=True, text=True, check=False, cwd=Path(__file__).parent).stdout
-    line = f"{datetime.now(UTC):%Y-%m-%d} {commit.strip() or 'unknown':15}" + "".join(
-        f"{rate:14,.0f}" for rate in rates.values()
-    )
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        return done.stdout.strip()
+
+    commit = git("describe", "--always", "--exclude", "*") or "unknown"
+    if git("status", "--porcelain", "--untracked-files=no", ":/", f":(exclude){file.resolve()}"):
+        commit += "-dirty"
+    line = f"{datetime.now(UTC):%Y-%m-%d} {commit:15}" + "".join(f"{rate:14,.0f}" for rate in rates.values())
     with file.open("a") as out:
         out.write(f"{line}\n")
     print(f"{file}: {line}")
