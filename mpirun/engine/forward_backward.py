@@ -24,10 +24,10 @@ from schedgen.ir.instructions import Instruction, Kind, Op
 class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
-    __slots__ = ("half", "loss_gradient", "saved")
+    __slots__ = ("half", "loss", "saved")
     saved: SavedForward
     half: WeightHalf | None
-    loss_gradient: Tensor  # of the last stage: what its backward begins with
+    loss: tuple[torch.dtype, float]  # of the last stage: its type, and by what its gradient is divided
 
 
 class ForwardBackward:
@@ -126,10 +126,10 @@ class ForwardBackward:
         """The loss of a microbatch; of several shards, the first records it."""
         mb, losses, all_metrics, names = i.mb, self.losses, self.metrics, self.setup.shapes[-1].metrics
         first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
-        pending, device, has_versions = self._pending(i), self.device, bool(self.header.weight_versions)
+        pending, has_versions = self._pending(i), bool(self.header.weight_versions)
 
         def begin(loss: Tensor, divisor: float) -> None:
-            pending.loss_gradient = loss_gradient(loss.dtype, device, 1 if has_versions else divisor)
+            pending.loss = loss.dtype, 1 if has_versions else divisor
 
         def record(loss: Tensor, metrics: dict[str, Tensor] | None) -> None:
             if metrics is not None and tuple(sorted(metrics)) != names:
@@ -226,8 +226,8 @@ class ForwardBackward:
         if self._has_minibatch_loss(i):
             return lambda: self.minibatch_loss.take_gradients(i.mb)
         if not consumers:
-            pending = self._pending(i)
-            return lambda: [pending.loss_gradient]
+            pending, device = self._pending(i), self.device
+            return lambda: [loss_gradient(*pending.loss, device)]
         buffers = [self.buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
         bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
         wait_value, count = self.buffers.wait_value, len(self.setup.shapes[i.stage].outputs)
