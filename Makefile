@@ -138,7 +138,7 @@ bench-run: launcher
 	$(BIN)/python tests/bench/plan_run.py
 	$(MPIEXEC) -n 4 $(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/meta_start.py
-	$(BIN)/python tests/bench/run.py --rounds 1
+	$(BIN)/python tests/bench/run.py
 	$(BIN)/python tests/bench/run.py --cases d48 d128 d384 --pairs one-rank floor flat ddp 1f1b fsdp --rounds 1
 
 bench: bench-compile bench-run

@@ -36,6 +36,7 @@ class MessageProgress:
     def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
         """`poll`: what the hooks call. Collective, because the thread has a communicator of its own."""
         self.poll, self.last_poll = poll, 0.0
+        self.layers: dict[nn.Module, list[nn.Module]] = {}
         self.threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         sleeping_barrier(comm)
         self.comm = comm.Dup()
@@ -46,20 +47,24 @@ class MessageProgress:
 
     # At the ends of layers
 
-    def with_hooks(
-        self, act: Callable[[], object], module: nn.Module, forward: float = 0.0, backward: float = 0.0
-    ) -> Callable[[], object]:
-        """`act`, a forward of `module`, during which layers end with a poll, as they do in its backward.
+    def layer_count(self, module: nn.Module) -> int:
+        """How many layers a module has, at whose ends hooks can be."""
+        return len(self._layers(module))
 
-        `forward`, `backward`: seconds that these take; there is about a hook for every `PERIOD`. 0: no polls in it.
+    def with_hooks(
+        self, act: Callable[[], object], module: nn.Module, seconds: float, backward: bool
+    ) -> Callable[[], object]:
+        """`act`, a forward of `module`, during which layers end with a poll; backward: they do in its backward instead.
+
+        `seconds`: what the forward or the backward takes. There is about a hook for every `PERIOD`.
         """
-        found = layers(module)
-        chosen = found[:: max(1, int(len(found) * PERIOD / max(forward, backward)))]
+        found = self._layers(module)
+        chosen = found[:: max(1, int(len(found) * PERIOD / seconds))]
 
         def after(layer: nn.Module, arguments: Any, output: Any) -> None:
-            if forward:
+            if not backward:
                 self._poll_if_due()
-            if backward and isinstance(output, Tensor) and output.grad_fn is not None:
+            elif isinstance(output, Tensor) and output.grad_fn is not None:
                 output.grad_fn.register_prehook(self._poll_if_due)
 
         def act_with_hooks() -> None:
@@ -69,6 +74,11 @@ class MessageProgress:
                 handle.remove()
 
         return act_with_hooks
+
+    def _layers(self, module: nn.Module) -> list[nn.Module]:
+        if module not in self.layers:
+            self.layers[module] = layers(module)
+        return self.layers[module]
 
     def _poll_if_due(self, _: Any = None) -> None:
         now = time.perf_counter()

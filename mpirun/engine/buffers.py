@@ -15,13 +15,13 @@ Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a 
 class LocalBuffer:
     """A named value, the receive that fills it, and the sends that read it, with the rows that began them."""
 
-    __slots__ = ("arriving", "receive_row", "received_bytes", "sends", "value")
+    __slots__ = ("arriving", "receive_row", "sends", "value")
 
     def __init__(self) -> None:
         """An empty buffer without transfers."""
         self.value: Any = None
         self.arriving: Done | None = None
-        self.receive_row, self.received_bytes = NO_ROW, 0
+        self.receive_row = NO_ROW
         self.sends: list[tuple[Done, int]] = []
 
 
@@ -32,19 +32,13 @@ class LocalBuffers:
         """`transport`: what moves the transfers while a wait lasts."""
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
-        self.all: list[LocalBuffer] = []
 
     def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
         """The buffer of a name, made when it is first asked for; `via`: a consumer of x or g, a part of w or dw."""
         key = kind, stage, mb, via
         if key not in self.by_name:
-            self.by_name[key] = self.unnamed()
+            self.by_name[key] = LocalBuffer()
         return self.by_name[key]
-
-    def unnamed(self) -> LocalBuffer:
-        """One more buffer."""
-        self.all.append(LocalBuffer())
-        return self.all[-1]
 
     def named_by(self, i: Instruction) -> LocalBuffer:
         """The buffer that an instruction names."""
@@ -61,11 +55,6 @@ class LocalBuffers:
         """Wait until all of them have arrived."""
         for buffer in buffers:
             self.wait_value(buffer)
-
-    def bytes_under_way(self) -> int:
-        """The bytes of all transfers that nobody has waited for yet."""
-        received = sum(buffer.received_bytes for buffer in self.all if buffer.arriving is not None)
-        return received + sum(buffer.value.nbytes * len(buffer.sends) for buffer in self.all if buffer.sends)
 
     def wait_sent(self, buffer: LocalBuffer) -> None:
         """Wait until all sends of a buffer are done."""

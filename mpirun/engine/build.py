@@ -24,6 +24,7 @@ from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
+from schedgen.simulator.under_way import bytes_under_way
 
 
 def build_interpreter(
@@ -62,7 +63,8 @@ def build_interpreter(
         header, instructions, setup, stages, slots, transport, AllreduceQueue(transport), LocalBuffers(transport),
         grad_buffers, optimizer, Position(setup.passes),
     )  # fmt: skip
-    return Interpreter(context, state, None if other is None else other.progress)
+    under_way = bytes_under_way(program, slots.bytes).tolist()
+    return Interpreter(context, state, under_way, None if other is None else other.progress)
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:

@@ -9,9 +9,9 @@ waits until that has arrived.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from mpirun.comm.progress_thread import LONG, MessageProgress, layers, needs_calls
+from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
@@ -28,15 +28,19 @@ from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
 class Interpreter:
     """A rank's list, prepared, and the loop that executes it."""
 
-    def __init__(self, context: Context, state: memoryview, progress: MessageProgress | None = None) -> None:
+    def __init__(
+        self, context: Context, state: memoryview, under_way: Sequence[int], progress: MessageProgress | None = None
+    ) -> None:
         """Prepare all instructions. Collective.
 
-        `state`: the words that the watchdog looks at; `progress`: of an interpreter with the same modules.
+        state      the words that the watchdog looks at
+        under_way  by row, the bytes that MPI has to move meanwhile
+        progress   of an interpreter with the same modules
         """
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
         self.progress = progress or MessageProgress(context.transport.comm, context.transport.poll)
-        self.timed = False  # whether it has done its first step
+        self.under_way, self.timed = under_way, False  # whether it has done its first step
         self.versions = StageVersions(context)
         self.forward_backward = ForwardBackward(context, self.versions)
         messages = Transfers(context)
@@ -109,45 +113,35 @@ class Interpreter:
         Jobs that take long while messages are under way let MPI go on with these from then on.
         """
         acts, self.timed = self.code, True
-        sizes: dict[int, int] = {}  # by row of a job, the bytes that are under way
         seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
-        def timed(row: int, i: Instruction) -> Act:
+        def timed(act: Act, i: Instruction) -> Act:
             def run() -> None:
-                sizes[row] = self._bytes_under_way()
                 waited, begin = self.transport.waited, time.perf_counter()
-                acts[row]()
+                act()
                 spent = time.perf_counter() - begin - (self.transport.waited - waited)
                 seconds[i.stage, i.op] = min(spent, seconds.get((i.stage, i.op), spent))
 
             return run
 
-        instructions = self.context.instructions
-        self.code = [timed(row, i) if i.op in COMPUTE else acts[row] for row, i in enumerate(instructions)]
+        pairs = zip(acts, self.context.instructions, strict=True)
+        self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
         result = self.run(step)
         self.code = acts
-        by_row = {row: seconds[instructions[row].stage, instructions[row].op] for row in sorted(sizes)}
-        self._let_mpi_go_on({row: spent for row, spent in by_row.items() if needs_calls(spent, sizes[row])})
+        self._let_mpi_go_on(seconds)
         return result
 
-    def _let_mpi_go_on(self, seconds: Mapping[int, float]) -> None:
-        """During these jobs, by row, with what they take."""
-        instructions = self.context.instructions
-        forward_rows = {(i.stage, i.mb): row for row, i in enumerate(instructions) if i.op in (Op.FWD, Op.RECOMPUTE)}
-        polls: dict[int, dict[str, float]] = {}  # by row of a forward: seconds of it, and of its backward
-        for row, spent in seconds.items():
-            i = instructions[row]
-            if spent > LONG * len(layers(self.stages[i.stage].module)):
+    def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
+        """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""
+        last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch: a backward is of its layers
+        for row, i in enumerate(self.context.instructions):
+            if i.op in (Op.FWD, Op.RECOMPUTE):
+                last_forward[i.stage, i.mb] = row
+            if i.op not in COMPUTE or not needs_calls(seconds[i.stage, i.op], self.under_way[row]):
+                continue
+            module = self.forward_backward.stage_of(i).module
+            if seconds[i.stage, i.op] > LONG * self.progress.layer_count(module):
                 self.code[row] = self.progress.with_thread(self.code[row])
-            elif i.op in (Op.FWD, Op.RECOMPUTE):
-                polls.setdefault(row, {})["forward"] = spent
-            else:  # the layers' backwards are those of the last forward
-                polls.setdefault(forward_rows[i.stage, i.mb], {})["backward"] = spent
-        for row, spent_in in polls.items():
-            module = self.forward_backward.stage_of(instructions[row]).module
-            self.code[row] = self.progress.with_hooks(self.code[row], module, **spent_in)
-
-    def _bytes_under_way(self) -> int:
-        """Of the transfers that the list has started and not waited for."""
-        sums = sum(allreduce.total.nbytes for allreduce in self.context.allreduces.active)
-        return sums + self.context.buffers.bytes_under_way()
+            else:
+                at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
+                self.code[at] = self.progress.with_hooks(self.code[at], module, seconds[i.stage, i.op], backward)

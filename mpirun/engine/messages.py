@@ -37,7 +37,7 @@ class Transfers:
         """RECV: start receiving an x, a g or another rank's partial sum of a dw into its memory slot."""
         slots = self.context.slots
         if i.kind == Kind.DW:
-            buffer = self.partial_sums[i.stage, i.part, i.peer] = self.buffers.unnamed()
+            buffer = self.partial_sums[i.stage, i.part, i.peer] = LocalBuffer()
             gradient = self.context.grad_buffers.of_unit((i.stage, i.part))
             size = len(slots.keys(i.peer, i.stage, i.part)), len(gradient.total)
             memory = slots.received(i, size, torch.uint8)
@@ -49,7 +49,6 @@ class Transfers:
     def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor, value: Any) -> Act:
         """What starts receiving into memory; `value`: what is there then."""
         start, done = self.transport.receive(memory, i.peer, tag)
-        buffer.received_bytes = memory.nbytes
 
         def act() -> None:
             start()

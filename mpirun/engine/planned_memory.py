@@ -58,7 +58,8 @@ class MemorySlots:
         activation[-1] = shapes[-1].loss_bytes or sum(spec.bytes for spec in shapes[-1].outputs)
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
         zero = np.zeros(len(shapes), np.int64)
-        planned = memory_plan(program, BufferSizes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge))
+        self.bytes = BufferSizes(activation, weight, weight * rows, zero, zero, {}, zero, by_edge)
+        planned = memory_plan(program, self.bytes)
         sizes = planned.sizes[comm.rank].tolist()
         self.number = {i: slot for i, slot in zip(instructions, planned.slot.tolist(), strict=True) if slot >= 0}
         self.fetched = {i.stage: self.number[i] for i in instructions if i.op == Op.FETCH_W}

@@ -41,11 +41,6 @@ class StageVersions:
         """The stage with that version of its weights."""
         return self.by_version[stage, version] if version else self.version_0[stage]
 
-    def in_all_slots(self, stage: int) -> list[LocalStage]:
-        """The stage once for every slot that its versions use."""
-        versions = [local for (s, _), local in self.by_version.items() if s == stage]
-        return list({id(local): local for local in (self.version_0[stage], *versions)}.values())
-
     def step(self, i: Instruction) -> Act:
         """STEP to a version: the mean gradient of the microbatches since the last STEP makes it from the one before."""
         before, after = self.at(i.stage, i.version - 1), self.at(i.stage, i.version)

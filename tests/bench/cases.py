@@ -28,6 +28,7 @@ class Case(NamedTuple):
     steps: int  # timed ones
 
 
+# compute: jobs of many milliseconds; overhead: of under a millisecond, so that what is around them shows; dN: width N.
 CASES = {
     "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
     "overhead": Case(width=64, heads=4, length=16, sequences=1, microbatches=64, steps=30),
@@ -54,29 +55,7 @@ def _stage(layers: tuple[Callable[[], nn.Module], ...]) -> nn.Module:
     return nn.Sequential(*(layer() for layer in layers))
 
 
-def compute(stages: int) -> Model:
-    """Jobs of many milliseconds."""
-    return model(CASES["compute"], stages)
-
-
-def overhead(stages: int) -> Model:
-    """Jobs of under a millisecond, so that what is around them shows."""
-    return model(CASES["overhead"], stages)
-
-
-def d48(stages: int) -> Model:
-    """Small layers and many microbatches."""
-    return model(CASES["d48"], stages)
-
-
-def d128(stages: int) -> Model:
-    """Layers of middle size."""
-    return model(CASES["d128"], stages)
-
-
-def d384(stages: int) -> Model:
-    """Large layers and few microbatches."""
-    return model(CASES["d384"], stages)
+compute, overhead, d48, d128, d384 = (partial(model, case) for case in CASES.values())
 
 
 def uneven(stages: int) -> Model:

@@ -101,7 +101,7 @@ def main() -> None:
             (f"and {SLEEP * 1e3:.0f} ms of loading a microbatch", "slow", "workers"),
         ]:
             ratios = [a / b for a, b in zip(seconds[name], seconds[beside], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
             print(f"{what:40} {statistics.median(seconds[name]):8.3f} s   {middle:.3f}  {low:.3f} to {high:.3f}")
         for what, spent in (("training", training), ("evaluation", evaluating)):
             print(f"{f'{what} on {batches} batches':40} {spent:8.3f} s   {spent / training:.3f}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -20,19 +20,22 @@ def view(tensor: Tensor) -> list[Any]:
     return [MPI.buffer.fromaddress(tensor.data_ptr(), 4 * tensor.numel()), tensor.numel(), MPI.FLOAT]
 
 
+class Training(NamedTuple):
+    """What a rank trains, and with what."""
+
+    comm: MPI.Intracomm
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Callable[[int, int], tuple[Tensor, Tensor]]  # of a step and a microbatch
+    loss: Callable[[Tensor, Tensor], Tensor]
+    microbatches: int  # of a step, over all ranks
+
+
 class Floor:
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Callable[[int, int], tuple[Tensor, Tensor]],
-        loss: Callable[[Tensor, Tensor], Tensor],
-        microbatches: int,
-    ) -> None:
-        self.comm, self.module, self.optimizer, self.batch, self.loss = comm, module, optimizer, batch, loss
-        self.microbatches = microbatches
-        self.share = torch.tensor(1 / microbatches)  # the gradient is the mean over the microbatches
+    def __init__(self, training: Training) -> None:
+        comm, module, self.optimizer, batch, self.loss, self.microbatches = training
+        self.comm, self.module, self.batch = comm, module, batch
+        self.share = torch.tensor(1 / self.microbatches)  # the gradient is the mean over the microbatches
         self.other = 1 - comm.rank
         with torch.no_grad():
             # What rank 0 sends is of the shape that comes back.
@@ -97,15 +100,9 @@ class Floor:
         return losses
 
 
-def data_parallel(
-    comm: MPI.Intracomm,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Callable[[int, int], tuple[Tensor, Tensor]],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    microbatches: int,
-) -> Callable[[int], Sequence[Tensor]]:
+def data_parallel(training: Training) -> Callable[[int], Sequence[Tensor]]:
     """The step of a rank that does every `comm.size`-th microbatch; gradients are views into one flat tensor."""
+    comm, module, optimizer, batch, loss, microbatches = training
     share = torch.tensor(1 / microbatches)
     parameters = list(module.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from floor import Floor, data_parallel
+from floor import Floor, Training, data_parallel
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -62,6 +62,9 @@ class Task:
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+
+    def training(self, module: nn.Module) -> Training:
+        return Training(self.comm, module, self.optimizer(module), self.batch, self.model.loss, self.microbatches)
 
 
 def pipelining(task: Task, interleaved: bool) -> Step:
@@ -152,26 +155,14 @@ def fsdp(task: Task, keep: bool) -> Step:
     return run
 
 
-def floor(task: Task) -> Step:
-    """The loop written by hand, in floor.py."""
-    module = task.stage(task.rank)
-    return Floor(task.comm, module, task.optimizer(module), task.batch, task.model.loss, task.microbatches).step
-
-
-def flat(task: Task) -> Step:
-    """Data parallel by hand, in floor.py; on one rank, the plain loop."""
-    module = task.whole()
-    return data_parallel(task.comm, module, task.optimizer(module), task.batch, task.model.loss, task.microbatches)
-
-
 PEERS: dict[str, Callable[[Task], Step]] = {
     "1f1b": lambda task: pipelining(task, interleaved=False),
     "interleaved-1f1b": lambda task: pipelining(task, interleaved=True),
     "ddp": ddp,
     "fsdp": lambda task: fsdp(task, keep=False),
     "fsdp-keep": lambda task: fsdp(task, keep=True),
-    "floor": floor,
-    "flat": flat,
+    "floor": lambda task: Floor(task.training(task.stage(task.rank))).step,
+    "flat": lambda task: data_parallel(task.training(task.whole())),  # on one rank, the plain loop
 }
 BY_HAND = ("floor", "flat")  # these need no process group of torch's
 

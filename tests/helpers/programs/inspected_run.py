@@ -2,6 +2,7 @@
 
     arguments  those of mpirun
     delay      a seed: before every instruction something may hold the rank up, each time for another while
+    calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
     late       a device that does its work late: "direct" or "staged"
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
@@ -84,11 +85,22 @@ def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], De
     return choose_device if late is None else lambda comm, name: Late(late == "direct", seed)
 
 
+def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
+    """In it, jobs let MPI go on that way, however little there is to gain."""
+    stack = contextlib.ExitStack()
+    if way is not None:
+        for module in ("mpirun.engine.interpreter", "mpirun.comm.progress_thread"):
+            stack.enter_context(mock.patch(f"{module}.LONG", 0.0 if way == "thread" else 1e9))
+        stack.enter_context(mock.patch("mpirun.engine.interpreter.needs_calls", lambda seconds, size: size > 0))
+        stack.enter_context(mock.patch("mpirun.comm.progress_thread.PERIOD", 1e-6))
+    return stack
+
+
 def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     """What comes of a run. Collective."""
     out = io.StringIO()
     late = mock.patch("mpirun.engine.setup.choose_device", new_device(request.get("late"), WORLD.rank))
-    with contextlib.redirect_stdout(out), late:
+    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")):
         run = Run(WORLD, run_options(WORLD, request["arguments"]))
         if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])

@@ -99,7 +99,8 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
     act = computation(0.04)
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(40)))
     x = torch.rand(256, 256)
-    layers = progress.with_hooks(lambda: module(x).sum().backward(), module, 0.02, 0.02)
+    with_forward = progress.with_hooks(lambda: module(x).sum().backward(), module, 0.02, backward=False)
+    layers = progress.with_hooks(with_forward, module, 0.02, backward=True)
     by_way: dict[str, list[float]] = {"transfer": [], "plain": [], "thread": [], "layers": []}
     for repetition in range(-1, REPETITIONS):
         times = {

@@ -13,30 +13,27 @@ MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }
-DELAYS = (None, 1)  # seeds
+HOW = ({}, {"delay": 1}, {"calls": "hooks"}, {"calls": "thread"})
 
 
 @pytest.fixture(scope="module")
 def runs(inside, text):
-    """A short training by every golden schedule, without delays and with two kinds of them; all in one launch."""
-    cases = [(name, delay) for name in GOLDEN for delay in DELAYS]
+    """A short training by every golden schedule, undisturbed, with delays and with calls of MPI; all in one launch."""
+    cases = [(name, how) for name in GOLDEN for how in range(len(HOW))]
     common = ["--text", text, "--steps", 2]
     seen = inside(
         4,
-        [
-            {"arguments": [TRACES / f"{name}.json", "--model", MODEL[name], *common], "delay": delay}
-            for name, delay in cases
-        ],
+        [{"arguments": [TRACES / f"{name}.json", "--model", MODEL[name], *common], **HOW[how]} for name, how in cases],
     )
     return dict(zip(cases, seen, strict=True))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_delays_change_no_bit(runs, name):
-    assert all(runs[name, delay].code == 0 for delay in DELAYS)
-    assert len({runs[name, delay].weights for delay in DELAYS}) == 1
+def test_delays_and_calls_of_mpi_during_jobs_change_no_bit(runs, name):
+    assert all(runs[name, how].code == 0 for how in range(len(HOW)))
+    assert len({runs[name, how].weights for how in range(len(HOW))}) == 1
 
 
 def test_other_schedules_add_in_another_order(runs):
     """Or the same bits would prove nothing."""
-    assert len({runs[name, None].weights for name in ("1f1b", "lpp", "ddp")}) == 3
+    assert len({runs[name, 0].weights for name in ("1f1b", "lpp", "ddp")}) == 3

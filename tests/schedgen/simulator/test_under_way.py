@@ -1,0 +1,68 @@
+"""bytes_under_way, held against a slow count, transfer by transfer."""
+
+from __future__ import annotations
+
+import numpy as np
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_memory_plan import random_bytes
+
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.ir.effects import Effect, accesses
+from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.program import Program
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_bytes
+from schedgen.simulator.under_way import bytes_under_way
+
+
+def own_rows(program, rank):
+    return Program(program.header, program.rows.take(slice(*program.bounds[rank : rank + 2].tolist())))
+
+
+def slow(program, sizes):
+    """Every transfer counts in the rows between its own and the first later one that waits for it."""
+    found = [0] * len(program)
+    touched = list(zip(*(column.tolist() for column in accesses(program)), strict=True))
+    for k, (row, effect, *name) in enumerate(touched):
+        i = program.instruction(row)
+        if i.op == Op.ALLREDUCE and i.kind == Kind.DW:
+            size, waits = summed_bytes(program, sizes)[row], set(Effect)
+        elif effect in (Effect.SEND, Effect.RECEIVE):
+            size = message_bytes(program, sizes, np.array([row]))[0]
+            waits = {Effect.CHANGE, Effect.END} if effect == Effect.SEND else set(Effect)
+        else:
+            continue
+        later = (other for other, what, *its in touched[k + 1 :] if its == name and what in waits)
+        for between in range(row + 1, next(later, len(program))):
+            found[between] += size
+    return found
+
+
+@settings(max_examples=examples(40))
+@given(st.data())
+def test_every_transfer_counts_until_somebody_waits_for_it(cases, data):
+    program = data.draw(cases).compile()
+    header = program.header
+    rank = data.draw(st.integers(0, header.workers - 1))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    own, sizes = own_rows(program, rank), random_bytes(rng, header.stages, len(header.graph.edges))
+    assert bytes_under_way(own, sizes).tolist() == slow(own, sizes)
+
+
+def test_a_pipeline_of_two():
+    """Rank 0 has two forwards, and then their backwards; x are of 1 byte, g too."""
+    case = Sizes(2, 2, 2)
+    program = own_rows(compile(load("1f1b", case), case, Options()), 0)
+    one, zero = np.ones(2, np.int64), np.zeros(2, np.int64)
+    under_way = bytes_under_way(program, BufferSizes(one, one, one, zero, zero, {}, zero))
+    by_row = [(Op(i.op).name, size) for i, size in zip(program.instructions(0), under_way.tolist(), strict=True)]
+    assert by_row[:11] == [
+        ("FWD", 0), ("SEND", 0), ("RECV", 1), ("FWD", 2),
+        ("FREE", 1), ("SEND", 1), ("RECV", 2), ("BWD", 2),
+        ("FREE", 2), ("FREE", 1), ("BWD", 0),
+    ]  # fmt: skip
+    assert not any(size for _, size in by_row[11:])
