@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ def microbatch_loss(
     return loss_of_outputs
 
 
+@cache
 def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss."""
+    """The gradient of a loss divided by `divisor`, with respect to the loss; made once, and never written to."""
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 

@@ -78,7 +78,7 @@ class _Builder:
         model, stage = self.model, self.stage
         module = self.untied()
         if model.reads is None:
-            module.register_forward_pre_hook(_as_taken)
+            _take_as_given(module)
         for tie in model.tied:
             if any(place == stage for place, _ in tie) and not model.ties_shards(tie):  # shards of one stage are equal
                 self._apply_tie(module, tie)
@@ -185,15 +185,21 @@ class _Builder:
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
 
 
-def _as_taken(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a stage without `reads` gets: as one tuple where its forward takes less, as an nn.Sequential's does."""
-    if len(arguments) < 2:
+def _take_as_given(stage: nn.Module) -> None:
+    """Give a stage without `reads` its arguments as one tuple where its forward takes less, as an nn.Sequential's does.
+
+    The first forward tells how many they are; where it takes them, nothing is in the way of the next.
+    """
+
+    def before(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        try:
+            inspect.signature(stage.forward).bind(*arguments)
+        except TypeError:
+            return (arguments,) if len(arguments) > 1 else arguments
+        hook.remove()
         return arguments
-    try:
-        inspect.signature(module.forward).bind(*arguments)
-    except TypeError:
-        return (arguments,)
-    return arguments
+
+    hook = stage.register_forward_pre_hook(before)
 
 
 def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: NeedsValues) -> nn.Module:
