@@ -59,7 +59,7 @@ run: launcher
 
 test: launcher
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-	    tests/test_readme.py tests/mpirun/training/test_scripts.py tests
+	    tests/test_readme.py tests/mpirun/training/test_benchmarks.py tests
 
 test-crash: launcher
 	$(BIN)/python tests/helpers/kill_and_resume.py --count 50

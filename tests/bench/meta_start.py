@@ -4,7 +4,7 @@
 
 Before the stages are built and when they have been, a rank looks at the most memory it has had (ru_maxrss; pages of
 mapped files count). In between it should have needed the weights of its stages, their gradients' buffers, and about the
-largest tensor, not the whole model. 400 million parameters, with --quick 20 million.
+largest tensor, not the whole model. 400 million parameters, with --quick 2 million.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 HERE = Path(__file__).parent
 RANKS, LENGTH = 4, 8
-SIZES = {"full": (24, 1024, 50257), "quick": (8, 384, 8000), "tiny": (4, 64, 100)}  # blocks, width, words
+SIZES = {"full": (24, 1024, 50257), "quick": (4, 128, 4000), "tiny": (4, 64, 100)}  # blocks, width, words
 
 
 class Block(nn.Module):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
+from ranks import mpi
 
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
@@ -116,8 +117,6 @@ def main() -> None:
         schedule = str(Path(folder) / "schedule.json")
         sizes = ["--stages", "2", "--microbatches", str(MICROBATCHES), "--workers", "2"]
         subprocess.run([sys.executable, "-m", "schedgen", "compile", "1f1b", *sizes, "-o", schedule], check=True)
-        from run import mpi
-
         subprocess.run(
             [*mpi(2), "-m", "mpi4py", str(HERE / "overhead.py"), *sys.argv[1:], schedule], check=True, cwd=HERE
         )

@@ -102,7 +102,7 @@ def measure(schedule: str) -> None:
 
 
 def main() -> None:
-    from run import mpi
+    from ranks import mpi
 
     with tempfile.TemporaryDirectory() as folder:
         schedule, profile = str(Path(folder) / "schedule.json"), str(Path(folder) / "profile.json")
@@ -112,7 +112,7 @@ def main() -> None:
         )
         call([sys.executable, "-m", "schedgen", "compile", "interleaved-1f1b", *sizes, "-o", schedule])
         call([*mpi(2), "-m", "mpirun", "profile", "--model", MODEL, "--schedule", schedule, "--threads", "1",
-              "-o", profile])  # fmt: skip
+              "--steps", str(STEPS), "-o", profile])  # fmt: skip
         out = call([*mpi(2), "-m", "mpi4py", __file__, *sys.argv[1:], schedule]).stdout
         laps = json.loads(out.splitlines()[-1])
         costs = json.loads(Path(profile).read_text())

@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from cases import LAYERS
-from run import mpi
+from ranks import mpi
+from sizes import LAYERS
 
 HERE = Path(__file__).parent
-MODEL = ["--model", "cases:uneven", "--threads", "1"]
 QUICK = "--quick" in sys.argv
 ROUNDS, STEPS, MICROBATCHES = (1, 3, 2) if QUICK else (3, 10, 16)
+MODEL = ["--model", "cases:uneven", "--threads", "1", "--steps", str(STEPS)]
 
 
 class Plan(NamedTuple):
@@ -50,7 +50,7 @@ def one_round(ranks: int, folder: Path) -> Round:
     call([*schedgen, "compile", "1f1b", "--stages", str(ranks), *sizes, "-o", even])
 
     def measured(schedule: str) -> float:
-        call([*mpi(ranks), "-m", "mpirun", schedule, *MODEL, "--steps", str(STEPS), "--metrics", metrics])
+        call([*mpi(ranks), "-m", "mpirun", schedule, *MODEL, "--metrics", metrics])
         rows = [json.loads(line)["seconds"] for line in Path(metrics).read_text().splitlines()]
         return statistics.median(rows[2:])
 

@@ -14,7 +14,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from run import mpi
+from ranks import mpi
 
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
@@ -32,10 +32,9 @@ def main() -> None:
             call([sys.executable, "-m", "schedgen", "compile", scheme, *sizes, "-o", schedule])
             found: list[tuple[float, float]] = []
             for _ in range(ROUNDS):
-                model = ["--model", MODEL, "--threads", "1"]
+                model = ["--model", MODEL, "--threads", "1", "--steps", str(STEPS)]
                 call([*mpi(2), "-m", "mpirun", "profile", *model, "--schedule", schedule, "-o", profile])
-                run = ["--steps", str(STEPS), "--metrics", metrics]
-                call([*mpi(2), "-m", "mpirun", schedule, *model, *run])
+                call([*mpi(2), "-m", "mpirun", schedule, *model, "--metrics", metrics])
                 numbers = call([sys.executable, "-m", "schedgen", "simulate", schedule, "--profile", profile, "--json"])
                 rows = [json.loads(line)["seconds"] for line in Path(metrics).read_text().splitlines()]
                 found.append((json.loads(numbers.stdout)["makespan"], statistics.median(rows[2:])))

@@ -111,7 +111,7 @@ def measure() -> None:
 
 
 def main() -> None:
-    from run import mpi
+    from ranks import mpi
 
     for ranks in (2,) if QUICK else (2, 4):
         print(f"ms to a sum over {ranks} ranks: ours, a ring, Iallreduce")

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cases import CASES
+from ranks import mpi
+from sizes import CASES
 
 HERE = Path(__file__).parent
 LIMIT = 300  # seconds a launch may take
@@ -80,12 +81,6 @@ PAIRS = {
     ),
     "one-rank": Pair("flat", "a plain loop on one rank", "ddp", 1, {"d48": 1.02, "d128": 1.01, "d384": 1.01}, (), 1),
 }  # fmt: skip
-
-
-def mpi(ranks: int) -> list[str]:
-    """What launches Python on so many ranks."""
-    mpiexec = shlex.split(os.environ.get("MPIEXEC", str(Path(sys.executable).with_name("mpiexec"))))
-    return [*mpiexec, "-n", str(ranks), sys.executable]
 
 
 def launch(case: str, pair: Pair, steps: int, seed: int) -> dict[str, dict[str, list[float]]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from run import mpi
+from ranks import mpi
 
 SCHEDULES = {
     "pipedream": ["pipedream"],

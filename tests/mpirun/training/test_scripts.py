@@ -19,27 +19,6 @@ def test_the_benchmark_of_a_script_s_loop_runs(launch):
     assert done.code == 0 and len(timed) == 6, done.err
 
 
-PARTS = {"cases", "engine", "floor", "peers"}  # what others import or start, and what is tested above
-BENCHMARKS = sorted({path.stem for path in BENCH.glob("*.py")} - PARTS)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_runs(name, tmp_path, launch):
-    """Whether it ends well, not what it measures."""
-    arguments = [tmp_path / "out.svg"] if name == "updates" else []
-    done = launch(None, *arguments, "--quick", program=(str(BENCH / f"{name}.py"),))
-    assert done.code == 0 and done.out, done.err
-    assert "Traceback" not in done.err
-
-
-def test_a_benchmark_keeps_a_line_for_each_commit(tmp_path, launch):
-    for lines in (1, 2):
-        options = ("--history", tmp_path / "history.txt", "--quick")
-        assert launch(None, *options, program=(str(BENCH / "compile.py"),)).code == 0
-        kept = (tmp_path / "history.txt").read_text().splitlines()
-        assert len(kept) == lines and re.fullmatch(r"\d{4}-\d\d-\d\d \S+( +[\d,]+){3}", kept[-1]), kept
-
-
 @pytest.mark.parametrize("name", ["plain", "by_mpirun", "by_ddp", "by_pipelining"])
 def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
     """One step on 2 ranks; losses begin where those of untrained bytes do."""

@@ -1,0 +1,27 @@
+"""Sizes of the models that benchmarks train; reading them loads no library."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BLOCKS = 4
+LAYERS = 8  # of the uneven one: six of a block, the first with the embedding; two of four, the last with the head
+
+
+class Case(NamedTuple):
+    width: int
+    heads: int
+    length: int
+    sequences: int  # of a microbatch
+    microbatches: int  # of a step, over all ranks
+    steps: int  # timed ones
+
+
+# compute: jobs of many milliseconds; overhead: of under a millisecond, so that what is around them shows; dN: width N.
+CASES = {
+    "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
+    "overhead": Case(width=64, heads=4, length=16, sequences=1, microbatches=64, steps=30),
+    "d48": Case(width=48, heads=4, length=24, sequences=1, microbatches=48, steps=30),
+    "d128": Case(width=128, heads=4, length=64, sequences=2, microbatches=16, steps=30),
+    "d384": Case(width=384, heads=6, length=128, sequences=2, microbatches=8, steps=15),
+}
