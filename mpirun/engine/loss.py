@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -55,9 +54,8 @@ def microbatch_loss(
     return loss_of_outputs
 
 
-@cache
 def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss; made once, and never written to."""
+    """The gradient of a loss divided by `divisor`, with respect to the loss."""
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 
