@@ -1,7 +1,8 @@
 """How a rank waits for MPI: it asks MPI again and again and yields its core between two questions, then it sleeps.
 
 A rank that spins takes the core from ranks that compute, where there are more ranks than cores. A rank that sleeps
-learns of its message up to `NAP` too late. So a wait spins for a short time first, and sleeps from then on.
+learns of its message up to a nap too late. So a wait spins for a short time first, and sleeps from then on; the longer
+it has lasted, the longer are its naps, so that it is late by a small part of itself.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 SPIN, CROWDED_SPIN = 2e-3, 50e-6  # seconds of spinning: with a core for every rank, and with more ranks than cores
-NAP = 50e-6  # seconds of one sleep
+NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds of one sleep
+LATE = 0.02  # of the time waited so far: a nap
 
 Done = Callable[[], bool]  # whether a transfer is done; asking lets MPI go on with it; not asked again after True
 
 
 def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float) -> None:
     """Return when `done()`; until then call `poll`, yielding the core for `spin` seconds and then sleeping."""
-    sleeps_from = time.perf_counter() + spin
+    begin = time.perf_counter()
     while not done():
         poll()
-        if time.perf_counter() < sleeps_from:
+        waited = time.perf_counter() - begin
+        if waited < spin:
             os.sched_yield()
         else:
-            time.sleep(NAP)
+            time.sleep(min(max(NAP, LATE * waited), LONGEST_NAP))
 
 
 def sleeping_barrier(comm: MPI.Comm) -> None:
