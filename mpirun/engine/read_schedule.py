@@ -32,15 +32,16 @@ def read_schedule(comm: MPI.Intracomm, name: str) -> Schedule:
 
 
 def share_program(comm: MPI.Intracomm, program: Program | None, sha256: str = "") -> Schedule:
-    """Every rank gets its part of a program that rank 0 has. Collective."""
+    """Every rank gets its part of a program that rank 0 has, one rank after the other. Collective."""
     header: Header = comm.bcast(None if program is None else program.header)
-    parts = None
-    if program is not None:
-        parts = [
-            (program.rows.take(slice(a, b)), line_of(program, a, rank), sha256)
-            for rank, (a, b) in enumerate(pairwise(program.bounds.tolist()))
-        ]
-    rows, line, sha256 = comm.scatter(parts)
+    if program is None:
+        rows, line, sha256 = comm.recv(source=0)
+    else:  # the last part is rank 0's own
+        first = line_of(program, 0, 0)  # from one rank to the next there are two lines more
+        for rank, (a, b) in reversed(list(enumerate(pairwise(program.bounds.tolist())))):
+            rows, line = program.rows.take(slice(a, b)), first + 2 * rank + a
+            if rank:
+                comm.send((rows, line, sha256), rank)
     return Schedule(Program(header, rows), line, sha256, program)
 
 
