@@ -2,7 +2,8 @@
 # make test   the tests      make lint   ruff, mypy and import-linter      make traces   the golden schedules
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make gallery  every scheme as a picture: build/gallery/index.html      make pictures   those of the README
-# make bench  compiler and runtime beside torch's      make test-check  10,000 random programs, 200,000 mutants
+# make bench  compiler and runtime beside torch's      make bench-best  what plan chooses beside torch's best
+# make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
 # make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
@@ -34,7 +35,7 @@ endif
 export MPIEXEC
 
 .PHONY: venv launcher run test test-slurm test-hosts test-check test-fuzz test-models test-examples test-crash lint
-.PHONY: traces pictures gallery curves bench bench-compile bench-run clean
+.PHONY: traces pictures gallery curves bench bench-compile bench-run bench-best clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed
@@ -140,6 +141,9 @@ bench-run: launcher
 	$(BIN)/python tests/bench/meta_start.py
 	$(BIN)/python tests/bench/run.py
 	$(BIN)/python tests/bench/run.py --cases d48 d128 d384 --pairs one-rank floor flat ddp 1f1b fsdp --rounds 1
+
+bench-best: launcher
+	$(BIN)/python tests/bench/best.py
 
 bench: bench-compile bench-run
 

@@ -1,6 +1,6 @@
 """The models of `make bench-run`: a GPT of four blocks, cut so that stages are as equal as they get.
 
-`--model cases:NAME` of a case, for 1, 2 or 4 stages; `cases:uneven`, for up to 8.
+`--model cases:NAME` of a case, for 1, 2 or 4 stages; of a model in layers, for as many stages as it has layers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from sizes import BLOCKS, CASES, LAYERS, Case
+from sizes import BLOCKS, CASES, LAYERED, Case, Layers
 from torch import nn
 
 from mpirun import Model, split_layers
@@ -36,12 +36,17 @@ def _stage(layers: tuple[Callable[[], nn.Module], ...]) -> nn.Module:
 compute, overhead, d48, d128, d384 = (partial(model, case) for case in CASES.values())
 
 
-def uneven(stages: int) -> Model:
-    """Its layers, as many for every stage as goes."""
-    width, heads, length = 128, 4, 128
-    light = partial(gpt.Block, width, heads)
-    parts: list[tuple[Callable[[], nn.Module], ...]] = [(light,)] * (LAYERS - 2) + [(light,) * 4] * 2
-    parts[0] = (partial(gpt.Embedding, length, width), *parts[0])
-    parts[-1] = (*parts[-1], partial(gpt.Head, width))
-    layers = {f"layer{k}": partial(_stage, part) for k, part in enumerate(parts)}
-    return gpt.gpt(1, 1, width, heads, length, 1)._replace(stages=split_layers(layers, stages))
+def in_layers(layers: Layers, stages: int) -> Model:
+    """As many layers for every stage as goes; parameters are the same wherever it is cut."""
+    case = layers.case
+    parts: list[list[Callable[[], nn.Module]]] = [
+        [partial(gpt.Block, case.width, case.heads)] * count for count in layers.blocks
+    ]
+    parts[0] = [partial(gpt.Embedding, case.length, case.width), *parts[0]]
+    parts[-1] = [*parts[-1], partial(gpt.Head, case.width)]
+    named = {f"layer{k}": partial(_stage, tuple(part)) for k, part in enumerate(parts)}
+    text = gpt.gpt(1, 1, case.width, case.heads, case.length, case.sequences)
+    return text._replace(stages=split_layers(named, stages))
+
+
+compute_layers, overhead_layers, uneven, deep = (partial(in_layers, layers) for layers in LAYERED.values())

@@ -28,7 +28,8 @@ from mpirun.examples.gpt import gpt
 from schedgen.schemes import load
 
 QUICK = "--quick" in sys.argv
-WORLD, MICROBATCHES, LENGTH, SEQUENCES, SLEEP, WIDTH = MPI.COMM_WORLD, 8, 64, 4, 0.05, 16 if QUICK else 128
+WORLD, MICROBATCHES, LENGTH, SEQUENCES = MPI.COMM_WORLD, 8, 64, 4
+SLEEP, WORKERS, WIDTH = (0.005, 1, 16) if QUICK else (0.05, 2, 128)
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
@@ -75,7 +76,7 @@ def main() -> None:
     WORLD.Barrier()
     command = Run(WORLD, run_options(WORLD, [str(file), "--model", f"{__name__}:model", "--timeout", "0"]))
     run = mpirun.Engine(str(file), model, timeout=0)
-    kinds = ((0.0, 0), (0.0, 2), (SLEEP, 2))
+    kinds = ((0.0, 0), (0.0, WORKERS), (SLEEP, WORKERS))
     loaders = [run.loader(Pieces(320, seconds), SEQUENCES, workers=workers) for seconds, workers in kinds]
     by_script, by_workers, by_slow = (iter_forever(loader) for loader in loaders)
     seconds: dict[str, list[float]] = {"command": [], "script": [], "workers": [], "slow": []}
@@ -97,7 +98,7 @@ def main() -> None:
         for what, name, beside in [
             ("a step by the command line", "command", "command"),
             ("a step by run.step", "script", "command"),
-            ("with 2 processes that load, on each rank", "workers", "command"),
+            (f"with {WORKERS} processes that load, on each rank", "workers", "command"),
             (f"and {SLEEP * 1e3:.0f} ms of loading a microbatch", "slow", "workers"),
         ]:
             ratios = [a / b for a, b in zip(seconds[name], seconds[beside], strict=True)]

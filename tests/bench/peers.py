@@ -13,7 +13,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,8 @@ from floor import Floor, Training, data_parallel
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 
 from mpirun.cli.options import run_options
@@ -41,13 +44,13 @@ Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of th
 class Task:
     """What all peers are given."""
 
-    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace) -> None:
+    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace, text: str | None = None) -> None:
         self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
         self.stages: int = options.stages
         self.microbatches: int = options.microbatches
         self.seed: int = options.seed
         self.model: Model = load_model(options.model, self.stages, self.seed)
-        self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(None, self.model.length)))
+        self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(text, self.model.length)))
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
 
     def stage(self, index: int) -> nn.Module:
@@ -67,19 +70,22 @@ class Task:
         return Training(self.comm, module, self.optimizer(module), self.batch, self.model.loss, self.microbatches)
 
 
-def pipelining(task: Task, interleaved: bool) -> Step:
+SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # a stage a rank
+SEVERAL = {"interleaved-1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
+
+
+def pipelining(task: Task, name: str) -> Step:
     """torch.distributed.pipelining; whole outputs are not asked for, which would cost it a copy of each."""
-    mine = range(task.rank, task.stages, task.ranks)
+    mine = list(range(task.rank, task.stages, task.ranks))
+    if name == "zbv":  # down the ranks and up again
+        mine = [task.rank, task.stages - 1 - task.rank]
     modules = nn.ModuleList(task.stage(index) for index in mine)
     stages = [
         PipelineStage(module, index, task.stages, torch.device("cpu"))
         for index, module in zip(mine, modules, strict=True)
     ]
-    schedule: Schedule1F1B | ScheduleInterleaved1F1B
-    if interleaved:
-        schedule = ScheduleInterleaved1F1B([*stages], task.microbatches, loss_fn=task.model.loss)
-    else:
-        schedule = Schedule1F1B(stages[0], task.microbatches, loss_fn=task.model.loss)
+    make: Any = SINGLE.get(name) or SEVERAL[name]
+    schedule = make(stages[0] if name in SINGLE else stages, task.microbatches, loss_fn=task.model.loss)
     optimizer = task.optimizer(modules)
 
     def part(step: int, which: int) -> Tensor:
@@ -88,10 +94,9 @@ def pipelining(task: Task, interleaved: bool) -> Step:
     def run(step: int) -> Sequence[Tensor]:
         losses: list[Tensor] = []
         optimizer.zero_grad()
-        if stages[0].is_first:
-            schedule.step(part(step, 0), return_outputs=False)
-        else:
-            schedule.step(target=part(step, 1), losses=losses, return_outputs=False)
+        data = [part(step, 0)] if stages[0].is_first else []
+        last = {"target": part(step, 1), "losses": losses} if stages[-1].is_last else {}
+        schedule.step(*data, **last, return_outputs=False)
         optimizer.step()
         return [loss.detach() for loss in losses]
 
@@ -156,8 +161,7 @@ def fsdp(task: Task, keep: bool) -> Step:
 
 
 PEERS: dict[str, Callable[[Task], Step]] = {
-    "1f1b": lambda task: pipelining(task, interleaved=False),
-    "interleaved-1f1b": lambda task: pipelining(task, interleaved=True),
+    **{name: partial(pipelining, name=name) for name in (*SINGLE, *SEVERAL)},
     "ddp": ddp,
     "fsdp": lambda task: fsdp(task, keep=False),
     "fsdp-keep": lambda task: fsdp(task, keep=True),

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ranks import mpi
-from sizes import LAYERS
+from sizes import LAYERED
 
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
+LAYERS = len(LAYERED["uneven"].blocks)
 ROUNDS, STEPS, MICROBATCHES = (1, 3, 2) if QUICK else (3, 10, 16)
 MODEL = ["--model", "cases:uneven", "--threads", "1", "--steps", str(STEPS)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BLOCKS = 4
-LAYERS = 8  # of the uneven one: six of a block, the first with the embedding; two of four, the last with the head
 
 
 class Case(NamedTuple):
@@ -24,4 +23,20 @@ CASES = {
     "d48": Case(width=48, heads=4, length=24, sequences=1, microbatches=48, steps=30),
     "d128": Case(width=128, heads=4, length=64, sequences=2, microbatches=16, steps=30),
     "d384": Case(width=384, heads=6, length=128, sequences=2, microbatches=8, steps=15),
+}
+
+
+class Layers(NamedTuple):
+    """A model that `schedgen plan` may cut between layers."""
+
+    case: Case
+    blocks: tuple[int, ...]  # of each layer; the embedding lies with the first, the head with the last
+
+
+_NARROW = Case(width=128, heads=4, length=128, sequences=1, microbatches=16, steps=10)
+LAYERED = {
+    "compute_layers": Layers(CASES["compute"], (1,) * BLOCKS),
+    "overhead_layers": Layers(CASES["overhead"], (1,) * BLOCKS),
+    "uneven": Layers(_NARROW, (1, 1, 1, 1, 1, 1, 4, 4)),
+    "deep": Layers(_NARROW, (1,) * 8),
 }

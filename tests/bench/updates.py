@@ -26,7 +26,7 @@ SCHEDULES = {
     "pipedream-flush": ["pipedream-flush"],
 }
 QUICK = "--quick" in sys.argv
-STAGES, MICROBATCHES, STEPS = 4, 8, 10 if QUICK else 200
+STAGES, MICROBATCHES, STEPS = 4, 8, 2 if QUICK else 200
 RUN = ["--model", "mpirun.examples.gpt:tiny", "--steps", str(STEPS), "--lr", "5e-4", "--warmup", "5"]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     places = sorted({min(at, STEPS) for at in (10, 50, 100, STEPS)})
     print("loss, the mean of the ten steps up to microbatch " + ", ".join(str(MICROBATCHES * at) for at in places))
     for name, values in curves.items():
-        print(f"  {name:26}" + "".join(f"{statistics.mean(values[at - 10 : at]):8.4f}" for at in places))
+        print(f"  {name:26}" + "".join(f"{statistics.mean(values[max(0, at - 10) : at]):8.4f}" for at in places))
     picture(curves, sys.argv[1])
 
 
