@@ -40,7 +40,8 @@ class Interpreter:
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
         self.progress = progress or MessageProgress(context.transport.comm, context.transport.poll)
-        self.under_way, self.timed = under_way, False  # whether it has done its first step
+        self.under_way = under_way
+        self.timed = False  # whether it has done its first step
         self.versions = StageVersions(context)
         self.forward_backward = ForwardBackward(context, self.versions)
         messages = Transfers(context)

@@ -118,7 +118,7 @@ class Contest:
         try:
             best = json.loads(self.call(plan).stdout)["schedules"][0]
         except subprocess.CalledProcessError as error:
-            if error.returncode != 1:
+            if error.returncode != 2:  # with right arguments that says that nothing fits
                 raise SystemExit(f"plan ended with {error.returncode}:\n{error.stderr}") from None
             return None
         return str(out), f"{best['scheme']} x {best['replicas']}, {'-'.join(map(str, best['layers']))} layers"
@@ -127,7 +127,7 @@ class Contest:
         """Measure and print a line for each limit; the ratios."""
         ranks, profile = self.options.ranks, str(self.folder / "profile.json")
         theirs = {name: count * ranks for name, count in STAGES.items() if count * ranks <= self.layers}
-        words: dict[str, str] = {}
+        words: dict[str, set[str]] = {}
         for _ in range(self.options.rounds):
             for name in theirs:
                 self.launch(name, "", theirs[name], name)
@@ -137,9 +137,10 @@ class Contest:
             for limit in self.options.limits:
                 planned = self.plan(float("inf") if limit is None else limit * most)
                 if planned is not None:
-                    schedule, words[str(limit)] = planned
-                    self.launch("ours", schedule, theirs["ddp"], f"ours {limit}")
-        return [self.line(limit, most, list(theirs), words.get(str(limit), "")) for limit in self.options.limits]
+                    words.setdefault(str(limit), set()).add(planned[1])
+                    self.launch("ours", planned[0], theirs["ddp"], f"ours {limit}")
+        plans = {limit: " or ".join(sorted(words.get(str(limit), ()))) for limit in self.options.limits}
+        return [self.line(limit, most, list(theirs), plans[limit]) for limit in self.options.limits]
 
     def line(self, limit: float | None, most: int, theirs: list[str], words: str) -> float:
         """Print what came of a limit; the ratio."""
