@@ -126,7 +126,8 @@ class Contest:
     def run(self) -> list[float]:
         """Measure and print a line for each limit; the ratios."""
         ranks, profile = self.options.ranks, str(self.folder / "profile.json")
-        theirs = {name: count * ranks for name, count in STAGES.items() if count * ranks <= self.layers}
+        stages = {name: STAGES[name] * ranks for name in self.options.theirs}
+        theirs = {name: count for name, count in stages.items() if count <= self.layers}
         words: dict[str, set[str]] = {}
         for _ in range(self.options.rounds):
             for name in theirs:
@@ -169,11 +170,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--models", nargs="+", choices=LAYERED, default=list(LAYERED))
     parser.add_argument("--limits", nargs="+", type=float, help="parts of DDP's bytes; default: none, 0.6, 0.4")
-    parser.add_argument("--quick", action="store_true", help="one model, one limit, two steps: whether it runs at all")
+    parser.add_argument("--quick", action="store_true", help="one model, one limit, two of theirs: whether it runs")
     options = parser.parse_args()
-    options.limits = options.limits or LIMITS
+    options.limits, options.theirs = options.limits or LIMITS, list(STAGES)
     if options.quick:
         options.models, options.rounds, options.steps, options.limits = ["overhead_layers"], 1, 2, [0.9]
+        options.theirs = ["zbv", "ddp"]  # a pipeline, and what limits are parts of
     print(
         "ms a step and MB of the rank that holds most, medians of rounds; ratio: ours / the fastest of theirs that fits"
     )
