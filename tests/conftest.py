@@ -5,10 +5,33 @@ both ways.
 """
 
 import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+from processes import mpiexec
 
 import schedgen.util.jit
 
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 schedgen.util.jit.SMALL = 0
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whatever is started by $MPIEXEC has imported torch: helpers/warm_ranks.py. COLD_RANKS=1: it imports torch."""
+    program, folder = str(Path(__file__).parent / "helpers" / "warm_ranks.py"), str(tmp_path_factory.mktemp("warm"))
+    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    servers = [
+        subprocess.Popen([sys.executable, program, "serve", folder, name], stdin=subprocess.PIPE, env=environment)
+        for name in ("0", "1")
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPIEXEC", shlex.join([sys.executable, "-I", "-S", program, "mpiexec", folder, *mpiexec()]))
+        yield
+    for server in servers:
+        server.communicate()

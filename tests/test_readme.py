@@ -43,7 +43,7 @@ class Done(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Place:
     """A copy of the repository, and an environment in which the README's commands find what they need."""
     copy = tmp_path_factory.mktemp("readme") / "repository"
     skip = shutil.ignore_patterns(".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")

@@ -76,7 +76,9 @@ class Crasher:
             "--resume",
             str(save),
         ]
-        return subprocess.Popen(command, env=environment(marker), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command, env=environment(marker, {"COLD_RANKS": "1"}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
     def result(self, save: Path) -> dict[str, bytes]:
         """All entries of the last checkpoint."""

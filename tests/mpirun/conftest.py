@@ -44,7 +44,7 @@ class LaunchResult(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LaunchResult]:
+def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Callable[..., LaunchResult]:
     """`mpiexec -n RANKS python -m mpirun ARGUMENTS`, in the folder of models_for_tests.py.
 
     ranks=None: without mpiexec. program: what follows `python` instead of `-m mpirun`.
@@ -102,7 +102,7 @@ MOST = 100  # runs of one launch: what a run leaves behind, communicators and al
 
 
 @pytest.fixture(scope="session")
-def in_one_launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+def in_one_launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Iterator[Callable[..., list[Any]]]:
     """What programs/run_server.py answers to each of a list of runs, one after the other in one launch.
 
     The launch is one that has done others before, unless it should be `fresh`.

@@ -37,10 +37,10 @@ class Failure(NamedTuple):
 
 @pytest.fixture(scope="module", params=[*RAISED, "killed_in_stage"])
 def failure(launch, traces, text, tmp_path_factory, request) -> Failure:
-    """A launch of 4 ranks in which a stage of the model makes trouble."""
+    """A launch of 4 ranks, processes of their own, in which a stage of the model makes trouble."""
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", f"models_for_tests:{request.param}", "--text", text, "--steps", 5]
-    result = launch(4, *command, env={"TROUBLE_AT": str(note)})
+    result = launch(4, *command, env={"TROUBLE_AT": str(note), "COLD_RANKS": "1"})
     return Failure(request.param, result, result.ended - float(note.read_text()))
 
 
@@ -98,7 +98,7 @@ def explained(result: object, ranks: int) -> tuple[str, list[re.Match[str]]]:
 def stopped(launch, traces, text, tmp_path_factory) -> Failure:
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", "models_for_tests:stopped_in_stage", "--text", text, "--steps", 5]
-    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note)})
+    result = launch(4, *command, "--timeout", LIMIT, env={"TROUBLE_AT": str(note), "COLD_RANKS": "1"})
     return Failure("stopped", result, result.ended - float(note.read_text()))
 
 

@@ -1,0 +1,221 @@
+"""Ranks that need not import torch: mpiexec starts them as ever, and each is forked from a process that has done it.
+
+    python warm_ranks.py serve FOLDER NAME                    imports torch, and forks for who asks on FOLDER/NAME
+    python warm_ranks.py mpiexec FOLDER MPIEXEC ARGUMENTS     executes MPIEXEC ARGUMENTS; their Python asks to be forked
+    python warm_ranks.py rank FOLDER ARGUMENTS                does what `python ARGUMENTS` does
+
+A rank has the environment, folder, open files and exit code that it would have, MPI starts in it alone, signals sent to
+it arrive, and where its end of the socket closes it is killed. There are two servers, for odd and for even ranks: the
+hashes of strings differ between ranks, as they do between processes. What a server cannot stand in for is started as
+Python: ranks of another MPI than MPICH, other options than -c and -m, and variables that are read when a library is
+loaded. With COLD_RANKS=1 all is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+COLD = "COLD_RANKS"
+READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMBA_", "TORCH", "LD_", "MALLOC_")
+PRELOADED = ("numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor")
+RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that take effect when Python starts or a library is loaded; of PYTHONPATH, a rank takes its own."""
+    return {key: text for key, text in environment.items() if key.startswith(READ_AT_IMPORT) and key != "PYTHONPATH"}
+
+
+def mpiexec(folder: str, words: list[str]) -> None:
+    """Become mpiexec."""
+    for place, word in enumerate(words):
+        if Path(word).name.startswith("python") and (file := shutil.which(word)):
+            if Path(file).parent.samefile(Path(sys.executable).parent) and COLD not in os.environ:
+                words[place : place + 1] = [sys.executable, "-I", "-S", __file__, "rank", folder]
+            break
+    os.execvp(words[0], words)
+
+
+def rank(folder: str, words: list[str]) -> None:
+    """Stand for a rank that is elsewhere until it ends, and end in the same way."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        try:
+            server.connect(f"{folder}/{int(os.environ['PMI_RANK']) % 2}")
+        except (KeyError, OSError):
+            os.execv(sys.executable, [sys.executable, *words])
+        numbers = [int(file.name) for file in Path("/proc/self/fd").iterdir() if file.exists()]
+        files = {number: number for number in numbers if number != server.fileno()}
+        Request(words, dict(os.environ), str(Path.cwd()), files).send(server)
+        answers = server.makefile("rb")
+        pid = int(answers.readline() or 0)
+        if not pid:
+            os.execv(sys.executable, [sys.executable, *words])
+        for number in RELAYED:
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        status = int(answers.readline() or signal.SIGKILL)
+    if os.WIFSIGNALED(status):
+        if os.WTERMSIG(status) in RELAYED:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+class Request(NamedTuple):
+    """What `rank` asks for."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: str
+    files: dict[int, int]  # by number, what is to be open under it
+
+    @classmethod
+    def receive(cls, connection: socket.socket) -> Request:
+        """The counterpart of `send`."""
+        size, files, _, _ = socket.recv_fds(connection, 4, 64)
+        with connection.makefile("rb") as stream:
+            words, environment, folder, numbers = json.loads(stream.read(int.from_bytes(size, "little")))
+        return cls(words, environment, folder, dict(zip(numbers, files, strict=True)))
+
+    def send(self, connection: socket.socket) -> None:
+        """All of it, with the files."""
+        data = json.dumps([self.words, self.environment, self.folder, list(self.files)]).encode()
+        socket.send_fds(connection, [len(data).to_bytes(4, "little")], list(self.files.values()))
+        connection.sendall(data)
+
+
+class Server:
+    """Forks for who asks at `path`, until stdin is closed."""
+
+    def __init__(self, path: str) -> None:
+        """Import what ranks need; who asks meanwhile waits."""
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(path)
+        self.listener.listen(64)
+        self.variables = read_at_import(os.environ)
+        for module in PRELOADED:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+        self.ended, end = os.pipe()  # somebody has
+        os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        self.ranks: dict[int, socket.socket] = {}  # by process, who asked for it
+        self.selector = selectors.DefaultSelector()
+        for file in (0, self.ended, self.listener):
+            self.selector.register(file, selectors.EVENT_READ)
+
+    def serve(self) -> Request:
+        """What to be: returns in ranks alone."""
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj == 0:
+                    for pid in self.ranks:
+                        os.kill(pid, signal.SIGKILL)
+                    sys.exit()
+                elif key.fileobj == self.ended:
+                    self.report()
+                elif key.fileobj is self.listener:
+                    if request := self.fork(self.listener.accept()[0]):
+                        return request
+                elif key.data in self.ranks:  # who asked has gone
+                    self.selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+
+    def fork(self, connection: socket.socket) -> Request | None:
+        """Make a rank; what it has to be, in it."""
+        request = Request.receive(connection)
+        if not can_be_forked(request.words) or read_at_import(request.environment) != self.variables:
+            answer(connection, 0)
+            connection.close()
+        elif pid := os.fork():
+            self.ranks[pid] = connection
+            self.selector.register(connection, selectors.EVENT_READ, pid)
+            answer(connection, pid)
+        else:
+            end = signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.selector.close()
+            for file in (self.ended, end, self.listener.detach(), connection.detach()):
+                os.close(file)
+            for other in self.ranks.values():
+                os.close(other.detach())
+            return request
+        for file in request.files.values():
+            os.close(file)
+        return None
+
+    def report(self) -> None:
+        """Say how ranks ended to who asked for them."""
+        os.read(self.ended, 4096)
+        for pid in list(self.ranks):
+            gone, status = os.waitpid(pid, os.WNOHANG)
+            if gone:
+                with self.ranks.pop(pid) as connection:
+                    answer(connection, status)
+                    with contextlib.suppress(KeyError):
+                        self.selector.unregister(connection)
+
+
+def answer(connection: socket.socket, number: int) -> None:
+    """Send a line; who does not want it any more need not get it."""
+    with contextlib.suppress(OSError):
+        connection.sendall(b"%d\n" % number)
+
+
+def can_be_forked(words: list[str]) -> bool:
+    """Whether `run` knows what Python would do."""
+    return bool(words) and (not words[0].startswith("-") or (words[0] in ("-c", "-m") and len(words) > 1))
+
+
+def begin(request: Request) -> None:
+    """Make this process what mpiexec started."""
+    above = 1 + max(*request.files, *request.files.values())
+    moved = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in request.files.items()}
+    for file in request.files.values():
+        os.close(file)
+    for number, file in moved.items():
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    os.chdir(request.folder)
+
+
+def run(words: list[str]) -> None:
+    """What `python WORDS` does once it has started."""
+    first = {"-c": "", "-m": str(Path.cwd())}.get(words[0], str(Path(words[0]).resolve().parent))
+    sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), vars(sys.modules["__main__"]))
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        del sys.path[0]
+        asked = Server(str(Path(*sys.argv[2:]))).serve()
+        begin(asked)
+        run(asked.words)
+    else:
+        {"mpiexec": mpiexec, "rank": rank}[sys.argv[1]](sys.argv[2], sys.argv[3:])
