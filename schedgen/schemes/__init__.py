@@ -29,6 +29,7 @@ from schedgen.schemes import (
     zb_h1,
     zb_v,
 )
+from schedgen.schemes.building_block import third
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.user_file import load_file
@@ -73,10 +74,10 @@ w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble pipeline paralle
 n(F) = b, n(I) = b + h (W-1-s), n(W) = b + h (W-1), h = 2, ties F < I < W, strict"""),
     "zb-v": BuiltIn(zb_v),
     "v-half": BuiltIn(v_half),
-    "v-min": BuiltIn(v_half, {"block": v_half.third}, """\
+    "v-min": BuiltIn(v_half, {"block": third}, """\
 V-Min: ZB-V's placement with a third of 1F1B's activation memory, the least of its kind.
 w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2024, "Controllable memory", section 3; S = 2W]
-n: a building block repeated every 6 jobs, W jobs in the gaps, strict"""),
+n: a building block repeated every 6 jobs and squeezed, W jobs in the gaps, strict"""),
     "dualpipe-v": BuiltIn(dualpipe_v),
     "chimera": BuiltIn(chimera),
     "pipedream-flush": BuiltIn(one_f_one_b, {}, """\

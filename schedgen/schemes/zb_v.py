@@ -1,11 +1,12 @@
 """ZB-V: two stages a worker, down and up again, split backward, at 1F1B's memory.
 Where F = I = W, no bubble between a worker's first and last job.
 w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2023, "Zero bubble", section 6; S = 2W]
-n: a list a worker, strict
+n: a list a worker, strict; of up to 3W/2 microbatches, V-Half's building block squeezed at the same memory
 """
 
 from __future__ import annotations
 
+from schedgen.schemes.building_block import half, squeezed_lists
 from schedgen.schemes.job_lists import Job, JobList, place_in_list
 from schedgen.schemes.looped import chunked, vee
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -16,8 +17,12 @@ PARAMETERS = ("workers",)
 def scheme(sizes: Sizes, name: str) -> Scheme:
     """S = 2 W."""
     W, _ = chunked(name, sizes, chunks=2)
-    n = place_in_list(sizes, (_list(r, W, sizes.microbatches) for r in range(W)))
-    S = sizes.stages
+    S, batches = sizes.stages, sizes.microbatches
+    if 2 * batches <= 3 * W:  # too few for the steady state: these end sooner
+        lists = squeezed_lists(W, batches, half, memory=2 * W)
+    else:
+        lists = [_list(r, W, batches) for r in range(W)]
+    n = place_in_list(sizes, lists)
     return Scheme(name, W, lambda s, b, d: (vee(s, S), vee(s, S)), n, name, "strict", split=True)
 
 
