@@ -71,7 +71,7 @@ n: oldest stage first, greedy"""),
 ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.
 Where F = I = W, no bubble between a worker's first and last job.
 w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3; W = S]
-n(F) = b, n(I) = b + h (W-1-s), n(W) = b + h (W-1), h = 2, ties F < I < W, strict"""),
+n(F) = b, n(I) = b + W-1-s + min(W-1-s, x), n(W) = b + W-1 + x, x = min(W-1, max(0, B-W)), ties F < I < W, strict"""),
     "zb-v": BuiltIn(zb_v),
     "v-half": BuiltIn(v_half),
     "v-min": BuiltIn(v_half, {"block": third}, """\

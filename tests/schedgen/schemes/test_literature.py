@@ -120,7 +120,7 @@ def test_the_closed_form_of_1f1b_is_the_list_it_comes_from(p):
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
 def test_the_closed_form_of_zero_bubble_is_the_list_it_comes_from(p, h):
     """Forwards until h (p-1-r) + 1 are under way; then F, I; W begin h r jobs later [Qi et al. 2023, section 2.3]."""
-    for m in (1, 2, 5, 16, 64):
+    for m in (1, 2, 5, 16, 64) if h == 1 else (2 * p - 1, 2 * p, 64):
         program = compiled(f"zb-h{h}", p, m)
         for r in range(p):
             ahead, behind = h * (p - 1 - r), h * (p - 1)
@@ -130,6 +130,16 @@ def test_the_closed_form_of_zero_bubble_is_the_list_it_comes_from(p, h):
                 jobs += [("I", r, k - ahead)] if 0 <= k - ahead < m else []
                 jobs += [("W", r, k - behind)] if 0 <= k - behind < m else []
             assert order(program, r) == jobs
+
+
+@pytest.mark.parametrize("cost", [{"F": 1, "I": 1, "W": 1}, {"F": 10, "I": 12, "W": 8}])
+def test_more_forwards_ahead_never_cost_zb_h2_time(cost):
+    """With fewer than 2p - 1 microbatches, which its own warm-up needs, its list alone would end after ZB-H1."""
+    for p in (3, 4, 8):
+        for m in {1, p, p + 1, 3 * p // 2, 2 * p - 2, 2 * p - 1, 2 * p}:
+            one, two = (stats(compiled(f"zb-h{h}", p, m), cost) for h in (1, 2))
+            assert two["latency"] <= one["latency"], (p, m)
+            assert two["own_window_bubble"] <= one["own_window_bubble"], (p, m)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
