@@ -12,22 +12,23 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
-from mpirun.engine.loss import MinibatchLoss, loss_gradient, microbatch_loss
+from mpirun.engine.loss import MinibatchLoss, loss_gradient
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from mpirun.model.frozen_statistics import frozen_statistics
+from mpirun.model.loss import loss_and_metrics, loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op
 
 
 class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
-    __slots__ = ("half", "loss", "saved")
+    __slots__ = ("half", "loss_gradient", "saved")
     saved: SavedForward
     half: WeightHalf | None
-    loss: tuple[torch.dtype, float]  # of the last stage: its type, and by what its gradient is divided
+    loss_gradient: Tensor  # of the last stage: what its backward begins with
 
 
 class ForwardBackward:
@@ -125,21 +126,31 @@ class ForwardBackward:
     def _loss(self, i: Instruction, save: bool) -> LossFunction:
         """The loss of a microbatch; of several shards, the first records it."""
         mb, losses, all_metrics, names = i.mb, self.losses, self.metrics, self.setup.shapes[-1].metrics
-        first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
-        pending, has_versions = self._pending(i), bool(self.header.weight_versions)
+        records = i.op == Op.FWD and i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
+        read, pending, function, device = (
+            self._microbatch_reader(mb, save),
+            self._pending(i),
+            self.setup.model.loss,
+            self.device,
+        )
+        has_versions = bool(self.header.weight_versions)
 
-        def begin(loss: Tensor, divisor: float) -> None:
-            pending.loss = loss.dtype, 1 if has_versions else divisor
+        def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
+            batch = read()
+            loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
+            if save:
+                if not loss.requires_grad:
+                    raise ValueError("the loss has no gradient: it depends on no parameter")
+                pending.loss_gradient = loss_gradient(loss.dtype, 1 if has_versions else batch.loss_divisor, device)
+            if records:
+                if tuple(sorted(metrics)) != names and (batch.padding < batch.size or not batch.size):
+                    raise ValueError(
+                        f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
+                    )
+                losses[mb], all_metrics[mb] = loss.detach(), metrics
+            return loss
 
-        def record(loss: Tensor, metrics: dict[str, Tensor] | None) -> None:
-            if metrics is not None and tuple(sorted(metrics)) != names:
-                raise ValueError(
-                    f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
-                )
-            losses[mb], all_metrics[mb] = loss, metrics or {}
-
-        read, records = self._microbatch_reader(mb, save), i.op == Op.FWD and first_shard
-        return microbatch_loss(self.setup.model, read, begin if save else None, record if records else None)
+        return loss_of_outputs
 
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return self.setup.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
@@ -226,8 +237,8 @@ class ForwardBackward:
         if self._has_minibatch_loss(i):
             return lambda: self.minibatch_loss.take_gradients(i.mb)
         if not consumers:
-            pending, device = self._pending(i), self.device
-            return lambda: [loss_gradient(*pending.loss, device)]
+            pending = self._pending(i)
+            return lambda: [pending.loss_gradient]
         buffers = [self.buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
         bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
         wait_value, count = self.buffers.wait_value, len(self.setup.shapes[i.stage].outputs)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,10 @@ def tensor_norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[f
         return []
     if canonical:
         return [math.sqrt(tree_sum(subtrees(line_sums(gradient)))) for gradient in gradients]
-    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in gradients]
-    return torch.stack(norms).tolist() if len({x.dtype for x in norms}) == 1 else [x.item() for x in norms]
+    types = {torch.promote_types(dtype, torch.float32) for dtype in {x.dtype for x in gradients}}
+    if len(types) == 1:
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=types.pop())).tolist()
+    return [float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))) for x in gradients]
 
 
 def total_norm(norms: Sequence[float]) -> float:
@@ -113,28 +116,28 @@ class GradNorms:
                         self.by_unit.setdefault((stage, part), []).append(contribution)
                     self.length, all_nodes = positions.stop, all_nodes + nodes
                 self.parameters.append((slice(begin, self.length), all_nodes))
+        self.one_each = all(positions.stop - positions.start == 1 for positions, _ in self.parameters)
 
-    def contributed(self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> dict[int, float]:
-        """By position, the numbers that this rank contributes for a unit; `gradients`: of the pieces in it."""
+    def contribute(self, numbers: np.ndarray, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> None:
+        """Put this rank's numbers of a unit in their positions; `gradients`: of the pieces in it."""
         contributions = self.by_unit.get(unit, [])
         if not contributions:
-            return {}
+            return
         views = [gradient for gradient in gradients if gradient.numel()]
-        numbers: dict[int, float] = {}
         norms = [(entry, view) for entry, view in zip(contributions, views, strict=True) if not entry.has_sums]
-        values = tensor_norms([view for _, view in norms], self.canonical)
-        for (entry, _), norm in zip(norms, values, strict=True):
-            tied = stage.names[entry.parameter] in stage.tied_to_earlier  # that stage contributes the norm
-            numbers[entry.positions.start] = 0.0 if tied else norm
+        positions = [entry.positions.start for entry, _ in norms]
+        numbers[positions] = tensor_norms([view for _, view in norms], self.canonical)
         for entry, view in zip(contributions, views, strict=True):
             if entry.has_sums:
                 first = entry.piece.begin * view.element_size() // LINE
-                sums = [total for _, total in subtrees(line_sums(view), first)]
-                numbers |= dict(zip(range(entry.positions.start, entry.positions.stop), sums, strict=True))
-        return numbers
+                numbers[entry.positions] = [total for _, total in subtrees(line_sums(view), first)]
+            elif stage.names[entry.parameter] in stage.tied_to_earlier:  # that stage contributes the norm
+                numbers[entry.positions] = 0
 
     def norms(self, numbers: Sequence[float]) -> list[float]:
         """The norm of every parameter, from the numbers of all ranks."""
+        if self.one_each:
+            return list(numbers)
         return [
             math.sqrt(tree_sum(zip(nodes, numbers[positions], strict=True)))
             if nodes

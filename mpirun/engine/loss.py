@@ -10,52 +10,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, leaf_dims
-from mpirun.engine.stage import LossFunction
+from mpirun.data.microbatches import MicrobatchSource, Minibatch, leaf_dims
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import loss_and_metrics, loss_input
+from mpirun.model.loss import loss_input
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, raised
 
 
-def microbatch_loss(
-    model: Model,
-    read: Callable[[], Microbatch],
-    begin: Callable[[Tensor, float], None] | None,
-    record: Callable[[Tensor, dict[str, Tensor] | None], None] | None,
-) -> LossFunction:
-    """The loss of a microbatch from the last stage's outputs.
-
-    `read`: makes the microbatch; `begin`: is given the loss, and by what its gradient is divided, where a backward
-    follows; `record`: the loss and the metrics, None where all of the microbatch is padding.
-    """
-
-    def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
-        batch = read()
-        loss, metrics = loss_and_metrics(model.loss, loss_input(outputs), batch)
-        if begin is not None:
-            if not loss.requires_grad:
-                raise ValueError("the loss has no gradient: it depends on no parameter")
-            begin(loss, batch.loss_divisor)
-        if record is not None:
-            record(loss.detach(), metrics if batch.padding < batch.size or not batch.size else None)
-        return loss
-
-    return loss_of_outputs
-
-
+@cache
 def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss."""
+    """The gradient of a loss divided by `divisor`, with respect to the loss; the same tensor whenever it is asked."""
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 

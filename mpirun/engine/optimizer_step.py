@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mpirun.comm.fail_together import Stop
@@ -91,22 +92,24 @@ class OptimizerStep:
         context, first_loss = self.context, self.grad_norms.length
         leave = first_loss + context.header.microbatches
         rate, first_metric, names = leave + 1, leave + 2 + EQUAL, self.metric_names
-        contributed: dict[int, float] = {}
+        length = first_metric + context.header.microbatches * len(names)
+        # One rank gives a number, or all give whole ones: their sums are exact.
+        values, sums = np.zeros(length), np.empty(length)
         for unit, of_unit in gradients.items():
-            contributed |= self.grad_norms.contributed(unit, context.stages[unit[0]], of_unit)
-        contributed |= {first_loss + mb: float(loss) for mb, loss in self.losses.items()}
+            self.grad_norms.contribute(values, unit, context.stages[unit[0]], of_unit)
+        if self.losses:
+            values[[first_loss + mb for mb in self.losses]] = torch.stack(list(self.losses.values())).tolist()
         self.losses.clear()
-        contributed[leave] = float(self.leave_requested)
+        values[leave] = self.leave_requested
         if context.transport.comm.rank == self.rate_from:
-            contributed[rate] = context.optimizer.rate(context.position.step)
-        contributed |= {rate + 1 + k: number for k, number in enumerate(self._for_equality())}
+            values[rate] = context.optimizer.rate(context.position.step)
+        equality = self._for_equality()
+        values[rate + 1 : rate + 1 + len(equality)] = equality
         for mb, values_by_name in self.metrics.items():
             first = first_metric + mb * len(names)
-            contributed |= {first + names.index(name): float(value) for name, value in values_by_name.items()}
+            for name, value in values_by_name.items():
+                values[first + names.index(name)] = float(value)
         self.metrics.clear()
-        length = first_metric + context.header.microbatches * len(names)
-        values, sums = np.zeros(length), np.empty(length)
-        values[list(contributed)] = list(contributed.values())  # one rank gives a number, or all whole ones: exact
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
         numbers = sums.tolist()
         if not _are_equal(*numbers[rate + 1 : first_metric]):

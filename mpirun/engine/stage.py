@@ -24,6 +24,7 @@ from mpirun.model.dataflow import TensorSpec
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
 
+NO_AUTOCAST = autocast("cpu", None)
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
 
 
@@ -166,6 +167,7 @@ class LocalStage:
         arguments  makes the arguments of the module's forward from the values
         specs      shapes and types of the outputs; None: those of the first microbatch
         """
+        specs = specs or self.shape.outputs
         if not save:
             with torch.no_grad():
                 return self._compute(arguments([x.detach() for x in values]), loss, specs), None
@@ -174,27 +176,21 @@ class LocalStage:
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
         return [x.detach() for x in outputs], SavedForward(leaves, edges)
 
-    def _compute(
-        self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec] | None
-    ) -> list[Tensor]:
+    def _compute(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
             arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        if self.autocast_dtype is not None:
-            with autocast(self.device.kind, self.autocast_dtype):
-                return self._outputs(self.module(*arguments), loss, specs or self.shape.outputs)
-        return self._outputs(self.module(*arguments), loss, specs or self.shape.outputs)
-
-    def _outputs(self, output: Any, loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        for tensor, spec in zip(outputs, specs, strict=True):
-            if tensor.shape != spec.size or tensor.dtype is not spec.dtype:
-                raise RuntimeError(
-                    f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                    f"but on the first microbatch {spec.dtype} of shape {spec.size}"
-                )
-        for index in self.shape.aliased_outputs:
-            outputs[index] = outputs[index].clone()
-        return [x.contiguous() for x in (outputs if loss is None else [loss(outputs)])]
+        with NO_AUTOCAST if self.autocast_dtype is None else autocast(self.device.kind, self.autocast_dtype):
+            output = self.module(*arguments)
+            outputs = [output] if isinstance(output, Tensor) else list(output)
+            for tensor, spec in zip(outputs, specs, strict=True):
+                if tensor.shape != spec.size or tensor.dtype is not spec.dtype:
+                    raise RuntimeError(
+                        f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                        f"but on the first microbatch {spec.dtype} of shape {spec.size}"
+                    )
+            for index in self.shape.aliased_outputs:
+                outputs[index] = outputs[index].clone()
+            return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""

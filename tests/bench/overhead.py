@@ -60,7 +60,7 @@ def measure(schedule: str) -> None:
 
     interpreter.forward_backward.losses |= dict.fromkeys(range(interpreter.header.microbatches), torch.zeros(()))
     for pending in interpreter.forward_backward.pending.values():
-        pending.loss = torch.float32, 1.0
+        pending.loss_gradient = torch.ones(())
     interpreter.code = [timed(i.op, act) for i, act in zip(run.session.instructions, interpreter.code, strict=True)]
     plain = timed(-1, lambda: None)
     for step in range(STEPS):
