@@ -1,7 +1,7 @@
 """Tests call kernels often and on little: compiled they take a tenth of the time, and here they check bounds, too.
 
 What a command does with small inputs, which is to interpret kernels, the tests that start one see. test_jit.py compares
-both ways.
+both ways. Everything computes in one thread: two tests run at a time, on two cores.
 """
 
 import os
@@ -16,6 +16,7 @@ from processes import mpiexec
 
 import schedgen.util.jit
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 schedgen.util.jit.SMALL = 0

@@ -127,13 +127,10 @@ class ForwardBackward:
         """The loss of a microbatch; of several shards, the first records it."""
         mb, losses, all_metrics, names = i.mb, self.losses, self.metrics, self.setup.shapes[-1].metrics
         records = i.op == Op.FWD and i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
-        read, pending, function, device = (
-            self._microbatch_reader(mb, save),
-            self._pending(i),
-            self.setup.model.loss,
-            self.device,
-        )
-        has_versions = bool(self.header.weight_versions)
+        read, pending, function = self._microbatch_reader(mb, save), self._pending(i), self.setup.model.loss
+        device, has_versions = self.device, bool(self.header.weight_versions)
+        # That of most losses is made here, before a step, so that none counts among what a forward keeps.
+        loss_gradient(torch.float32, 1 if has_versions else self.setup.microbatches.count, device)
 
         def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
             batch = read()

@@ -32,7 +32,7 @@ def tensor_norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[f
         return [math.sqrt(tree_sum(subtrees(line_sums(gradient)))) for gradient in gradients]
     types = {torch.promote_types(dtype, torch.float32) for dtype in {x.dtype for x in gradients}}
     if len(types) == 1:
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=types.pop())).tolist()
+        return torch.stack(torch._foreach_norm(list(gradients), 2, dtype=types.pop())).tolist()
     return [float(torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))) for x in gradients]
 
 

@@ -25,19 +25,21 @@ import shutil
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 COLD = "COLD_RANKS"
 READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMBA_", "TORCH", "LD_", "MALLOC_")
+OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")
 PRELOADED = ("numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor")
 RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that take effect when Python starts or a library is loaded; of PYTHONPATH, a rank takes its own."""
-    return {key: text for key, text in environment.items() if key.startswith(READ_AT_IMPORT) and key != "PYTHONPATH"}
+    """The variables that take effect when Python starts or a library is loaded, but for those that `run` obeys."""
+    return {key: text for key, text in environment.items() if key.startswith(READ_AT_IMPORT) and key not in OBEYED}
 
 
 def mpiexec(folder: str, words: list[str]) -> None:
@@ -198,6 +200,7 @@ def begin(request: Request) -> None:
 
 def run(words: list[str]) -> None:
     """What `python WORDS` does once it has started."""
+    warnings._processoptions(filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")))  # type: ignore[attr-defined]
     first = {"-c": "", "-m": str(Path.cwd())}.get(words[0], str(Path(words[0]).resolve().parent))
     sys.path[:0] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if words[0] == "-m":
