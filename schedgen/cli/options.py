@@ -128,6 +128,7 @@ class CompileOptions:
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp, fslpp)", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
+    group: int | None = option("--group N", "microbatches that pass a stage in turn (interleaved-1f1b)", types.count)
     replicas: Sequence[int] | None = option(
         "--replicas R,R,...", "workers of each stage (1f1b-rr, pipedream)", types.counts
     )

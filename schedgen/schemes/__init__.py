@@ -99,7 +99,7 @@ def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
     """
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
-        for option in ("groups", "chunks", "replicas"):
+        for option in ("groups", "chunks", "group", "replicas"):
             if getattr(sizes, option) is not None and option not in built_in.module.PARAMETERS:
                 raise UsageError(f"{name} takes no --{option}")
         scheme: Scheme = built_in.module.scheme(sizes, name, **built_in.variant)

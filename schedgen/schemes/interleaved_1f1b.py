@@ -14,35 +14,50 @@ from schedgen.schemes.looped import chunked
 from schedgen.schemes.scheme import Function, Scheme, Sizes
 from schedgen.util.errors import UsageError
 
-PARAMETERS = ("workers", "chunks")
+PARAMETERS = ("workers", "chunks", "group")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = v W; the microbatches make rounds of equally many."""
+    """S = v W; the microbatches make groups of equally many, or of `sizes.group` and a last one of what is left."""
     W, v = chunked(name, sizes)
-    n = _n(W, v, sizes.microbatches)
-    return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, name, "strict", parameters={"chunks": v})
+    parameters = {"chunks": v}
+    if sizes.group is not None:
+        parameters["group"] = sizes.group
+    n = _n(W, v, sizes.microbatches, _group(name, W, sizes))
+    return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, name, "strict", parameters=parameters)
 
 
-def _n(W: int, v: int, batches: int) -> Function:
+def _group(name: str, W: int, sizes: Sizes) -> int:
+    """How many microbatches pass a stage before those ahead pass the worker's next: W, or B / (B div W), or as given.
+
+    A group of fewer than W leaves workers without input. So Megatron-LM refuses a microbatch-group-size-per-vp-stage
+    below W, and one that leaves fewer than W for the last group.
+    """
+    batches, group = sizes.microbatches, sizes.group
+    if group is None:
+        rounds = max(1, batches // W)
+        if batches % rounds:
+            raise UsageError(f"{name} runs in {rounds} rounds of equally many microbatches: {batches} do not divide")
+        return batches // rounds
+    if not W <= group <= batches or 0 < batches % group < W:
+        raise UsageError(
+            f"{name} with --group {group}: each of its groups, the last too, needs {W} microbatches or more"
+        )
+    return group
+
+
+def _n(W: int, v: int, batches: int, group: int) -> Function:
     """The k-th forward of worker r has n = 2 (k - warm-up), the k-th backward 2k + 1.
 
-    Each goes through its stages in rounds of `size` microbatches: W of them,
-    or as many as divide B into equal rounds. Warm-up is (v - 1) rounds and
-    2 (W - 1 - r) more.
+    Each goes through its stages in groups of microbatches. Warm-up is (v - 1) groups and 2 (W - 1 - r) more.
     """
-    rounds = max(1, batches // W)
-    size = batches // rounds
-    if batches % rounds:
-        raise UsageError(
-            f"interleaved-1f1b runs in {rounds} rounds of equally many microbatches: {batches} do not divide"
-        )
 
     def n(s: Any, b: Any, d: Any) -> Any:
         r, chunk = s % W, s // W
         turn = np.where(d == F, chunk, v - 1 - chunk)
-        k = (b // size * v + turn) * size + b % size
-        warm_up = 2 * (W - 1 - r) + (v - 1) * size
+        begin = b // group * group
+        k = begin * v + turn * np.minimum(group, batches - begin) + b - begin
+        warm_up = 2 * (W - 1 - r) + (v - 1) * group
         return np.where(d == F, 2 * (k - warm_up), 2 * k + 1)
 
     return n

@@ -25,6 +25,7 @@ class Sizes(NamedTuple):
     workers: int | None = None
     groups: int | None = None
     chunks: int | None = None
+    group: int | None = None  # microbatches that pass a stage one behind the other
     replicas: tuple[int, ...] | None = None  # of each stage
     shards: tuple[int, ...] | None = None  # parts that the weights of all stages, or of each, are divided into
 

@@ -46,7 +46,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         split=bool(getattr(module, "split", False)),
         parameters={
             name: list(value) if isinstance(value, tuple) else value
-            for name in ("groups", "chunks", "replicas")
+            for name in ("groups", "chunks", "group", "replicas")
             if (value := options[name]) is not None
         },
         cap=None if cap is None else bind_sizes(cap, options),

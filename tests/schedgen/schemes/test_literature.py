@@ -95,6 +95,19 @@ def interleaved(r, W, v, m):
     return jobs + [job("B", k) for k in range(v * m - warm_up, v * m)]
 
 
+def test_groups_of_interleaved_1f1b_are_megatron_s():
+    """The table that `get_schedule_table` of Megatron-LM has as its example: PP 2, VP 2, N 3, M 5."""
+    sizes = Sizes(4, 5, 2, chunks=2, group=3)
+    program = compile(load("interleaved-1f1b", sizes), sizes)
+    microbatch, chunk = [0, 1, 2, 0, 1, 2, 3, 4, 3, 4], [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    for r in (0, 1):
+        forwards, backwards = ([job for job in order(program, r) if job[0] == kind] for kind in "FB")
+        assert forwards == [("F", 2 * c + r, b) for c, b in zip(chunk, microbatch, strict=True)]
+        assert backwards == [("B", 2 * (1 - c) + r, b) for c, b in zip(chunk, microbatch, strict=True)]
+        # Warm-up is (PP - r - 1) 2 + (VP - 1) N forwards; then a forward goes before every backward.
+        assert [job[0] for job in order(program, r)].index("B") == 2 * (2 - r - 1) + 3 + 1
+
+
 @pytest.mark.parametrize("W", [1, 2, 3, 5, 8, 16])
 def test_the_closed_form_of_interleaved_1f1b_is_the_list_it_comes_from(W):
     for m in (W * k for k in (1, 2, 3, 5, 8)):

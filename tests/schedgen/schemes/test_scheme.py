@@ -149,6 +149,8 @@ def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
         (["lpp", "--workers", 4], "needs --workers W and --groups G"),
         (["fslpp", "--groups", 4], "needs --workers W and --groups G"),
         (["gpipe", "--groups", 2], "gpipe takes no --groups"),
+        (["interleaved-1f1b", "--group", 1], "each of its groups, the last too, needs 2 microbatches or more"),
+        (["interleaved-1f1b", "--group", 3], "each of its groups, the last too, needs 2 microbatches or more"),
     ],
 )
 def test_sizes_that_do_not_fit(arguments, words, compiled, refused):
