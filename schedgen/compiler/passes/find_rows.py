@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op
 from schedgen.ir.program import Program
+from schedgen.util.jit import kernel
 
 RowNumbers = NDArray[np.int64]
 
@@ -60,11 +61,28 @@ def rows_at_end(program: Program, backward: RowNumbers) -> RowNumbers:
 
 def earlier_compute(program: Program, row: RowNumbers, count: int) -> RowNumbers:
     """The `count`-th compute row before a row on its rank; the first if there are fewer; the row if there is none."""
-    rank = program.rows.rank[row].astype(np.int64)
-    keys, length = _compute_keys(program)
-    place = np.maximum(np.searchsorted(keys, rank * length + row) - count, np.searchsorted(keys, rank * length))
-    earlier = np.append(keys, -1)[place]
-    return np.where(earlier // length == rank, np.minimum(earlier % length, row), row)
+    is_compute = np.isin(program.rows.op, COMPUTE)
+    return _earlier_compute.sized(len(program))(program.rows.rank, is_compute, row, count, program.header.workers)
+
+
+@kernel
+def _earlier_compute(
+    rank: Ints, is_compute: NDArray[np.bool_], row: RowNumbers, count: int, workers: int
+) -> RowNumbers:
+    """`row`: ascending. One walk through the program, with the last `count` compute rows of each rank at hand."""
+    latest, met = np.zeros((workers, count), np.int64), np.zeros(workers, np.int64)
+    earlier, at = row.copy(), 0
+    for k in range(len(row)):
+        while at < row[k]:
+            if is_compute[at]:
+                r = rank[at]
+                latest[r, met[r] % count] = at
+                met[r] += 1
+            at += 1
+        r = rank[row[k]]
+        if met[r]:
+            earlier[k] = latest[r, met[r] % count if met[r] >= count else 0]
+    return earlier
 
 
 def next_compute(program: Program, row: RowNumbers, rank: Ints | None = None) -> RowNumbers:

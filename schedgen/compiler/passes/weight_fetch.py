@@ -90,6 +90,8 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
         foreign = own_jobs[~owned[rank, table.stage[own_jobs]]]
         if len(foreign):
             copies += _copies(program, rank, foreign, own_jobs, options)
+    if not copies:
+        return program
     sources = {(copy.rank, copy.stage): _sources(program, copy.rank, copy.stage) for copy in copies}
     # What is freed behind a row makes room for what is fetched there.
     freed = [(copy.rank, copy.stage, part, copy.end) for copy in copies for part, _ in sources[copy.rank, copy.stage]]
