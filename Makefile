@@ -129,6 +129,7 @@ bench-compile: venv
 	$(BIN)/python tests/bench/compile.py --history tests/bench/history.txt
 	$(BIN)/python tests/bench/diff.py
 	$(BIN)/python tests/bench/plan.py
+	$(BIN)/python tests/bench/cuts.py
 
 bench-run: launcher
 	$(BIN)/python tests/bench/split_backward.py

@@ -1,13 +1,15 @@
 """Of the schedules that a profile's layers allow, the ones that no other beats in both time and memory.
 
-Each candidate is compiled and executed by the simulator, unless its lower bound says before that a schedule that was
-found is no worse in both.
+1. Each candidate is compiled and executed by the simulator, unless its lower bound says before that a schedule that was
+   found is no worse in both.
+2. From each schedule on that front its cuts move on, and the simulator judges them, too: `best_cuts`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from schedgen.compiler.compile import compile
@@ -15,9 +17,11 @@ from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import Candidate, candidates
+from schedgen.planner.cut_moves import Cuts, best_cuts
+from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import Level
-from schedgen.planner.stage_costs import StageCosts
+from schedgen.planner.stage_costs import StageCosts, stage_costs
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -45,7 +49,11 @@ class SearchResult(NamedTuple):
     simulated: int  # candidates that no bound ruled out
 
 
-_Front = Sequence[tuple[PlannedSchedule, Candidate, StageCosts]]
+MOST_CUTS = 200  # that are tried near those of a schedule on the front ...
+MOST_INSTRUCTIONS = 300_000  # ... as long as no more than so many are simulated: about a second
+
+_Entry = tuple[PlannedSchedule, Candidate, StageCosts]
+_Front = Sequence[_Entry]
 
 
 def search(
@@ -66,6 +74,7 @@ def search(
         if schemes is None or candidate.name in schemes
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
+    bandwidth = min(level.bandwidth for level in levels)
     front: _Front = []
     simulated = 0
     with compiled_always():
@@ -74,13 +83,10 @@ def search(
                 continue
             simulated += 1
             for schedule, costs in _simulated(candidate):
-                if schedule.peak_bytes <= memory and not _beaten(schedule.step_time, schedule.peak_bytes, front):
-                    kept = [
-                        entry
-                        for entry in front
-                        if entry[0].step_time < schedule.step_time or entry[0].peak_bytes < schedule.peak_bytes
-                    ]
-                    front = [*kept, (schedule, candidate, costs)]
+                front = _with((schedule, candidate, costs), front, memory)
+        for entry in over(front, "move cuts", len(front)):
+            for moved in _moved(entry, layers, bandwidth, memory):
+                front = _with(moved, front, memory)
     if not front:
         workers = math.prod(level.components for level in levels)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
@@ -89,6 +95,17 @@ def search(
     front = sorted(front, key=lambda entry: entry[0].step_time)
     _, fastest, costs = front[0]
     return SearchResult([schedule for schedule, _, _ in front], _compiled(fastest, costs), len(bounded), simulated)
+
+
+def _with(entry: _Entry, front: _Front, memory: float) -> _Front:
+    """The front with an entry, if that fits and none is as good, and without those that it beats."""
+    schedule = entry[0]
+    if schedule.peak_bytes > memory or _beaten(schedule.step_time, schedule.peak_bytes, front):
+        return front
+    kept = [
+        other for other in front if other[0].step_time < schedule.step_time or other[0].peak_bytes < schedule.peak_bytes
+    ]
+    return [*kept, entry]
 
 
 def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
@@ -101,11 +118,31 @@ def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCos
         program = _compiled(candidate, candidate.costs[0])
     except UsageError:
         return
-    name, replicas, recompute, scheme, sizes, _ = candidate
     for costs in candidate.costs:
-        run = simulate(program, costs.durations(scheme.split), costs.machine)
-        seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
-        yield PlannedSchedule(name, sizes.stages, replicas, recompute, costs.layer_counts, seconds, bytes), costs
+        yield _timed(program, candidate, costs), costs
+
+
+def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
+    """The candidate's program, executed with these costs."""
+    name, replicas, recompute, scheme, sizes, _ = candidate
+    run = simulate(program, costs.durations(scheme.split), costs.machine)
+    seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
+    return PlannedSchedule(name, sizes.stages, replicas, recompute, costs.layer_counts, seconds, bytes)
+
+
+def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
+    """What the simulator was asked about cuts near those of an entry: its candidate with each of them."""
+    schedule, candidate, costs = entry
+    order, program, tried = prefixes(layers), _compiled(candidate, costs), []
+
+    def seconds(cuts: Cuts) -> float:
+        costs = stage_costs(layers, order, cuts, bandwidth)
+        schedule = _timed(program, candidate, costs)
+        tried.append((schedule, candidate, costs))
+        return schedule.step_time if schedule.peak_bytes <= memory else math.inf
+
+    best_cuts(tuple(accumulate(schedule.layers)), seconds, min(MOST_CUTS, MOST_INSTRUCTIONS // len(program)))
+    return tried
 
 
 def _compiled(candidate: Candidate, costs: StageCosts) -> Program:
