@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
@@ -61,7 +62,7 @@ def read(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def durations(text: str) -> dict[str, float]:
-    """A type for argparse: the duration of every direction, as in F=1,B=2."""
+    """A type for argparse: the duration of every direction, as in F=1,B=2, and R, that of a RECOMPUTE."""
     values: dict[str, float] = {}
     for part in text.split(","):
         name, _, digits = part.partition("=")
@@ -69,15 +70,15 @@ def durations(text: str) -> dict[str, float]:
             value = float(digits)
         except ValueError:
             value = 0.0
-        if name in values or not 1e-12 < value < 1e12:
+        if name in values or not (1e-12 < value < 1e12 or (name == REDO and value == 0)):
             raise argparse.ArgumentTypeError(
                 f"'{text}': give every direction once, as in F=1,B=2, with positive numbers"
             )
         values[name] = int(value) if value.is_integer() else value
-    names = next((names for names in DIRECTIONS.values() if set(names) == set(values)), None)
+    names = next((names for names in DIRECTIONS.values() if set(names) == set(values) - {REDO}), None)
     if names is None:
         raise argparse.ArgumentTypeError(f"'{text}': give F and B, or F, I and W, or F of forwards alone")
-    return {name: values[name] for name in names}
+    return {name: values[name] for name in (*names, *({REDO} & set(values)))}
 
 
 def searched_schemes(text: str) -> list[str]:

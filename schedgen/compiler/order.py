@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.job_graph import JobGraph, job_graph
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import B, Ints
+from schedgen.ir.cost import redo_duration
+from schedgen.ir.instructions import DIRECTIONS, B, Ints
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import pop, push, set_leaf, time_of
 from schedgen.util.jit import kernel
@@ -42,11 +43,12 @@ def order(placed: PlacedScheme) -> Times:
 def _lengths(placed: PlacedScheme) -> Times:
     """How long each job takes: an unsplit I has its W's time, too, and a backward that of the forward it redoes."""
     length = np.empty(placed.compute.shape)
-    length[:] = np.array(list(placed.cost.values()), np.float64)[:, None, None]
+    times = [placed.cost[direction] for direction in DIRECTIONS[len(length)]]
+    length[:] = np.array(times, np.float64)[:, None, None]
     if placed.unsplit_backward.any():
         length[:, placed.unsplit_backward] = [[placed.cost["F"]], [placed.cost["I"] + placed.cost["W"]], [0.0]]
     if placed.redone.any():
-        length[B, placed.redone] += placed.cost["F"]
+        length[B, placed.redone] += redo_duration(placed.cost)
     return length.ravel()
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.evaluate import at_job, evaluate
 from schedgen.compiler.options import Options, apply_options, check_jobs, part_counts
-from schedgen.ir.cost import durations
+from schedgen.ir.cost import REDO, durations
 from schedgen.ir.instructions import B, F, Ints, W
 from schedgen.ir.limits import MOST_PAIRS, MOST_WORKERS
 from schedgen.ir.stage_graph import StageGraph, chain
@@ -62,11 +62,12 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     program_stages = stages * options.parts * options.tensor
     if placement.workers * program_stages > MOST_PAIRS:
         raise UsageError(f"{placement.workers} workers and {program_stages} stages are too many")
+    redo = {name: time for name, time in (options.cost or {}).items() if name == REDO and not options.forward}
     edges = chain(stages) if scheme.edges is None else tuple(sorted(scheme.edges))
     return PlacedScheme(
         scheme=scheme,
         options=options,
-        cost=durations(options.cost, 1 if options.forward else directions),
+        cost={**durations(options.cost, 1 if options.forward else directions), **redo},
         workers=placement.workers,
         weights=placement.weights,
         compute=placement.compute,

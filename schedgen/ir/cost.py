@@ -21,15 +21,28 @@ DEFAULT_COST: dict[int, Mapping[str, float]] = {1: {"F": 1}, 2: {"F": 1, "B": 2}
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
+REDO = "R"  # the duration of a RECOMPUTE, among the costs where it is not that of F; it may be 0
+
+
+def is_redo_time(time: object) -> bool:
+    """Whether a number may be R."""
+    return type(time) in (int, float) and 0 <= time < 1e12  # type: ignore[operator]
+
+
+def redo_duration(cost: Mapping[str, Any]) -> Any:
+    """How long a RECOMPUTE takes, a number or numbers by stage: R or, where there is none, F."""
+    return cost.get(REDO, cost["F"])
+
+
 def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
     """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
-    Of a schedule that does not split the backward, B is I + W; of forwards alone, only F counts. UsageError where they
-    differ too much, or one is missing.
+    Of a schedule that does not split the backward, B is I + W; of forwards alone, only F counts. R is left out.
+    UsageError where they differ too much, or one is missing.
     """
     if cost is None:
         return dict(DEFAULT_COST[directions])
-    cost = {name: np.array(time) if isinstance(time, Sequence) else time for name, time in cost.items()}
+    cost = {name: np.array(time) if isinstance(time, Sequence) else time for name, time in cost.items() if name != REDO}
     shortest, longest = (f([f(time) for time in cost.values()]) for f in (np.min, np.max))
     if not 0 < longest <= MOST_RATIO * shortest:
         raise UsageError("costs: the longest job may take a million times as long as the shortest, not more")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from schedgen.ir.cost import REDO, is_redo_time
 from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
@@ -98,7 +99,7 @@ def _parts(value: object, workers: int, stages: int) -> tuple[int, ...]:
 def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
     """The header; `jobs`, the number of instructions, limits the memory it may take. Wrong names the entry at fault."""
     order = _order(raw.get("order"))
-    shape = (len(order["cost"]), limits.stages, limits.microbatches)
+    shape = (len(set(order["cost"]) - {REDO}), limits.stages, limits.microbatches)
     _check_sizes(shape, limits, jobs)
     if not _is_printable(raw.get("generator")):
         raise Wrong("generator", "generator must be a printable string")
@@ -140,11 +141,13 @@ def _order(value: object) -> dict[str, Any]:
     if value["mode"] not in ("greedy", "strict"):
         raise Wrong("order", "order: mode must be greedy or strict")
     cost = value["cost"]
-    if not isinstance(cost, dict) or tuple(cost) not in DIRECTIONS.values():
-        raise Wrong("order", "order: cost must have F and B, or F, I and W, or F of forwards alone")
-    if not all(type(time) in (int, float) and 1e-12 < time < 1e12 for time in cost.values()):
-        raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12")
-    if max(cost.values()) > MOST_RATIO * min(cost.values()):
+    if not isinstance(cost, dict) or tuple(name for name in cost if name != REDO) not in DIRECTIONS.values():
+        raise Wrong("order", "order: cost must have F and B, or F, I and W, or F of forwards alone; and may have R")
+    redo = cost.get(REDO, 0)
+    times = [time for name, time in cost.items() if name != REDO]
+    if not all(type(time) in (int, float) and 1e-12 < time < 1e12 for time in times) or not is_redo_time(redo):
+        raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12, R from 0 on")
+    if max(times) > MOST_RATIO * min(times):
         raise Wrong("order", "order: the largest cost may be a million times the smallest, not more")
     return value
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.cost import REDO, Amount, by_stage
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import unreplicated
@@ -21,13 +21,15 @@ class StageCosts(NamedTuple):
     """The costs of S stages that follow each other in the order of the layers."""
 
     layer_counts: tuple[int, ...]  # by stage
-    times: Mapping[str, Floats]  # direction (F and B, or F, I and W) -> seconds by stage
+    times: Mapping[str, Floats]  # direction (F and B, or F, I and W), maybe R -> seconds by stage
     machine: Machine  # bytes by stage
 
     def durations(self, split: bool) -> dict[str, Floats]:
         """Seconds by stage of a schedule's directions; a B of unmeasured halves gives each half of its time."""
         if split and "B" in self.times:
-            return {"F": self.times["F"], "I": self.times["B"] / 2, "W": self.times["B"] / 2}
+            half = self.times["B"] / 2
+            redo = {REDO: self.times[REDO]} if REDO in self.times else {}
+            return {"F": self.times["F"], "I": half, "W": half, **redo}
         return dict(self.times)
 
 

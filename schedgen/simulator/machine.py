@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import DIRECTION, Amount, by_stage
+from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.util.errors import UsageError, clip
@@ -89,7 +89,7 @@ def read_profile(
         values = _expand_shards(values, header)
     of_stages = f"{counted} {stages} stages"
     for key, value in values.items():
-        if key not in (*names, *PROFILE_KEYS):
+        if key not in (*names, REDO, *PROFILE_KEYS):
             raise UsageError(f"{name}: there is no cost '{clip(key)}'")
         if key == "workspace" and isinstance(value, dict):
             for direction, amount in value.items():
@@ -104,7 +104,7 @@ def read_profile(
         if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
     machine = Machine(**{PROFILE_KEYS[key]: value for key, value in values.items() if key in PROFILE_KEYS})
-    times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in names}
+    times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
     return times, machine
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import Memory, Waits, analyse
-from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations
+from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations, redo_duration
 from schedgen.ir.instructions import Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
@@ -115,7 +115,8 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -
     unsplit_backward = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
     for op, direction in DIRECTION.items():
         rows = np.flatnonzero(table.op == op)
-        duration[rows] = by_stage(lengths.get(direction, unsplit_backward), header.stages)[table.stage[rows]]
+        length = redo_duration(cost) if op == Op.RECOMPUTE else lengths.get(direction, unsplit_backward)
+        duration[rows] = by_stage(length, header.stages)[table.stage[rows]]
     return duration
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.passes.find_rows import RowNumbers, serving_owner
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.cost import DIRECTION
+from schedgen.ir.cost import DIRECTION, redo_duration
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
 
@@ -163,6 +163,7 @@ def _fetches(
     time = program.time
     assert time is not None
     length = np.array([program.header.cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
+    length[Op.RECOMPUTE] = redo_duration(program.header.cost)
     begins = [time[own].tolist() for own in jobs]
     ends = [(time[own] + length[program.rows.op[own]]).tolist() for own in jobs]
     job_rows = [own.tolist() for own in jobs]

@@ -20,6 +20,7 @@ from schedgen.ir.instructions import B, F, Op
 from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.stats import stats
 from schedgen.util.errors import UsageError
 
 COSTS = {2: (1, 2), 3: (1, 1, 2)}
@@ -243,3 +244,29 @@ def test_a_cap_that_deadlocks_names_the_jobs_that_wait_for_each_other():
 
 def test_cap_is_for_greedy():
     assert "--mode greedy" in refusal("strict", lambda s, b, d: b, cap=lambda s: 1)
+
+
+def test_redoing_forwards_costs_what_r_says():
+    """Backwards away from their forwards redo these. With R = 0 they take no time, as in Rahimi's simulator."""
+
+    def elsewhere(s, b, d):  # a job's second worker is another one than its first
+        return (s + 2 * b + 3 * d) % 4, (s + 2 * b + 3 * d) % 4
+
+    def oldest(s, b, d):
+        return 8 * b + np.where(d == F, s, 7 - s)
+
+    scheme, sizes = Scheme("elsewhere", 4, elsewhere, oldest, "elsewhere", "greedy"), Sizes(4, 8, 4)
+    s, b, d = np.ogrid[:4, :8, :2]
+    grids = (elsewhere(s, b, d)[1], oldest(s, b, d))
+    worker, n = (np.broadcast_to(grid, (4, 8, 2)).transpose(2, 0, 1).ravel() for grid in grids)
+    length = np.repeat([1.0, 2.0], 4 * 8)
+    start = greedy(job_graph(StageGraph(4, chain(4)), 8, 2), worker, n, length)
+
+    def latency(cost):
+        program = compile(scheme, sizes, Options(cost=cost))
+        assert dict(program.header.cost) == cost
+        return stats(program)["latency"]
+
+    assert latency({"F": 1, "B": 2, "R": 0}) == (start + length).max()
+    assert latency({"F": 1, "B": 2, "R": 1}) == latency({"F": 1, "B": 2})
+    assert latency({"F": 1, "B": 2, "R": 3}) > latency({"F": 1, "B": 2})
