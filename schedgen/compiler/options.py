@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from schedgen.ir.limits import MOST_JOBS
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.util.errors import UsageError
 
 
@@ -44,6 +44,8 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
     """UsageError where options name what is not there, or do not go with the scheme or with one another."""
     if options.n is not None and options.n not in ORDERS:
         raise UsageError(f"there is no order '{options.n}': it is one of {', '.join(ORDERS)}")
+    if options.n is None and scheme.n is no_order:
+        raise UsageError(f"{scheme.name}.py defines no function n(s, b, d): define one, or choose an order with --n")
     updates = options.updates or scheme.updates
     if updates not in UPDATES:
         raise UsageError(f"there are no updates '{updates}': they are one of {', '.join(UPDATES)}")

@@ -63,6 +63,11 @@ class Scheme(NamedTuple):
     by_shard: bool = False  # w takes the shard t of a stage
 
 
+def no_order(s: Any, b: Any, d: Any) -> Any:
+    """The n of a scheme that leaves it to --n."""
+    raise NotImplementedError
+
+
 def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
     """`function` with its keyword-only arguments (stages, workers, ...) bound; UsageError where a size is missing."""
     try:

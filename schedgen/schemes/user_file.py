@@ -1,4 +1,4 @@
-"""A user's own scheme: a Python file that defines w and n and, if it likes, cap, edges, apart, mode, split, updates."""
+"""A user's own scheme: a Python file that defines w, n unless --n is given and, if it likes, cap, edges, apart, mode, split, updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.weight_versions import FLUSH, UPDATES
-from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument
+from schedgen.schemes.scheme import Scheme, Sizes, bind_sizes, fourth_argument, no_order
 from schedgen.util.errors import UsageError, raised
 
 
@@ -20,9 +20,11 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     if not path.stem.isprintable():
         raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
     module = _executed(path)
-    for wanted in ("w", "n"):
-        if not callable(getattr(module, wanted, None)):
-            raise UsageError(f"{path} defines no function {wanted}(s, b, d)")
+    if not callable(getattr(module, "w", None)):
+        raise UsageError(f"{path} defines no function w(s, b, d)")
+    n = getattr(module, "n", no_order)
+    if not callable(n):
+        raise UsageError(f"{path}: n is no function n(s, b, d)")
     by_shard = fourth_argument(module.w) == "t"
     if not by_shard:
         sizes = sizes.per_shard(tensor)
@@ -40,7 +42,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
         name=path.stem,
         workers=sizes.workers,
         w=bind_sizes(module.w, options),
-        n=bind_sizes(module.n, options),
+        n=bind_sizes(n, options),
         order=path.stem,
         mode=mode,
         split=bool(getattr(module, "split", False)),

@@ -113,6 +113,7 @@ WRONG = {
     "an option that is none": ("def n(s, b, d, *, color): return b", [], "'color'"),
     "lacks n": ("del n", [], "defines no function n(s, b, d)"),
     "lacks w": ("w = 4", [], "defines no function w(s, b, d)"),
+    "n: no function": ("n = 3", [], "n is no function n(s, b, d)"),
     "raises": ("import no_such_module_anywhere", [], "ModuleNotFoundError"),
     "exits": ("raise SystemExit(0)", [], "mine.py"),
     "a syntax error": ("def w(s, b, d) return s", [], "SyntaxError"),
@@ -200,6 +201,12 @@ def test_keyword_arguments_receive_the_options(scheme, compiled):
     file = json.loads(result.out)
     assert file["scheme"] == {"name": "mine", "workers": 4, "stages": 3, "microbatches": 5, "groups": 2}
     assert file["edges"] == [[0, 2], [1, 2]]
+
+
+def test_a_file_needs_no_n_where_the_command_names_one(scheme, compiled):
+    result = compiled(scheme("del n"), "--n", "depth-first")
+    assert (result.code, result.err) == (0, "")
+    assert json.loads(result.out)["order"]["n"] == "depth-first"
 
 
 def test_an_option_with_a_default_may_be_left_out(scheme, compiled):
