@@ -1,4 +1,4 @@
-"""A user's own scheme: a Python file that defines w, n unless --n is given and, if it likes, cap, edges, apart, mode, split, updates."""
+"""A user's own scheme: a file with w, with n unless --n is given, maybe cap, edges, apart, mode, split, updates."""
 
 from __future__ import annotations
 
