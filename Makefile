@@ -92,7 +92,7 @@ lint: venv
 # divided over all workers, in one two stages of four parts each have two shards. NAME.graph has what NAME's model says.
 # Those in forward/ have forwards alone.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
-TWO_STAGES := interleaved-1f1b looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
+TWO_STAGES := interleaved-1f1b interleaved-zb looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
 REPLICAS   := 1f1b-rr
 SHARDED    := fsdp-sharded

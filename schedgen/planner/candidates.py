@@ -25,7 +25,7 @@ STAGES = (1, 2, 4, 8, 16, 32, 64)  # of schemes that put any number of stages on
 PIPELINES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
-    **dict.fromkeys(("interleaved-1f1b", "looped-bfs", "breadth-first"), CHUNKS),
+    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first"), CHUNKS),
 }
 GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> what it is called where each worker is a group
 SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")

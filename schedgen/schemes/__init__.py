@@ -21,6 +21,7 @@ from schedgen.schemes import (
     fslpp,
     gpipe,
     interleaved_1f1b,
+    interleaved_zb,
     looped_bfs,
     lpp,
     one_f_one_b,
@@ -72,6 +73,7 @@ ZB-H2: as ZB-H1, but more forwards warm up, at twice 1F1B's memory.
 Where F = I = W, no bubble between a worker's first and last job.
 w(s, b, d) = (s mod W, s mod W)   [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3; W = S]
 n(F) = b, n(I) = b + W-1-s + min(W-1-s, x), n(W) = b + W-1 + x, x = min(W-1, max(0, B-W)), ties F < I < W, strict"""),
+    "interleaved-zb": BuiltIn(interleaved_zb),
     "zb-v": BuiltIn(zb_v),
     "v-half": BuiltIn(v_half),
     "v-min": BuiltIn(v_half, {"block": third}, """\

@@ -23,11 +23,11 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
     parameters = {"chunks": v}
     if sizes.group is not None:
         parameters["group"] = sizes.group
-    n = _n(W, v, sizes.microbatches, _group(name, W, sizes))
+    n = _n(W, v, sizes.microbatches, group_size(name, W, sizes))
     return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, name, "strict", parameters=parameters)
 
 
-def _group(name: str, W: int, sizes: Sizes) -> int:
+def group_size(name: str, W: int, sizes: Sizes) -> int:
     """How many microbatches pass a stage before those ahead pass the worker's next: W, or B / (B div W), or as given.
 
     A group of fewer than W leaves workers without input. So Megatron-LM refuses a microbatch-group-size-per-vp-stage
@@ -49,15 +49,19 @@ def _group(name: str, W: int, sizes: Sizes) -> int:
 def _n(W: int, v: int, batches: int, group: int) -> Function:
     """The k-th forward of worker r has n = 2 (k - warm-up), the k-th backward 2k + 1.
 
-    Each goes through its stages in groups of microbatches. Warm-up is (v - 1) groups and 2 (W - 1 - r) more.
+    Warm-up is (v - 1) groups and 2 (W - 1 - r) more.
     """
 
     def n(s: Any, b: Any, d: Any) -> Any:
-        r, chunk = s % W, s // W
-        turn = np.where(d == F, chunk, v - 1 - chunk)
-        begin = b // group * group
-        k = begin * v + turn * np.minimum(group, batches - begin) + b - begin
-        warm_up = 2 * (W - 1 - r) + (v - 1) * group
+        k = turn(s, b, d, W, v, batches, group)
+        warm_up = 2 * (W - 1 - s % W) + (v - 1) * group
         return np.where(d == F, 2 * (k - warm_up), 2 * k + 1)
 
     return n
+
+
+def turn(s: Any, b: Any, d: Any, W: int, v: int, batches: int, group: int) -> Any:
+    """The k of a job that is the k-th of its direction on its worker: groups of microbatches pass stage after stage."""
+    begin = b // group * group
+    chunk = np.where(d == F, s // W, v - 1 - s // W)
+    return begin * v + chunk * np.minimum(group, batches - begin) + b - begin

@@ -12,8 +12,8 @@ from run_results import DEPTH_FIRST, GPT, MLP, differences
 
 GOLDEN = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
-    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "looped-bfs", "lpp", "lpp-g4",
-    "pipedream-flush",
+    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "lpp",
+    "lpp-g4", "pipedream-flush",
     "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
 # Those that add gradients in another order than one process each in a way of its own.

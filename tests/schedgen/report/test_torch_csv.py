@@ -58,7 +58,7 @@ def test_what_is_written_is_read_as_the_same_schedule(scheme, actions, golden, r
 TORCH = {
     "ScheduleInterleaved1F1B": "interleaved-1f1b",
     "ScheduleLoopedBFS": "looped-bfs",
-    "ScheduleInterleavedZeroBubble": None,
+    "ScheduleInterleavedZeroBubble": "interleaved-zb",
     "ScheduleZBVZeroBubble": "zb-v",
     "ScheduleDualPipeV": None,  # of ours activations leave in pairs
 }

@@ -15,7 +15,10 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats
 
 TABLE = json.loads((Path(__file__).parents[2] / "data" / "literature.json").read_text())
-TWO_STAGES = ("interleaved-1f1b", "looped-bfs", "depth-first", "breadth-first", "zb-v", "v-half", "v-min", "dualpipe-v")
+TWO_STAGES = (
+    "interleaved-1f1b", "looped-bfs", "depth-first", "breadth-first", "interleaved-zb", "zb-v", "v-half", "v-min",
+    "dualpipe-v",
+)  # fmt: skip
 
 
 def compiled(scheme, workers, microbatches):
