@@ -37,10 +37,17 @@ def third(r: int, p: int) -> tuple[int, int, int, int]:
     return r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1
 
 
-def squeezed_lists(p: int, batches: int, block: Block, memory: int = 0) -> list[list[Job]]:
-    """The jobs of each of p workers in their order; each saves at most `memory` forwards, or as many as the block."""
+def squeezed_lists(p: int, batches: int, block: Block, memory: int = 0, keep_steady: bool = False) -> list[list[Job]]:
+    """The jobs of each of p workers in their order; each saves at most `memory` forwards, or as many as the block.
+
+    `keep_steady`: jobs of the steady state stay where the block has them. Its gaps are room for messages.
+    """
     slots = np.array([block(r, p) for r in range(p)])[:, :, None] + 6 * np.arange(batches)
-    slots = _squeeze.sized(10 * slots.size)(slots, np.argsort(slots.ravel(), kind="stable"), memory)
+    order = np.argsort(slots.ravel(), kind="stable")
+    if keep_steady:  # from where the first microbatch is done until the last comes in
+        at = slots.ravel()[order]
+        order = order[(at < slots[0, 3, 0]) | (at > slots[0, 0, -1])]
+    slots = _squeeze.sized(10 * slots.size)(slots, order, memory)
     return [_with_weight_jobs(r, p, slots[r]) for r in range(p)]
 
 

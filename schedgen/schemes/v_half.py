@@ -17,5 +17,5 @@ def scheme(sizes: Sizes, name: str, block: Block = half) -> Scheme:
     """S = 2 W. One building block a microbatch, six time slots apart: F and I of two stages, and two W."""
     p, _ = chunked(name, sizes, chunks=2)
     S = sizes.stages
-    n = place_in_list(sizes, squeezed_lists(p, sizes.microbatches, block))
+    n = place_in_list(sizes, squeezed_lists(p, sizes.microbatches, block, keep_steady=block is half))
     return Scheme(name, p, lambda s, b, d: (vee(s, S), vee(s, S)), n, name, "strict", split=True)

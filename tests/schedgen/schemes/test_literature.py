@@ -9,9 +9,11 @@ import pytest
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import Op
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 
 TABLE = json.loads((Path(__file__).parents[2] / "data" / "literature.json").read_text())
@@ -57,6 +59,17 @@ def test_v_schedules_have_their_authors_window_and_memory(scheme):
         numbers = stats(compiled(scheme, p, 3 * p), {"F": 1, "I": 1, "W": 1})
         assert numbers["own_window_bubble"] + 18 * p <= window, p
         assert numbers["peak_activations"] <= peak, p
+
+
+@pytest.mark.parametrize(("p", "m", "times", "rate"), [(16, 48, (14407, 14380, 9676, 1610), 0.1838)])
+def test_v_half_keeps_room_for_messages(p, m, times, rate):
+    """At measured costs [Qi et al. 2023, table 8], messages included. The block as it stands has a rate of 0.2027."""
+    program = compiled("v-half", p, m)
+    run = simulate(program, dict(zip("FIW", times, strict=False)), Machine(alpha=times[3], activation=1))
+    ranks = np.split(np.arange(len(program)), program.bounds[1:-1])
+    jobs = [rows[np.isin(program.rows.op[rows], COMPUTE)] for rows in ranks]
+    window = max(run.end[rows].max() - run.start[rows].min() for rows in jobs)
+    assert (window - 2 * m * sum(times[:3])) / window <= rate + 5e-5
 
 
 def test_v_half_has_its_authors_window_where_few_microbatches_leave_no_steady_state():
