@@ -77,7 +77,7 @@ def test_version_says_which(run):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("1f1", "1f1b"), ("zbv", "zb-v"), ("interleaved", "interleaved-1f1b"), ("gpipes", "gpipe"), ("", None)],
+    [("1f1", "1f1b"), ("zbv", "zb-v"), ("interleaved", "interleaved-zb"), ("gpipes", "gpipe"), ("", None)],
 )
 def test_an_unknown_scheme_is_told_what_is_near(name, near, run, refused):
     said = refused(run(*command_line(scheme=name)), 2)
