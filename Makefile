@@ -44,7 +44,7 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	@echo "installing torch, mpi4py and what else is needed into $(VENV), which may take minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
-	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,dev]'
+	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,search,dev]'
 	touch $@
 
 # What starts ranks needs something to start them with.
@@ -130,6 +130,7 @@ bench-compile: venv
 	$(BIN)/python tests/bench/diff.py
 	$(BIN)/python tests/bench/plan.py
 	$(BIN)/python tests/bench/cuts.py
+	$(BIN)/python tests/bench/search.py
 
 bench-run: launcher
 	$(BIN)/python tests/bench/split_backward.py

@@ -74,6 +74,11 @@ COMMANDS = (
         "schedgen plan profile.json --workers 2 --bandwidth 1.25e9 --microbatches 4 -o plan.json",
     ),
     Command(
+        "search", options.SearchOptions, make_schedules.run_search,
+        "the order that ends first, for a placement, costs and memory, and a bound",
+        "schedgen search zb-v --stages 8 --microbatches 8 --cost F=10,I=12,W=8 --memory-limit 4 -o found.json",
+    ),
+    Command(
         "new", options.NewOptions, make_schedules.run_new, "write a scheme of your own to begin with",
         "schedgen new mine",
     ),

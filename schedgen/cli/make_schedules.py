@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from schedgen.checker import check, check_compiled
-from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions
+from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.ir.cost import DEFAULT_COST, Amount
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph
 from schedgen.ir.program import Program
 from schedgen.planner import tables
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
+from schedgen.planner.order_search.exact import is_installed
+from schedgen.planner.order_search.order_search import Limits, search_order
+from schedgen.planner.order_search.table import search_table
 from schedgen.planner.partition import hierarchy, partition
 from schedgen.planner.pipedream import pipedream
 from schedgen.planner.search import search
@@ -29,6 +35,7 @@ from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.template import new
+from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import SlowScheme, UsageError
 from schedgen.util.files import display_name, open_output, read_text
 
@@ -167,6 +174,30 @@ def run_plan(options: PlanOptions) -> int:
         _write_checked(program, options.output)
     if options.output != "-":
         print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
+    return 0
+
+
+def run_search(options: SearchOptions) -> int:
+    """Print what the best order takes and the bound; write it."""
+    sizes = Sizes(options.stages, options.microbatches, options.workers, chunks=options.chunks)
+    scheme = load(options.scheme, sizes)
+    cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
+    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
+    if options.profile:
+        cost, machine = read_profile(read_text(options.profile), display_name(options.profile), sizes.stages)
+    if len(cost) == 1:
+        raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
+    begin = time.perf_counter()
+    limits = Limits(options.objective, options.memory_limit, options.memory)
+    best = search_order(scheme, sizes, cost, machine, limits, options.budget)
+    seconds = time.perf_counter() - begin
+    check_compiled(best.program)
+    if options.output:
+        _write_checked(best.program, options.output)
+    if options.output != "-":
+        print(search_table(best, options.objective, seconds, options.json))
+    if not (best.optimal or is_installed()):
+        print("schedgen: note: OR-Tools proves more, for small problems: pip install ortools", file=sys.stderr)
     return 0
 
 

@@ -16,6 +16,7 @@ from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
+from schedgen.planner.order_search.order_search import BUDGET, OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.util import option_types as types
@@ -276,6 +277,32 @@ class PlanOptions(Form):
         "--schemes NAME,...", "only these; default: all that are searched", searched_schemes
     )
     output: str | None = option("-o --output FILE", "the fastest schedule; - is standard output")
+
+
+@dataclass(frozen=True)
+class SearchOptions(Form, CostOptions):
+    """search: a placement and its sizes, what jobs cost, and what an order must keep to."""
+
+    scheme: str = argument("SCHEME|FILE", "whose placement is taken: a built-in scheme, or FILE.py with w and n")
+    stages: int = option("--stages S", "of the scheme", types.count, required=True)
+    microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
+    workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
+    chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
+    memory_limit: int | None = option(
+        "--memory-limit M", "saved forwards a worker may hold, until the end of W; default: no limit", types.count,
+        group="memory",
+    )  # fmt: skip
+    memory: float | None = option(
+        "--memory BYTES", "bytes of a profile's saved, and half, that a worker may hold", types.amount, group="memory"
+    )
+    objective: str = option(
+        "--objective", "the latency, or the longest time from a worker's first job to its last; default: makespan",
+        choices=OBJECTIVES, default="makespan",
+    )  # fmt: skip
+    budget: int = option(
+        "--budget N", f"million times that a job is given a time; default: {BUDGET}", types.count, BUDGET
+    )
+    output: str | None = option("-o --output FILE", "the schedule; - is standard output")
 
 
 @dataclass(frozen=True)

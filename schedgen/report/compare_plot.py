@@ -55,7 +55,7 @@ def plot_comparison(comparison: Comparison, title: str, out: BinaryIO) -> None:
         left, right = figure.subplots(1, 2, sharey=True)
         rows = comparison.rows
         most = max(row.peak_activations for row in rows)
-        limits = [lower_bounds(header, header.cost, header.workers) for header in comparison.headers]
+        limits = [lower_bounds(header, header.cost, np.ones(header.workers, np.int64)) for header in comparison.headers]
         counts = np.linspace(1, most + 1, 200)
         left.plot(counts, [_lower_bound(limits, count) for count in counts], color="0.6", label="lower bound")
         panels: list[tuple[Any, str, str]] = [

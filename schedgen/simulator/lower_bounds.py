@@ -2,30 +2,35 @@
 
 work           the busiest worker's jobs, one after another
 critical_path  the forwards and backwards of one microbatch, one after another
-memory         Each forward's saved activations are alive until its backward has ended. The sum of these times over all
-               jobs fits into the latency times the workers' peaks of activations. This is the theorem of Rahimi 2025
-               (throughput <= M / S, for identical stages in a chain, one unit of memory each, messages hidden) with
-               the jobs' own durations and for any DAG of stages.
+memory         Each forward's saved activations are alive until its backward has ended. The sum of these times over a
+               worker's jobs fits into the latency times the worker's peak of activations. This is the theorem of
+               Rahimi 2025 (throughput <= M / S, for identical stages in a chain, one unit of memory each, messages
+               hidden) with the jobs' own durations, for any DAG of stages and for each worker.
+way            of each worker: the way to its first jobs, its jobs one after another, the way from the last of them to
+               the end; and the same for its jobs that have a longer way, in front or behind (Jackson 1955, Carlier
+               1982: heads and tails of a machine)
 window         of a chain: no worker begins before a forward has reached it, and none ends before its last backward
                has gone back to the first stage
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.ir.cost import Amount, by_stage, durations
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Ints
+from schedgen.ir.instructions import B, F, Ints, Numbers
 from schedgen.simulator.timeline import Times
 
 
-def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: int) -> dict[str, float]:
-    """work, critical_path and, unless there are forwards alone, memory, in the units of `cost`.
+def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: Numbers) -> dict[str, float]:
+    """work, critical_path, way and, unless there are forwards alone, memory, in the units of `cost`.
 
-    `peak_activations`: summed over workers.
+    `peak_activations`: by worker.
     """
     lengths = {name: by_stage(t, header.stages) for name, t in durations(cost, len(header.directions)).items()}
     none = np.zeros(header.stages)
@@ -40,10 +45,106 @@ def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: i
         forwards[producer] = max(forwards[producer], forwards[consumer] + forward[consumer])
         backwards[producer] = max(backwards[producer], backwards[consumer] + backward[consumer])
     alive = forwards + backwards + backward + weights  # from the end of a stage's forward to that of its W
-    bounds = {"work": float(busy.max()), "critical_path": float((forward + alive).max())}
+    bounds = {"work": float(busy.max()), "critical_path": float((forward + alive).max()), "way": _way(header, lengths)}
     if not header.is_forward:
-        bounds["memory"] = float(alive.sum()) * header.microbatches / max(peak_activations, 1)
+        stays = (header.compute[0] == header.compute[1:]).all(axis=0)  # others are redone where their backward runs
+        time = np.where(stays, alive[:, None], 0.0).ravel()
+        held = np.bincount(header.compute[F].ravel(), time, minlength=header.workers)
+        bounds["memory"] = float((held / np.maximum(peak_activations, 1)).max())
     return bounds
+
+
+def _way(header: Header, lengths: Mapping[str, Times]) -> float:
+    """Of any worker: the least way to a job, all its jobs, the least way behind one; and so without its W.
+
+    0 where a backward runs away from its forward: it redoes that, and need not wait for it.
+    """
+    if (header.compute != header.compute[0]).any():
+        return 0.0
+    directions, stages = len(lengths), header.stages
+    time = np.concatenate(list(lengths.values()))
+    before = waits_for(header.graph.edges, stages, directions)
+    heads, tails = np.zeros((2, len(before)))
+    order = list(TopologicalSorter(dict(enumerate(before))).static_order())
+    for node in order:
+        heads[node] = max((heads[other] + time[other] for other in before[node]), default=0.0)
+    for node in reversed(order):
+        for other in before[node]:
+            tails[other] = max(tails[other], time[node] + tails[node])
+    longest = 0.0
+    for few in range(1, directions + 1):
+        busy = np.zeros(header.workers)
+        first, last = np.full((2, header.workers), np.inf)
+        for node in range(few * stages):
+            worker = header.compute[node // stages, node % stages]
+            busy += time[node] * np.bincount(worker, minlength=header.workers)
+            np.minimum.at(first, worker, heads[node])
+            np.minimum.at(last, worker, tails[node])
+        longest = max(longest, float((first + busy + last)[np.isfinite(first)].max()))
+    return longest
+
+
+def waits_for(edges: Sequence[tuple[int, int]], stages: int, directions: int) -> list[list[int]]:
+    """By node (direction d of stage s is node d S + s): the nodes of the same microbatch that it waits for."""
+    before: list[list[int]] = [[] for _ in range(directions * stages)]
+    for producer, consumer in edges:
+        before[F * stages + consumer].append(F * stages + producer)
+        if directions > 1:
+            before[B * stages + producer].append(B * stages + consumer)
+    for node in range(stages, directions * stages):
+        before[node].append(node - stages)
+    return before
+
+
+def order_bound(
+    before: Sequence[Sequence[int]], compute: Ints, lengths: Times, hops: Mapping[tuple[int, int], float],
+    own_window: bool,
+) -> float:  # fmt: skip
+    """The latency that no order of these jobs is below, or the longest own window.
+
+    before      by node those that it waits for
+    compute     the worker of every job, (D, S, B)
+    lengths     duration by node
+    hops        of a message from one node to another, where all microbatches change workers
+    own_window  a worker's time begins with its first job, so that only ways from one of its jobs to another count
+    """
+    nodes, workers = len(before), int(compute.max()) + 1
+    way = _longest_ways(before, lengths, hops)
+    jobs = np.zeros((workers, nodes))  # by worker and node
+    for node in range(nodes):
+        jobs[:, node] = np.bincount(compute.reshape(nodes, -1)[node], minlength=workers)
+    busy = jobs * lengths
+    longest = float(busy.sum(axis=1).max())
+    for u in range(workers if own_window else 1):
+        mine = jobs[u] == compute.shape[2] if own_window else np.ones(nodes, bool)  # those of every microbatch
+        if mine.any():
+            heads = way[mine].max(axis=0)
+            tails = (way[:, mine] + lengths[mine]).max(axis=1) - lengths
+            longest = max(longest, *(_threaded(heads, tails, busy[w]) for w in range(workers)))
+    return longest
+
+
+def _longest_ways(
+    before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[tuple[int, int], float]
+) -> NDArray[np.float64]:
+    """By two nodes: the time from the first one's start to the second's, -inf where there is no way."""
+    way = np.full((len(before), len(before)), -np.inf)
+    for node in TopologicalSorter(dict(enumerate(before))).static_order():
+        way[node, node] = 0.0
+        for other in before[node]:
+            way[:, node] = np.maximum(way[:, node], way[:, other] + lengths[other] + hops.get((other, node), 0.0))
+    return way
+
+
+def _threaded(heads: Times, tails: Times, busy: Times) -> float:
+    """The most of: the least head of some nodes, their work, their least tail."""
+    there = (busy > 0) & np.isfinite(heads) & np.isfinite(tails)
+    longest = 0.0
+    for head in np.unique(heads[there]):
+        late = there & (heads >= head)
+        for tail in np.unique(tails[late]):
+            longest = max(longest, float(head + tail + busy[late & (tails >= tail)].sum()))
+    return longest
 
 
 def window_bound(compute: Ints, lengths: Times, recompute: Times, hops: Times, workers: int) -> float:

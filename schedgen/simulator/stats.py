@@ -57,7 +57,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
     memory = analyse(program).memory
     busy, longest_bubble, latency = _work(program, run)
-    limits = lower_bounds(header, cost, int(memory.saved.sum()))
+    limits = lower_bounds(header, cost, memory.saved)
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": plain(latency),

@@ -1,0 +1,11 @@
+"""The search for an order that nobody wrote: placement, sizes, costs and a memory limit in, a schedule and a bound out.
+
+problem.py         jobs, what they wait for and what memory they take, as arrays; an order is a sequence a worker
+evaluate.py        when the jobs of an order run: the kernel that judges every candidate
+built_ins.py       where the search begins: the orders of built-in schemes with the same placement
+priority_rules.py  list scheduling by random rules
+local_search.py    simulated annealing: jobs on the critical path move
+exact.py           OR-Tools' CP-SAT: proofs for small problems
+order_search.py    the story: begin, rules, anneal, prove, compile; the simulator has the last word
+table.py           what the command prints
+"""

@@ -1,0 +1,66 @@
+"""Where the search begins: the orders of all built-in schemes that place every job as the one that is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.compiler.options import Options
+from schedgen.compiler.order import order
+from schedgen.compiler.place import PlacedScheme, place
+from schedgen.compiler.refine import refine
+from schedgen.ir.cost import durations
+from schedgen.ir.instructions import B, F
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, order_of
+from schedgen.schemes import SCHEMES, load
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
+
+
+class Start(NamedTuple):
+    """An order to begin with."""
+
+    scheme: Scheme  # that it is of
+    order: Numbers
+
+
+def starts(
+    problem: OrderProblem, placed: PlacedScheme, own: Scheme, sizes: Sizes, ratios: Mapping[str, float]
+) -> list[Start]:
+    """The orders of the scheme itself and of the built-in ones; `ratios`: costs by which greedy ones order."""
+    orders = []
+    for scheme in (own, *_built_in(sizes)):
+        try:
+            other = refine(place(scheme, sizes, Options(cost=dict(durations(ratios, 3 if scheme.split else 2)))))
+            if np.array_equal(other.compute[[F, B]], placed.compute[[F, B]]):
+                orders.append(Start(scheme, order_of(problem, _starts(other, len(placed.compute)))))
+        except UsageError:  # such as one that needs another number of microbatches
+            continue
+    return orders
+
+
+def _built_in(sizes: Sizes) -> list[Scheme]:
+    """All built-in schemes of these sizes that update weights once a step."""
+    schemes = []
+    for name in SCHEMES:
+        try:
+            schemes.append(load(name, sizes))
+        except UsageError:
+            continue
+    return [scheme for scheme in schemes if scheme.updates == "flush"]
+
+
+def _starts(placed: PlacedScheme, directions: int) -> Numbers:
+    """A number for every job that grows with time on a worker; a whole backward is an I and then its W."""
+    time = order(placed).reshape(placed.compute.shape)
+    whole = placed.unsplit_backward if len(time) == 3 else np.ones(time.shape[1:], bool)
+    if directions == 3:
+        behind = np.where(whole, time[B], time[-1])
+        time = np.stack([time[F], time[B], behind])
+    place = np.argsort(np.argsort(time.ravel(), kind="stable"), kind="stable").reshape(time.shape)
+    numbers: Numbers = (2 * place).astype(np.int64)
+    if directions == 3:
+        numbers[2] = np.where(whole, numbers[1] + 1, numbers[2])
+    return numbers.ravel()

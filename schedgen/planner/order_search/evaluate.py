@@ -1,0 +1,96 @@
+"""When the jobs of an order run, each as early as it can: the kernel that judges every candidate of the search."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.util.jit import kernel
+
+
+class Run(NamedTuple):
+    """What running an order gives, and the arrays that this takes; a Run is used again and again."""
+
+    start: Times  # by job
+    job: Numbers  # by place of the order: the job there
+    window: Times  # by worker: from its first job, or from time 0, to the end of its last
+    ready: Times  # by job: when what it waits for is there
+    waits: Numbers  # by job: how much of that is to come
+    begun: Numbers  # by class: jobs begun
+    at: Numbers  # by worker: its place
+    clock: Times  # by worker
+    stack: Numbers  # workers that may go on
+    stacked: NDArray[np.bool_]  # by worker
+
+
+def new_run(problem: OrderProblem) -> Run:
+    """Arrays for a problem."""
+    jobs, workers = len(problem.worker), len(problem.row) - 1
+    return Run(
+        start=np.zeros(jobs),
+        job=np.zeros(jobs, np.int64),
+        window=np.zeros(workers),
+        ready=np.zeros(jobs),
+        waits=np.zeros(jobs, np.int64),
+        begun=np.zeros(len(problem.takes), np.int64),
+        at=np.zeros(workers, np.int64),
+        clock=np.zeros(workers),
+        stack=np.zeros(workers + 1, np.int64),
+        stacked=np.zeros(workers, np.bool_),
+    )
+
+
+@kernel
+def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> float:
+    """The longest window; infinity where it is above `limit`, or where jobs wait for each other for ever."""
+    batches, worker, length = problem.microbatches, problem.worker, problem.length
+    first, after, hop, row = problem.first, problem.after, problem.hop, problem.row
+    class_jobs, class_first = problem.class_jobs, problem.class_first
+    start, place_job, ready, waits, count = run.start, run.job, run.ready, run.waits, run.begun
+    at, clock, stack, stacked = run.at, run.clock, run.stack, run.stacked
+    workers, jobs = len(row) - 1, len(worker)
+    waits[:] = problem.waits
+    ready[:] = 0.0
+    count[:] = 0
+    clock[:] = 0.0
+    for w in range(workers):
+        at[w] = row[w]
+        stack[w] = workers - 1 - w
+        stacked[w] = True
+    top, done = workers, 0
+    while top:
+        top -= 1
+        w = stack[top]
+        stacked[w] = False
+        place, time = at[w], clock[w]
+        while place < row[w + 1]:
+            c = order[place]
+            job = class_jobs[class_first[c] + count[c]]
+            if waits[job] > 0:
+                break
+            count[c] += 1
+            time = max(time, ready[job])
+            start[job] = time
+            place_job[place] = job
+            time += length[job]
+            place += 1
+            done += 1
+            node = job // batches
+            for k in range(first[node], first[node + 1]):
+                other = after[k] * batches + job - node * batches
+                v = worker[other]
+                ready[other] = max(ready[other], time if v == w else time + hop[k])
+                waits[other] -= 1
+                if waits[other] == 0 and v != w and not stacked[v]:
+                    stack[top] = v
+                    stacked[v] = True
+                    top += 1
+        at[w], clock[w] = place, time
+        if place > row[w]:
+            run.window[w] = time - start[place_job[row[w]]] if problem.own_window else time
+            if run.window[w] > limit:
+                return np.inf
+    return run.window.max() if done == jobs else np.inf

@@ -1,0 +1,122 @@
+"""Simulated annealing on an order: a job moves to another place of its worker's sequence.
+
+Most moves are of jobs on the critical path of the worker with the longest window, since no other can shorten it. What
+is judged is the longest window and the mean of all: the mean says which of two orders with one longest window is nearer
+to a shorter one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedgen.planner.order_search.evaluate import Run, run_order
+from schedgen.planner.order_search.problem import Numbers, OrderProblem
+from schedgen.util.jit import kernel
+
+CRITICAL = 90  # percent of the moves that begin on the critical path
+REACH = 8  # places that a job moves at the most
+
+
+@kernel
+def anneal(
+    problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
+    run: Run, trial: Run,
+) -> tuple[float, Numbers, int]:  # fmt: skip
+    """(longest window, order, moves judged) of the best order on the way; `order` is where it begins, and its end.
+
+    hot, cold   temperatures at the first and the last move, in the unit of the costs
+    floor       a lower bound: where it is reached the search ends
+    run, trial  arrays to work in
+    """
+    row, takes, worker = problem.row, problem.takes, problem.worker
+    jobs, capacity = len(worker), problem.capacity * (1 + 1e-12)
+    state = 1 + seed % 2147483646
+    least = run_order(problem, order, np.inf, run)
+    cost = least + run.window.mean()
+    best, best_cost = order.copy(), cost
+    place_of, path = np.zeros(jobs, np.int64), np.zeros(jobs, np.int64)
+    length, judged, known = 0, 0, False
+    for move in range(moves):
+        if least <= floor * (1 + 1e-9):
+            break
+        state = state * 48271 % 2147483647  # Park and Miller 1988, revised
+        draw = state
+        state = state * 48271 % 2147483647
+        if draw % 100 < CRITICAL:
+            if not known:
+                for place in range(jobs):
+                    place_of[run.job[place]] = place
+                length, known = critical_path(problem, run, place_of, path), True
+            place = path[state % length]
+        else:
+            place = state % jobs
+        w = worker[run.job[place]]
+        state = state * 48271 % 2147483647
+        distance = state // 16 % REACH + 1
+        earlier = draw // 128 % 10 < 7
+        target = max(row[w], place - distance) if earlier else min(row[w + 1] - 1, place + distance)
+        if target == place:
+            continue
+        shift(order, place, target)
+        low, high = min(place, target), max(place, target)
+        held = 0.0
+        fits = True
+        for k in range(row[w], high + 1):
+            taken = takes[order[k]]
+            held += taken
+            if k >= low and taken > 0 and held > capacity:
+                fits = False
+                break
+        accepted = False
+        if fits:
+            judged += 1
+            state = state * 48271 % 2147483647
+            temperature = hot * (cold / hot) ** (move / moves)
+            threshold = cost - temperature * np.log(state / 2147483647)
+            value = run_order(problem, order, threshold, trial)
+            if value < np.inf and value + trial.window.mean() <= threshold:
+                accepted, known = True, False
+                run, trial = trial, run
+                cost = value + run.window.mean()
+                if value < least * (1 - 1e-12) or (value <= least and cost < best_cost):
+                    least, best_cost = value, cost
+                    best[:] = order
+        if not accepted:
+            shift(order, target, place)
+    return least, best, judged
+
+
+@kernel
+def shift(order: Numbers, place: int, target: int) -> None:
+    """Move what is at a place to another; what lies between moves by one."""
+    moved = order[place]
+    if target < place:
+        for k in range(place, target, -1):
+            order[k] = order[k - 1]
+    else:
+        for k in range(place, target):
+            order[k] = order[k + 1]
+    order[target] = moved
+
+
+@kernel
+def critical_path(problem: OrderProblem, run: Run, place_of: Numbers, path: Numbers) -> int:
+    """Write the places of the jobs that lead to the end of the longest window into `path`; how many they are."""
+    row, worker, length, start = problem.row, problem.worker, problem.length, run.start
+    batches, before_first, before, hop = problem.microbatches, problem.before_first, problem.before, problem.before_hop
+    place, count = row[np.argmax(run.window) + 1] - 1, 0
+    while place >= 0:
+        path[count] = place
+        count += 1
+        job = run.job[place]
+        w, slack = worker[job], 1e-9 * (start[job] + length[job])
+        if place > row[w] and start[run.job[place - 1]] + length[run.job[place - 1]] >= start[job] - slack:
+            place -= 1
+            continue
+        node, place = job // batches, -1
+        for k in range(before_first[node], before_first[node + 1]):
+            other = before[k] * batches + job - node * batches
+            arrival = start[other] + length[other] + (0.0 if worker[other] == w else hop[k])
+            if arrival >= start[job] - slack:
+                place = place_of[other]
+    return count

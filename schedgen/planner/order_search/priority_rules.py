@@ -1,0 +1,136 @@
+"""List scheduling: every worker takes the job that could start earliest, with a handicap by class.
+
+With no handicaps this is the work-conserving greedy. A handicap of W says how long a gap may be before a W fills it,
+one of F against I how far a worker runs ahead; limits hold back the forwards of a class before the memory is full. This
+covers the heuristics of Qi et al. 2023 ("Zero bubble pipeline parallelism", section 3.1). `find_rules` tries rules at
+random, and changes of the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.ir.instructions import F
+from schedgen.planner.order_search.evaluate import Run
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.util.jit import kernel
+
+
+@kernel
+def list_schedule(problem: OrderProblem, handicap: Times, limit: Times, run: Run, order: Numbers) -> bool:
+    """Write the order into `order`; False where memory stops it. `handicap` and `limit`: by class, times and memory."""
+    batches, worker, length = problem.microbatches, problem.worker, problem.length
+    first, after, hop, row, takes = problem.first, problem.after, problem.hop, problem.row, problem.takes
+    class_jobs, class_first, worker_class = problem.class_jobs, problem.class_first, problem.worker_class
+    ready, waits, count, at, clock = run.ready, run.waits, run.begun, run.at, run.clock
+    workers, jobs = len(row) - 1, len(worker)
+    waits[:] = problem.waits
+    ready[:] = 0.0
+    count[:] = 0
+    clock[:] = 0.0
+    at[:] = row[:-1]
+    held, begin = np.zeros(workers), np.zeros(workers)
+    choice, stale = np.full(workers, -1), np.ones(workers, np.bool_)
+    for _ in range(jobs):
+        v = -1  # the worker whose choice begins first
+        for w in range(workers):
+            if stale[w]:
+                stale[w] = False
+                choice[w], least = -1, np.inf
+                for c in range(worker_class[w], worker_class[w + 1]):
+                    k = class_first[c] + count[c]
+                    if k == class_first[c + 1] or waits[class_jobs[k]] > 0:
+                        continue
+                    if takes[c] > 0 and held[w] + takes[c] > limit[c]:
+                        continue
+                    time = max(clock[w], ready[class_jobs[k]])
+                    if time + handicap[c] < least:
+                        least = time + handicap[c]
+                        choice[w], begin[w] = c, time
+            if choice[w] >= 0 and (v < 0 or begin[w] < begin[v]):
+                v = w
+        if v < 0:
+            return False
+        c = choice[v]
+        job = class_jobs[class_first[c] + count[c]]
+        count[c] += 1
+        order[at[v]] = c
+        at[v] += 1
+        held[v] += takes[c]
+        clock[v] = begin[v] + length[job]
+        stale[v] = True
+        node = job // batches
+        for k in range(first[node], first[node + 1]):
+            other = after[k] * batches + job - node * batches
+            u = worker[other]
+            ready[other] = max(ready[other], clock[v] if u == v else clock[v] + hop[k])
+            waits[other] -= 1
+            stale[u] = True
+    return True
+
+
+KEPT = 8  # rules that are changed further
+
+
+class Rules(NamedTuple):
+    """Handicaps and limits, linear along the workers; a column for each direction and chunk of a worker."""
+
+    handicap: Times  # (2, columns): at the first and at the last worker, in mean durations of a job
+    limit: Times  # (2, columns): in parts of the capacity
+
+
+def find_rules(
+    problem: OrderProblem, judge: Callable[[Numbers], float], rounds: int, seed: int, run: Run
+) -> list[tuple[float, Numbers]]:
+    """The best orders of rules, with their values, the best first; `judge` gives the value of an order."""
+    rng = np.random.default_rng(seed)
+    column, direction, along = _columns(problem)
+    mean = float(problem.length.mean())
+    best: list[tuple[float, Rules, Numbers]] = []
+    make = list_schedule.sized(len(problem.worker))
+    for k in range(rounds):
+        if 3 * k < rounds or not best:
+            rules = _random_rules(rng, direction)
+        else:
+            rules = _changed(rng, best[int(rng.integers(len(best)))][1])
+        handicap, part = ((1 - along) * ends[0, column] + along * ends[1, column] for ends in rules)
+        limit = problem.capacity * (np.clip(part, 0, 1) + 1e-12)
+        order = np.zeros(len(problem.worker), np.int64)
+        if not make(problem, mean * handicap, limit, run, order):
+            continue
+        value = judge(order)
+        if all(value != other for other, _, _ in best):
+            best = sorted([*best, (value, rules, order)], key=lambda entry: entry[0])[:KEPT]
+    return [(value, order) for value, _, order in best]
+
+
+def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
+    """By class its column, by column its direction, and by class where its worker lies, from 0 to 1."""
+    workers = len(problem.row) - 1
+    stages = len(problem.first) // 3 if len(problem.first) % 3 == 1 else len(problem.first) // 2
+    worker = np.repeat(np.arange(workers), np.diff(problem.worker_class))
+    direction = problem.class_jobs[problem.class_first[:-1]] // (problem.microbatches * stages)
+    group = worker * 3 + direction
+    chunk = np.arange(len(group)) - np.searchsorted(group, group)  # classes of a worker are sorted by direction
+    keys, column = np.unique(direction * len(group) + chunk, return_inverse=True)
+    return column, keys // len(group), worker / max(1, workers - 1)
+
+
+def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
+    """Forwards up to a job ahead of or behind I, gaps up to 1.5 jobs, limits from half of the memory to all of it."""
+    low, high = np.choose(direction, [-1.0, -0.3, 0.0]), np.choose(direction, [1.0, 0.3, 1.5])
+    handicap = rng.uniform(low, high, (2, len(direction)))
+    return Rules(handicap, np.where(direction == F, rng.uniform(0.5, 1.7, handicap.shape), 1.0))
+
+
+def _changed(rng: np.random.Generator, rules: Rules) -> Rules:
+    """Some of the numbers changed a little."""
+
+    def change(ends: Times) -> Times:
+        chosen = rng.random(ends.shape) < 0.4
+        return ends + chosen * rng.normal(0, rng.choice([0.02, 0.1, 0.3]), ends.shape)
+
+    return Rules(*map(change, rules))

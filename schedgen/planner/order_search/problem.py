@@ -1,0 +1,127 @@
+"""The problem that is searched: jobs with durations on workers, what they wait for, and the memory they take.
+
+Jobs are numbered as the compiler numbers them: job (d S + s) B + b is direction d of stage s on microbatch b. A class
+is a direction and a stage on one worker; its jobs run in the order of their microbatches. That loses nothing, since
+jobs of a class are alike: number them in the order in which they run. So an order is, for each worker, a sequence of
+classes, and all workers' sequences stand one behind the other in one array.
+
+A message takes the same time whatever else travels. The simulator, where each rank has one link in and one out, judges
+what is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.compiler.job_graph import job_graph
+from schedgen.compiler.place import PlacedScheme
+from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.instructions import B, F
+from schedgen.simulator.machine import Machine
+
+Times = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+
+
+class OrderProblem(NamedTuple):
+    """Arrays by job, by class or by node (direction and stage); times in the unit of the costs."""
+
+    microbatches: int
+    worker: Numbers  # by job
+    length: Times  # by job
+    waits: Numbers  # by job: how many jobs it waits for
+    first: Numbers  # the nodes that wait for node k: after[first[k]:first[k + 1]], each `hop` later on another worker
+    after: Numbers
+    hop: Times
+    before_first: Numbers  # the same backwards: the nodes that node k waits for
+    before: Numbers
+    before_hop: Times
+    class_jobs: Numbers  # class_jobs[class_first[c]:class_first[c + 1]]: the jobs of class c by microbatch
+    class_first: Numbers
+    worker_class: Numbers  # classes worker_class[w] to worker_class[w + 1] are those of worker w
+    row: Numbers  # places row[w] to row[w + 1] of an order are those of worker w
+    takes: Times  # by class: memory that a job takes; below 0 it gives some back
+    capacity: float  # memory of a worker
+    own_window: bool  # a worker's time begins with its first job, not with the first of all
+
+
+def make_problem(
+    placed: PlacedScheme,
+    cost: Mapping[str, Amount],
+    machine: Machine,
+    takes: tuple[Amount, ...],
+    capacity: float,
+    own_window: bool,
+) -> OrderProblem:
+    """The problem of a refined scheme.
+
+    cost      the duration of each direction, for all stages or by stage
+    takes     memory that a job of each direction takes when it begins, or gives back (below 0) when it ends
+    capacity  memory of a worker
+    """
+    directions, stages, batches = placed.compute.shape
+    graph = job_graph(placed.graph, batches, directions, placed.tensor_parallel)
+    worker = placed.compute.ravel().astype(np.int64)
+    length = np.repeat(np.concatenate([by_stage(amount, stages) for amount in cost.values()]), batches)
+    node = np.arange(len(worker)) // batches
+    keys, class_of = np.unique(worker * (directions * stages) + node, return_inverse=True)
+    class_jobs = np.argsort(class_of, kind="stable")
+    class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
+    class_node = keys % (directions * stages)
+    message = machine.alpha + machine.beta * by_stage(machine.activation, stages)
+
+    def hop(node: int, other: int) -> float:
+        """The time from a node to one that waits for it: forwards send their x, and I the g of the stage before."""
+        d, stage = divmod(node, stages)
+        return 0.0 if d != other // stages or d > B else float(message[stage if d == F else other % stages])
+
+    edges = [(node, other) for node, others in enumerate(graph.succ) for other in others]
+    back = [(node, other) for node, others in enumerate(graph.pred) for other in others]
+    amounts = np.array([by_stage(amount, stages) for amount in takes]).ravel()
+    return OrderProblem(
+        microbatches=batches,
+        worker=worker,
+        length=length,
+        waits=np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), batches),
+        first=np.cumsum([0, *map(len, graph.succ)]),
+        after=np.array([other for _, other in edges], np.int64),
+        hop=np.array([hop(node, other) for node, other in edges]),
+        before_first=np.cumsum([0, *map(len, graph.pred)]),
+        before=np.array([other for _, other in back], np.int64),
+        before_hop=np.array([hop(other, node) for node, other in back]),
+        class_jobs=class_jobs,
+        class_first=class_first,
+        worker_class=np.searchsorted(keys // (directions * stages), np.arange(placed.workers + 1)),
+        row=np.searchsorted(np.sort(worker), np.arange(placed.workers + 1)),
+        takes=amounts[class_node],
+        capacity=float(capacity),
+        own_window=own_window,
+    )
+
+
+def order_of(problem: OrderProblem, start: NDArray[Any]) -> Numbers:
+    """The order in which jobs that start so run; `start`: by job, any number that grows with time on a worker."""
+    class_of = np.empty(len(problem.worker), np.int64)
+    class_of[problem.class_jobs] = np.repeat(np.arange(len(problem.takes)), np.diff(problem.class_first))
+    return class_of[np.lexsort((start, problem.worker))]
+
+
+def places(problem: OrderProblem, order: Numbers) -> Numbers:
+    """The place of every job in an order: a strict n."""
+    n = np.empty(len(order), np.int64)
+    n[problem.class_jobs] = np.argsort(order, kind="stable")
+    return n
+
+
+def fits(problem: OrderProblem, order: Numbers) -> bool:
+    """Whether no worker holds more than its memory."""
+    takes = problem.takes[order]
+    for w in range(len(problem.row) - 1):
+        held = np.cumsum(takes[problem.row[w] : problem.row[w + 1]])
+        if (held > problem.capacity * (1 + 1e-12)).any():
+            return False
+    return True
