@@ -205,6 +205,13 @@ def _common(parser: Parser) -> None:
     add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
+    add(
+        "--gpu-messages",
+        choices=("auto", "direct", "host"),
+        default="auto",
+        help="messages from GPU memory as it is, or by way of the host's; default: as it is where MPI can and a trial "
+        "shows that it does",
+    )
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
 

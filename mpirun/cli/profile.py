@@ -20,7 +20,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0
+from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0, together
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.act import Act
 from mpirun.engine.build import build_interpreter
@@ -75,6 +75,7 @@ class Profile:
         self.split = options.split or splits
         self.current: Instruction | None = None
         self.setup = set_up_command(comm, options.setup, self.programs[0].header)
+        together(comm, lambda: self.setup.device.try_messages(comm))
 
     def position(self) -> str:
         """The instruction being executed, for error messages; empty outside of a step."""
@@ -84,7 +85,7 @@ class Profile:
         """Measure, and write the file on rank 0; the exit code. Collective."""
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds()
-        alpha, beta = measure_link_speed(self.comm, self.setup.crowded)
+        alpha, beta = measure_link_speed(self.comm, self.setup.device, self.setup.crowded)
         if self.comm.size == 1:
             print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
         profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}

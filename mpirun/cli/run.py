@@ -103,7 +103,10 @@ class Run:
 
     def _print_memory(self) -> None:
         if self.bytes is not None:
-            peaks = self.comm.gather(self.bytes.peak)
+            counts = self.comm.gather((self.bytes.peak, self.session.setup.device.reserved()))
             self.memory.close()
-            if peaks is not None:
-                print(f"memory: most bytes of tensors at once, by rank: {' '.join(map(str, peaks))}", flush=True)
+            if counts is not None:
+                peaks, reserved = (" ".join(map(str, column)) for column in zip(*counts, strict=True))
+                print(f"memory: most bytes of tensors at once, by rank: {peaks}", flush=True)
+                if None not in counts[0]:
+                    print(f"memory: most bytes that the allocator had at once, by rank: {reserved}", flush=True)

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import ClassVar, Protocol
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.gpu_trial import messages_arrive
 from schedgen.util.errors import UsageError
+
+WAYS = ("auto", "direct", "host")  # of --gpu-messages
 
 
 class Mark(Protocol):
@@ -51,6 +58,19 @@ class Device:
     def finish(self) -> None:
         """Wait for all work launched so far."""
 
+    def use_in_thread(self) -> None:
+        """Prepare a thread in which MPI will be called."""
+
+    def be_deterministic(self) -> None:
+        """Choose kernels that give the same bits whenever they run: on a CPU they do."""
+
+    def try_messages(self, comm: MPI.Intracomm) -> None:
+        """Find out whether messages arrive in the device's memory, before a step needs them. Collective."""
+
+    def reserved(self) -> int | None:
+        """The most bytes that the allocator had at once, with what it keeps to use again; None where nobody counts."""
+        return None
+
 
 class _Event:
     def __init__(self) -> None:
@@ -66,18 +86,27 @@ class Cuda(Device):
 
     kind: ClassVar[str] = "cuda"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """Collective."""
+    def __init__(self, comm: MPI.Intracomm, messages: str) -> None:
+        """`messages`: one of WAYS. Collective."""
         same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        number, ranks = same_host.rank, same_host.size
-        same_host.Free()
-        count = torch.cuda.device_count()
-        self.torch = torch.device("cuda", number % count)
+        number = same_host.rank
+        self.torch = torch.device("cuda", number % torch.cuda.device_count())
         torch.cuda.set_device(self.torch)
-        self.direct = bool(comm.allreduce(cuda_aware(), MPI.LAND))
+        # The default stream waits for what others launch, MPI too, and they for it.
+        torch.cuda.set_stream(torch.cuda.Stream(self.torch))
+        gpus = [str(each) for each in same_host.allgather(torch.cuda.get_device_properties(self.torch).uuid)]
+        same_host.Free()
+        self.messages = messages
+        self.direct = messages == "direct" or (messages == "auto" and bool(comm.allreduce(cuda_aware(), MPI.LAND)))
+        self.shared = f", {len(gpus)} ranks on {len(set(gpus))}" if len(set(gpus)) < len(gpus) else ""
+
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        """The GPU, who shares it, and how messages go."""
         how = "MPI takes GPU tensors as they are" if self.direct else "messages go through pinned host memory"
-        shared = f", {ranks} ranks on {count}" if ranks > count else ""
-        self.description = f"device: {torch.cuda.get_device_name(self.torch)}{shared}; {how}"
+        if self.direct and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            how += ", though expandable_segments:True may keep it from reading another process's"
+        return f"device: {torch.cuda.get_device_name(self.torch)}{self.shared}; {how}"
 
     def mark(self) -> Mark | None:
         """An event in the current stream."""
@@ -88,12 +117,33 @@ class Cuda(Device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def seed(self, value: int) -> None:
-        """Seed the generator of this GPU."""
+        """Seed the generator of this GPU, and that of the CPU, from which a layer may draw, too."""
+        super().seed(value)
         torch.cuda.default_generators[self.torch.index].manual_seed(value)
 
     def finish(self) -> None:
         """Wait for all kernels launched so far."""
         torch.cuda.synchronize(self.torch)
+
+    def use_in_thread(self) -> None:
+        """A thread begins with another GPU."""
+        torch.cuda.set_device(self.torch)
+
+    def be_deterministic(self) -> None:
+        """As torch's notes on reproducibility say; cuBLAS reads its variable when it is first used."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+    def try_messages(self, comm: MPI.Intracomm) -> None:
+        """With `auto` messages go through host memory if the trial fails; UsageError if they were to be direct."""
+        if self.direct and not messages_arrive(comm, self.torch):
+            if self.messages == "direct":
+                raise UsageError("--gpu-messages direct: MPI does not move GPU memory, but something else or nothing")
+            self.direct = False
+
+    def reserved(self) -> int:
+        """That of torch's caching allocator."""
+        return torch.cuda.max_memory_reserved(self.torch)
 
 
 def cuda_aware() -> bool:
@@ -102,11 +152,7 @@ def cuda_aware() -> bool:
     Open MPI answers MPIX_Query_cuda_support; MPICH and others name the kinds of memory that they take in the
     communicator's info (MPI 4.1, section 12.4).
     """
-    query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)
-    if query is None:
-        with contextlib.suppress(OSError):
-            query = getattr(ctypes.CDLL("libmpi.so"), "MPIX_Query_cuda_support", None)
-    if query is not None and query():
+    if any(query() for query in support_queries(Path("/proc/self/maps").read_text())):
         return True
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
@@ -114,9 +160,22 @@ def cuda_aware() -> bool:
     return "cuda" in kinds
 
 
-def choose_device(comm: MPI.Intracomm, name: str) -> Device:
-    """`name`: cpu, cuda, or auto (a GPU if every rank has one). UsageError if there is no GPU for cuda. Collective."""
+def support_queries(maps: str) -> list[Callable[[], Any]]:
+    """MPIX_Query_cuda_support of each MPI library that this process has loaded; `maps`: its memory map."""
+    files = dict.fromkeys(re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", maps, re.M))
+    queries = []
+    for file in files:
+        with contextlib.suppress(OSError, AttributeError):
+            queries.append(ctypes.CDLL(file).MPIX_Query_cuda_support)
+    return queries
+
+
+def choose_device(comm: MPI.Intracomm, name: str, messages: str) -> Device:
+    """`name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS. Collective.
+
+    UsageError if there is no GPU for cuda.
+    """
     available = bool(comm.allreduce(torch.cuda.is_available(), MPI.LAND))
     if name == "cuda" and not available:
         raise UsageError("--device cuda: torch finds no GPU on every host")
-    return Cuda(comm) if available and name != "cpu" else Device()
+    return Cuda(comm, messages) if available and name != "cpu" else Device()

@@ -9,7 +9,8 @@ import torch
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpirun.comm.transport import Transport
+from mpirun.comm.device import Device
+from mpirun.comm.transport import Transport, make_transport
 
 SIZES = [8 << k for k in range(22)]  # bytes, to 16 MiB
 SMALL = 2**16  # bytes: up to this size single times scatter so much that more of them are taken
@@ -17,28 +18,29 @@ REPETITIONS, SMALL_REPETITIONS, WARM_UP = 12, 42, 2
 TAG = 1
 
 
-def measure_link_speed(comm: MPI.Intracomm, crowded: bool) -> tuple[float, float]:
+def measure_link_speed(comm: MPI.Intracomm, device: Device, crowded: bool) -> tuple[float, float]:
     """(alpha, beta), the same on all ranks, fitted to the medians over all pairs; zeros for one rank. Collective.
 
-    Ranks 0-1, 2-3 and so on send at once, then ranks 1-2, 3-4, because pipelines do so.
+    Messages are between the memories of devices, as a run's are. Ranks 0-1, 2-3 and so on send at once, then ranks
+    1-2, 3-4, because pipelines do so.
     """
     if comm.size == 1:
         return 0.0, 0.0
-    transport = Transport(comm, (), crowded)
+    transport = make_transport(device, comm, (), crowded)
     by_pair: list[list[float]] = []  # seconds by size
     for first in (0, 1) if comm.size > 2 else (0,):
         low = (comm.rank - first) % 2 == 0
         peer = comm.rank + 1 if low else comm.rank - 1
         comm.Barrier()
         if 0 <= peer < comm.size:
-            by_pair.append([ping_pong(transport, peer, size, low) for size in SIZES])
+            by_pair.append([ping_pong(transport, device, peer, size, low) for size in SIZES])
     all_pairs = [seconds for pairs in comm.allgather(by_pair) for seconds in pairs]
     return fit_alpha_beta(np.array(SIZES, np.float64), np.median(all_pairs, axis=0))
 
 
-def ping_pong(transport: Transport, peer: int, size: int, first: bool) -> float:
+def ping_pong(transport: Transport, device: Device, peer: int, size: int, first: bool) -> float:
     """The median of half the seconds that `size` bytes take to the peer and back; `first`: this rank sends first."""
-    out, into = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
     receive = transport.receive(into, peer, TAG)
     seconds = []
     for _ in range(SMALL_REPETITIONS if size <= SMALL else REPETITIONS):
@@ -49,6 +51,7 @@ def ping_pong(transport: Transport, peer: int, size: int, first: bool) -> float:
         transport.wait(receive.done)
         if not first:
             transport.wait(transport.send(out, peer, TAG))
+        device.finish()
         seconds.append((time.perf_counter() - begin) / 2)
     return float(np.median(seconds[WARM_UP:]))
 

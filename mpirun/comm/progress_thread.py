@@ -18,6 +18,7 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from mpirun.comm.device import Device
 from mpirun.comm.waiting import sleeping_barrier
 
 PERIOD = 1e-3  # seconds between two calls
@@ -33,9 +34,14 @@ def needs_calls(seconds: float, size: int) -> bool:
 class MessageProgress:
     """A rank's hooks in layers, and its thread, which starts when it is first needed."""
 
-    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None]) -> None:
-        """`poll`: what the hooks call. Collective, because the thread has a communicator of its own."""
-        self.poll, self.last_poll = poll, 0.0
+    def __init__(self, comm: MPI.Intracomm, poll: Callable[[], None], device: Device | None = None) -> None:
+        """`poll`: what the hooks call; `device`: of the computations, None: the CPU. Collective.
+
+        The thread has a communicator of its own.
+        """
+        self.poll, self.last_poll, self.device = poll, 0.0, device or Device()
+        # A GPU's backwards run in a thread of autograd's.
+        self.hooks_allowed = self.device.kind == "cpu" or MPI.Query_thread() >= MPI.THREAD_SERIALIZED
         self.layers: dict[nn.Module, list[nn.Module]] = {}
         self.threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         sleeping_barrier(comm)
@@ -58,6 +64,8 @@ class MessageProgress:
 
         `seconds`: what the forward or the backward takes. There is about a hook for every `PERIOD`.
         """
+        if backward and not self.hooks_allowed:
+            return act
         found = self._layers(module)
         chosen = found[:: max(1, int(len(found) * PERIOD / seconds))]
 
@@ -110,6 +118,7 @@ class MessageProgress:
         return act_with_thread
 
     def _run(self) -> None:
+        self.device.use_in_thread()
         while True:
             self.gate.acquire()
             while self.computing:

@@ -13,27 +13,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import gcd
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.device import Device, Mark
+from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
-# By bytes: what messages are counted in, so that counts stay small.
-_TYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T, 16: MPI.C_DOUBLE_COMPLEX}
 UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
-
-
-def mpi_buffer(tensor: Tensor) -> list[Any]:
-    """What MPI calls take for a contiguous tensor: memory, count, type. It does not keep the tensor alive."""
-    assert tensor.is_contiguous()
-    size = tensor.nbytes
-    width = gcd(size, 16)
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), size), size // width, _TYPES[width]]
 
 
 class Receive(NamedTuple):
@@ -119,20 +109,46 @@ class Transport:
             self.background()
 
 
+class Mirror:
+    """Pinned host memory for what arrives in one block of a GPU's memory, wherever in it."""
+
+    def __init__(self, device: Device) -> None:
+        """It has no memory before it is first used, when all that arrives in the block is known."""
+        self.device, self.begin, self.end = device, 0, 0
+        self.memory: Tensor | None = None
+
+    def cover(self, tensor: Tensor) -> None:
+        """Have memory for this part of the block, too."""
+        begin = tensor.storage_offset() * tensor.element_size()
+        self.begin = begin if self.end == self.begin else min(self.begin, begin)
+        self.end = max(self.end, begin + tensor.nbytes)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The host memory that stands for this part of the block."""
+        if self.memory is None:
+            self.memory = self.device.host(self.end - self.begin)
+        begin = tensor.storage_offset() * tensor.element_size() - self.begin
+        return self.memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
 class QueuedTransport(Transport):
-    """For a GPU: transfers begin in the order of the calls, each when the GPU has done the work launched before."""
+    """For a GPU: transfers begin in the order of the calls, each when the GPU has done the work launched before.
+
+    What arrives in one place of the GPU's memory, one message after the other, goes through one place of the host's.
+    """
 
     def __init__(self, device: Device, *arguments: Any) -> None:
         """`device`: of the tensors; `arguments`: those of `Transport`."""
         super().__init__(*arguments)
         self.device = device
         self.queue: deque[tuple[Mark | None, Callable[[], None]]] = deque()
+        self.mirrors: dict[int, Mirror] = {}  # by block of memory, those that have no memory yet
 
     def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
         """As `Transport.send`; a host copy is made here if MPI cannot read the GPU's memory."""
         source = tensor
         if not self.device.direct:
-            source = self._staging(tensor)
+            source = self.device.host(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             source.copy_(tensor, non_blocking=True)
         begun: list[Any] = []
         self._enqueue(lambda: begun.extend([(comm or self.comm).Isend(mpi_buffer(source), peer, tag), source]))
@@ -140,13 +156,17 @@ class QueuedTransport(Transport):
 
     def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
         """As `Transport.receive`; a message that arrives in host memory is copied to the GPU when it is done."""
-        target = tensor if self.device.direct else self._staging(tensor)
-        request = self._persistent(target, peer, tag, comm)
+        mirror = None if self.device.direct else self._mirror(tensor)
         into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
+        target: Tensor | None = None
+        request: MPI.Prequest | None = None
         begun = False
 
         def begin() -> None:
-            nonlocal begun
+            nonlocal begun, request, target
+            if request is None:
+                target = tensor if mirror is None else mirror.of(tensor)
+                request = self._persistent(target, peer, tag, comm)
             request.Start()
             begun = True
 
@@ -156,17 +176,21 @@ class QueuedTransport(Transport):
             self._enqueue(begin)
 
         def done() -> bool:
-            if not begun or not request.Test():
+            if not begun or request is None or not request.Test():
                 return False
-            if target is not tensor:
+            if target is not None and target is not tensor:
                 into.copy_(target, non_blocking=True)
             return True
 
         return Receive(start, done)
 
-    def _staging(self, tensor: Tensor) -> Tensor:
-        """Host memory of the shape and type of a tensor."""
-        return self.device.host(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+    def _mirror(self, tensor: Tensor) -> Mirror:
+        """The mirror of the block that a tensor lies in; a new one if the last has its memory already."""
+        block = tensor.untyped_storage().data_ptr()
+        if block not in self.mirrors or self.mirrors[block].memory is not None:
+            self.mirrors[block] = Mirror(self.device)
+        self.mirrors[block].cover(tensor)
+        return self.mirrors[block]
 
     def _enqueue(self, begin: Callable[[], None]) -> None:
         self.queue.append((self.device.mark(), begin))

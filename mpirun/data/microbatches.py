@@ -155,7 +155,13 @@ def to_device(values: Any, device: torch.device) -> Any:
     """A pytree with its tensors on a device; made on the CPU, it is there already."""
     if device.type == "cpu":
         return values
-    return pytree.tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), values)
+
+    def copied(x: Tensor) -> Tensor:
+        # The host does not wait for a copy of pinned memory.
+        host = x.pin_memory() if x.device.type == "cpu" and device.type == "cuda" else x
+        return host.to(device, non_blocking=True)
+
+    return pytree.tree_map_only(Tensor, copied, values)
 
 
 def chunk(tree: Any, count: int, dims: Dims = 0) -> list[Any]:

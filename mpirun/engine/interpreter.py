@@ -39,7 +39,8 @@ class Interpreter:
         """
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
-        self.progress = progress or MessageProgress(context.transport.comm, context.transport.poll)
+        transport, device = context.transport, context.setup.device
+        self.progress = progress or MessageProgress(transport.comm, transport.poll, device)
         self.under_way = under_way
         self.timed = False  # whether it has done its first step
         self.versions = StageVersions(context)

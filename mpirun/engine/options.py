@@ -25,4 +25,5 @@ class SetupOptions:
     autocast: str | None = None
     on_nan: str = "stop"
     device: str = "auto"
+    gpu_messages: str = "auto"
     threads: int = 0  # 0: a rank's share of the cores

@@ -64,7 +64,7 @@ class Setup(NamedTuple):
 
 def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
     """The setup of a command: its model has a name, and makes microbatches of a text. Collective; Stop as `set_up`."""
-    host = use_host(comm, options.device, options.threads)
+    host = use_host(comm, options.device, options.threads, options.gpu_messages)
     with print_notes(comm):
         model = together(comm, lambda: _load_model(options, header))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
@@ -168,10 +168,13 @@ def _shapes(
     return [infer_shapes(model, reads, examples[number], autocast_dtype) for number in firsts]
 
 
-def use_host(comm: MPI.Intracomm, device: str, threads: int) -> Host:
-    """Choose this rank's device, by name, and torch's threads; 0: its share of the cores. Collective."""
+def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str) -> Host:
+    """Choose this rank's device, by name, and torch's threads; 0: its share of the cores. Collective.
+
+    `gpu_messages`: auto, direct or host.
+    """
     same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = len(os.sched_getaffinity(0)) / same_host.size
     same_host.Free()
     torch.set_num_threads(threads or max(1, int(cores)))
-    return Host(together(comm, lambda: choose_device(comm, device)), cores < 1)
+    return Host(together(comm, lambda: choose_device(comm, device, gpu_messages)), cores < 1)

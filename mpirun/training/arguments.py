@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.pretrained import Pretrained
+from mpirun.comm.device import WAYS
 from mpirun.engine.recipe import Factory, Recipe
 from mpirun.model.contract import Model
 from mpirun.model.frontend.split_result import Cut
@@ -98,11 +99,13 @@ def make_recipe(
 
 
 def checked_type(
-    autocast: str | None, accumulate: int, on_nan: str, device: str, seed: int, timeout: float
+    autocast: str | None, accumulate: int, on_nan: str, device: str, gpu_messages: str, seed: int, timeout: float
 ) -> torch.dtype | None:
     """The type that autocast computes in; UsageError where one of these is not what it may be."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device: {device!r} is none of 'auto', 'cpu' and 'cuda'")
+    if gpu_messages not in WAYS:
+        raise UsageError(f"gpu_messages: {gpu_messages!r} is none of 'auto', 'direct' and 'host'")
     if type(seed) is not int or not 0 <= seed < 2**31:
         raise UsageError(f"seed should be a whole number from 0 to 2**31 - 1, not {seed!r}")
     if not timeout >= 0:

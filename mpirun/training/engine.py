@@ -73,6 +73,7 @@ class Engine:
         accumulate: int = 1,
         autocast: str | None = None,
         device: str = "auto",
+        gpu_messages: str = "auto",
         canonical: bool = False,
         seed: int = 0,
         weights: str | os.PathLike[str] | None = None,
@@ -96,6 +97,7 @@ class Engine:
         accumulate    passes through the schedule before the optimizer's step
         autocast      "bf16": forwards in mixed precision
         device        "cpu", "cuda", or "auto": a GPU where every rank has one
+        gpu_messages  "direct": MPI takes GPU memory as it is; "host": messages go by way of the host's; or "auto"
         canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
         seed          of weights, dropout and shuffling
         weights       a directory of safetensors files that parameters and buffers are read from, by their names
@@ -122,10 +124,12 @@ class Engine:
             if self.comm.size > 1:
                 end_on_uncaught(self.comm)
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
-            dtype = together(self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, seed, timeout))
+            dtype = together(
+                self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)
+            )
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(Path(export)))
-            self.host = use_host(self.comm, device, 0)
+            self.host = use_host(self.comm, device, 0, gpu_messages)
             self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan)
             file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)

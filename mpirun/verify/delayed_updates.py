@@ -20,7 +20,7 @@ from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import forward_backward
-from mpirun.verify.record import Parameters, Record
+from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
@@ -128,8 +128,8 @@ class _Versions:
 
 
 def _by_key(stages: Mapping[int, Mapping[str, Tensor]]) -> Parameters:
-    """Tensors by stage and name."""
-    return {(stage, name): x.detach() for stage, tensors in stages.items() for name, x in tensors.items()}
+    """Tensors by stage and name, in the host's memory."""
+    return on_host({(stage, name): x for stage, tensors in stages.items() for name, x in tensors.items()})
 
 
 def _take_gradients(weights: Weights) -> Weights:

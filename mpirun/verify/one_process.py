@@ -19,7 +19,7 @@ from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import build_stage
 from mpirun.model.rng import LayerRng
 from mpirun.verify.microbatch import ForwardPass, backward_of_minibatch, forward, forward_backward
-from mpirun.verify.record import Parameters, Record
+from mpirun.verify.record import Parameters, Record, on_host
 from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 
@@ -29,7 +29,7 @@ def run_in_one_process(
 ) -> Record:
     """All steps from the first, recorded from step `begun` on. `beat` is called after each microbatch."""
     model = _Model(setup, header, statistics, beat)
-    start = {key: parameter.detach().clone() for key, parameter in model.parameters.items()}
+    start = on_host(model.parameters)
     losses: list[list[float]] = []
     gradients: list[Parameters] = []
     for step in range(steps):
@@ -44,10 +44,9 @@ def run_in_one_process(
             statistics.put(before, model.modules)
             continue
         if step >= begun:
-            gradients.append({key: gradient.clone() for key, gradient in total.items()})
+            gradients.append(on_host(total))
         model.update(step, total, total_norm(once))
-    parameters = {key: parameter.detach() for key, parameter in model.parameters.items()}
-    return Record(losses[begun:], gradients, parameters, start, statistics.of(model.modules))
+    return Record(losses[begun:], gradients, on_host(model.parameters), start, statistics.of(model.modules))
 
 
 class _Model:

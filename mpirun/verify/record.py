@@ -40,6 +40,11 @@ class RankRecord(NamedTuple):
     buffers: Parameters
 
 
+def on_host(tensors: Mapping[tuple[int, str], Tensor]) -> Parameters:
+    """Copies in the host's memory, where records of all devices are compared."""
+    return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+
+
 def copy_pieces(stage: LocalStage, via: int, flat: Tensor) -> Pieces:
     """Copies of the parameters' pieces in a part of a stage's weights; `flat`: laid out as that part is."""
     if via < 0:

@@ -14,10 +14,10 @@ A rank shows `WORDS` 64-bit words. These are their indices:
 PHASE, STEP, ROW, WAIT, BEAT = range(5)
 WORDS = 8
 # Values of PHASE, and how messages call them.
-SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, LEAVING = range(8)
+SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, LEAVING, TRYING = range(9)
 PHASES = (
     "setting up", "training", "saving a checkpoint", "verifying", "done", "failed", "evaluating",
-    "asked to leave (SIGTERM) before the first step",
+    "asked to leave (SIGTERM) before the first step", "trying messages between GPUs",
 )  # fmt: skip
 # ROW: the instruction that the rank executes, or NOTHING. WAIT: the row of the transfer or sum that it waits for, or
 # NOTHING, or OTHERS: something that all ranks take part in. BEAT: counts up where no row changes for long.

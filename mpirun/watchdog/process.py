@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from mpirun.watchdog import DONE, FAILED, LEAVING, PHASE, PHASES, SETTING_UP, WORDS
+from mpirun.watchdog import DONE, FAILED, LEAVING, PHASE, PHASES, SETTING_UP, TRYING, WORDS
 from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.hosts import Hosts, Link
 from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
@@ -33,6 +33,8 @@ SET_UP = 300.0  # seconds without a move that the set-up may take, if the time l
 SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time limit is not shorter
 LAST_WORDS = 5.0  # seconds that a rank which fails has to speak and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
+DIED = "ended without a word: killed, perhaps for lack of memory"
+DIED_AT = {PHASES[LEAVING]: "nothing is saved", PHASES[TRYING]: "MPI died on GPU memory: --gpu-messages host"}
 
 
 class WatchdogProcess:
@@ -134,8 +136,7 @@ class WatchdogProcess:
         if self.first or not self.hosts.links:
             if not self.spoken:
                 self.spoken = True
-                why = "ended without a word: killed, perhaps for lack of memory"
-                _speak(f"{in_a_line(state)}: {'nothing is saved' if state['at'] == PHASES[LEAVING] else why}")
+                _speak(f"{in_a_line(state)}: {DIED_AT.get(state['at'], DIED)}")
             self.hosts.send(end="soon")
         else:
             self.hosts.send(died=state)

@@ -23,7 +23,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.watchdog import DONE, EVALUATING, FAILED, LEAVING, NOTHING, PHASE, ROW, SETTING_UP, WAIT, WORDS
+from mpirun.watchdog import DONE, EVALUATING, FAILED, LEAVING, NOTHING, PHASE, ROW, SETTING_UP, TRYING, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import RefusedFile
 
@@ -92,6 +92,13 @@ class Watchdog:
         """Show that SIGTERM ends this rank, if it does so in the set-up."""
         if self.state[PHASE] == SETTING_UP:
             self.state[WAIT], self.state[PHASE] = NOTHING, LEAVING
+
+    @contextlib.contextmanager
+    def trying_messages(self) -> Iterator[None]:
+        """Show that a death may be MPI's, of GPU memory."""
+        self.state[PHASE] = TRYING
+        yield
+        self.state[PHASE] = SETTING_UP
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

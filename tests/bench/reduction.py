@@ -20,10 +20,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.message import mpi_buffer
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.progress_thread import MessageProgress
 from mpirun.comm.sections import Section
-from mpirun.comm.transport import Transport, mpi_buffer
+from mpirun.comm.transport import Transport
 
 QUICK = "--quick" in sys.argv
 SIZES = (2**12,) if QUICK else (2**12, 2**16, 2**20, 2**22)  # elements of float32

@@ -82,7 +82,7 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], Device]:
     """What stands for `choose_device`."""
-    return choose_device if late is None else lambda comm, name: Late(late == "direct", seed)
+    return choose_device if late is None else lambda comm, name, messages: Late(late == "direct", seed)
 
 
 def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
