@@ -7,6 +7,7 @@
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
 # make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
+# make test-gpu  what only a GPU can show: build/gpu.txt
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
 #
@@ -34,7 +35,7 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
-.PHONY: venv launcher run test test-slurm test-hosts test-check test-fuzz test-models test-examples test-crash lint
+.PHONY: venv launcher run test test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples test-crash lint
 .PHONY: traces pictures gallery curves bench bench-compile bench-run bench-best clean
 .DEFAULT_GOAL := run
 
@@ -77,6 +78,10 @@ test-examples: launcher
 
 test-models: venv
 	$(BIN)/python tests/helpers/architectures.py
+
+test-gpu: launcher
+	mkdir -p build
+	COLD_RANKS=1 $(BIN)/python -m pytest -rA --tb=short tests/mpirun/gpu > build/gpu.txt; code=$$?; cat build/gpu.txt; exit $$code
 
 test-slurm test-hosts: test-%: venv
 	tests/clusters/$*.sh $(BIN)

@@ -11,9 +11,8 @@ import contextlib
 import ctypes
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from mpi4py import MPI
@@ -152,22 +151,19 @@ def cuda_aware() -> bool:
     Open MPI answers MPIX_Query_cuda_support; MPICH and others name the kinds of memory that they take in the
     communicator's info (MPI 4.1, section 12.4).
     """
-    if any(query() for query in support_queries(Path("/proc/self/maps").read_text())):
-        return True
+    for library in mpi_libraries(Path("/proc/self/maps").read_text()):
+        with contextlib.suppress(OSError, AttributeError):
+            if ctypes.CDLL(library).MPIX_Query_cuda_support():
+                return True
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
     return "cuda" in kinds
 
 
-def support_queries(maps: str) -> list[Callable[[], Any]]:
-    """MPIX_Query_cuda_support of each MPI library that this process has loaded; `maps`: its memory map."""
-    files = dict.fromkeys(re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", maps, re.M))
-    queries = []
-    for file in files:
-        with contextlib.suppress(OSError, AttributeError):
-            queries.append(ctypes.CDLL(file).MPIX_Query_cuda_support)
-    return queries
+def mpi_libraries(maps: str) -> list[str]:
+    """The files of the MPI libraries that a process has loaded; `maps`: its memory map, as Linux shows it."""
+    return list(dict.fromkeys(re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", maps, re.M)))
 
 
 def choose_device(comm: MPI.Intracomm, name: str, messages: str) -> Device:

@@ -119,7 +119,7 @@ class Mirror:
 
     def cover(self, tensor: Tensor) -> None:
         """Have memory for this part of the block, too."""
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         self.begin = begin if self.end == self.begin else min(self.begin, begin)
         self.end = max(self.end, begin + tensor.nbytes)
 
@@ -127,7 +127,7 @@ class Mirror:
         """The host memory that stands for this part of the block."""
         if self.memory is None:
             self.memory = self.device.host(self.end - self.begin)
-        begin = tensor.storage_offset() * tensor.element_size() - self.begin
+        begin = int(tensor.storage_offset()) * tensor.element_size() - self.begin
         return self.memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 

@@ -62,7 +62,7 @@ def run_with_delayed_updates(
         for stage in stages:
             stage.kept = stage.kept[-1:]
     parameters = _by_key({stage.index: stage.newest for stage in stages})
-    return Record(losses[begun:], gradients[begun:], parameters, start, statistics.of(modules))
+    return Record(losses[begun:], gradients[begun:], parameters, start, on_host(statistics.of(modules)))
 
 
 def _microbatch(

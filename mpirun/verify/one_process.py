@@ -46,7 +46,7 @@ def run_in_one_process(
         if step >= begun:
             gradients.append(on_host(total))
         model.update(step, total, total_norm(once))
-    return Record(losses[begun:], gradients, on_host(model.parameters), start, statistics.of(model.modules))
+    return Record(losses[begun:], gradients, on_host(model.parameters), start, on_host(statistics.of(model.modules)))
 
 
 class _Model:

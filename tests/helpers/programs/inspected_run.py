@@ -80,7 +80,7 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
     return run
 
 
-def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str], Device]:
+def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str, str], Device]:
     """What stands for `choose_device`."""
     return choose_device if late is None else lambda comm, name, messages: Late(late == "direct", seed)
 

@@ -1,4 +1,4 @@
-"""Trainings where the device works ahead of MPI: on one that is late on purpose, and on GPUs where there are some."""
+"""Trainings where the device works ahead of MPI: on one that is late on purpose."""
 
 from __future__ import annotations
 
@@ -32,23 +32,6 @@ def late_runs(inside, text):
 def test_a_late_device_gives_the_bits_of_one_process(late_runs, name, how):
     assert late_runs[name, how].differences == {"losses": 0, "gradients": 0, "parameters": 0}
     assert late_runs[name, how].code == 0
-
-
-@pytest.fixture(scope="module")
-def gpu_runs(several, text):
-    common = ["--text", text, "--steps", 3, "--verify", "--device", "cuda"]
-    clip = {name: [] if name == "pipedream" else ["--clip", 1] for name in GOLDEN}
-    runs = [[TRACES / f"{name}.json", "--model", MODEL[name], *common, *clip[name]] for name in GOLDEN]
-    return dict(zip(GOLDEN, several(4, runs), strict=True))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
-@pytest.mark.parametrize("name", GOLDEN)
-def test_the_gradient_on_gpus_is_that_of_one_gpu(gpu_runs, name):
-    """Ranks share GPUs where there are fewer."""
-    code, out = gpu_runs[name]
-    assert code == 0, out
-    assert "device: " in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch finds a GPU")

@@ -1,0 +1,117 @@
+"""What a run on GPUs decides about messages before its first step, as far as that can be seen without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mpirun.comm.device import Device, mpi_libraries
+from mpirun.comm.transport import QueuedTransport
+from mpirun.verify.record import on_host
+
+
+def test_the_library_that_is_asked_is_the_one_that_is_loaded():
+    assert MPI.Is_initialized()
+    (library,) = mpi_libraries(Path("/proc/self/maps").read_text())
+    assert Path(library).is_file()
+
+
+def test_libraries_are_found_under_the_names_that_they_have():
+    line = "7f00-7f01 r-xp 00000000 08:01 42"
+    files = ["/opt/openmpi/lib/libmpi.so.40.40.1", "/opt/cray/lib/libmpi_cray.so.12", "/usr/lib/libmpich.so.12"]
+    others = ["/usr/lib/libmpfr.so.6", "/opt/libmpi.so/readme", "[heap]"]
+    maps = "\n".join(f"{line}   {file}" for file in [*files, *files, *others])
+    assert mpi_libraries(maps) == files
+
+
+TRIAL = """
+import sys
+import torch
+from mpi4py import MPI
+from unittest import mock
+from mpirun.comm import gpu_trial
+comm, cpu = MPI.COMM_WORLD, torch.device("cpu")
+works = gpu_trial.messages_arrive(comm, cpu)
+real = gpu_trial.mpi_buffer
+lost = torch.zeros(2**22, dtype=torch.uint8)
+buffer = lambda x: real(x) if x.any() or comm.rank == 1 else real(lost[: len(x)])  # what arrives lies elsewhere
+with mock.patch.object(gpu_trial, "mpi_buffer", buffer):
+    fails = gpu_trial.messages_arrive(comm, cpu)
+sys.stdout.write(f"{comm.rank} {works} {fails}\\n")
+"""
+
+
+def test_the_trial_sees_what_does_not_arrive(launch):
+    """On one rank of three; all of them know."""
+    done = launch(3, program=["-c", TRIAL])
+    assert sorted(done.out.splitlines()) == [f"{rank} True False" for rank in range(3)], done.err
+
+
+DYING = """
+import os, signal, sys
+from unittest import mock
+from mpi4py import MPI
+from mpirun.comm.device import Device
+from mpirun.cli.main import main
+class Dying(Device):
+    def try_messages(self, comm):
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        comm.Barrier()
+with mock.patch("mpirun.engine.setup.choose_device", lambda *_: Dying()):
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_death_in_the_trial_names_the_way_out(launch, traces, text):
+    options = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--text", text]
+    done = launch(4, *options, program=["-c", DYING])
+    assert done.code != 0
+    assert "trying messages between GPUs" in done.err
+    assert "MPI died on GPU memory: --gpu-messages host" in done.err
+
+
+class Staged(Device):
+    """A device that MPI cannot read, which counts the host memory that is asked for."""
+
+    kind, direct, asked = "staged", False, 0
+
+    def host(self, size: int) -> torch.Tensor:
+        self.asked += size
+        return super().host(size)
+
+
+def test_what_arrives_in_one_place_goes_through_one_place_of_the_host():
+    """64 messages into 3 places of a block of which a tenth is received into: no more host memory than that."""
+    device = Staged()
+    transport = QueuedTransport(device, MPI.COMM_SELF, ())
+    block = torch.zeros(10_000, dtype=torch.uint8)
+    places = [block[begin : begin + 300].view(torch.float32) for begin in (400, 700, 1000)]
+    receives = [transport.receive(places[k % 3], 0, 1) for k in range(64)]
+    for k, receive in enumerate(receives):
+        receive.start()
+        sent = transport.send(torch.full((75,), float(k)), 0, 1)
+        transport.wait(receive.done)
+        transport.wait(sent)
+        assert (places[k % 3] == k).all()
+    assert device.asked == 900 + 64 * 300  # every send has its own
+    transport.free()
+
+
+def test_records_of_a_gpu_are_compared_on_the_host():
+    with FakeTensorMode():
+        on_gpu = torch.ones(3, device="cuda")
+        assert on_gpu.device.type == "cuda"
+        (copy,) = on_host({(0, "weight"): on_gpu}).values()
+    assert copy.device.type == "cpu"
+
+
+def test_on_the_cpu_the_way_makes_no_difference(several, mistakes, traces, text):
+    options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 1, "--device", "cpu", "--gpu-messages"]
+    runs = several(4, [[traces / "1f1b.json", *options, way] for way in ("direct", "host", "auto")])
+    assert [code for code, _ in runs] == [0, 0, 0]
+    (ended,) = mistakes(4, [[traces / "1f1b.json", *options, "both"]])
+    assert ended.code == 2 and "--gpu-messages: invalid choice: 'both'" in ended.err
