@@ -93,7 +93,7 @@ def test_mixed_precision(passes):
 
 
 def test_dropout_draws_the_same_numbers_again(passes):
-    passes("--model", "models_for_tests:noisy", "--device", "cuda", *SHORT)
+    passes("--model", "models_for_tests:dropping", "--device", "cuda", *SHORT)
 
 
 def test_a_run_goes_on_from_gpus_to_cpus_and_back(passes, tmp_path):
