@@ -23,6 +23,7 @@ from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
 UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
+ALIGN = 16  # bytes: where host memory begins in its block, so that numbers of every type lie as they do there
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
 
 
@@ -119,9 +120,9 @@ class Mirror:
 
     def cover(self, tensor: Tensor) -> None:
         """Have memory for this part of the block, too."""
-        begin = int(tensor.storage_offset()) * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size() // ALIGN * ALIGN
         self.begin = begin if self.end == self.begin else min(self.begin, begin)
-        self.end = max(self.end, begin + tensor.nbytes)
+        self.end = max(self.end, int(tensor.storage_offset()) * tensor.element_size() + tensor.nbytes)
 
     def of(self, tensor: Tensor) -> Tensor:
         """The host memory that stands for this part of the block."""

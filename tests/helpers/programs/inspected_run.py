@@ -61,7 +61,7 @@ def save_owned(run: Run, file: str) -> None:
 def weights(run: Run) -> str:
     """A hash of the weights of all stages, on all ranks that own them."""
     own = {
-        f"{stage.index}/{part}" if part >= 0 else stage.index: bytes(weights.view(torch.uint8).numpy())
+        f"{stage.index}/{part}" if part >= 0 else stage.index: bytes(weights.view(torch.uint8).cpu().numpy())
         for stage in run.session.interpreter.optimizer.stages.values()
         for part, weights in stage.owned.items()
     }

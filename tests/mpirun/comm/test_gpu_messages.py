@@ -9,7 +9,7 @@ from mpi4py import MPI
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.comm.device import Device, mpi_libraries
-from mpirun.comm.transport import QueuedTransport
+from mpirun.comm.transport import Mirror, QueuedTransport
 from mpirun.verify.record import on_host
 
 
@@ -99,6 +99,15 @@ def test_what_arrives_in_one_place_goes_through_one_place_of_the_host():
         assert (places[k % 3] == k).all()
     assert device.asked == 900 + 64 * 300  # every send has its own
     transport.free()
+
+
+def test_numbers_of_several_widths_lie_in_the_host_s_memory_as_in_the_block():
+    mirror, block = Mirror(Staged()), torch.zeros(64, dtype=torch.uint8)
+    narrow, wide = block[20:24].view(torch.float32), block[24:40].view(torch.float64)
+    mirror.cover(narrow)
+    mirror.cover(wide)
+    assert mirror.of(narrow).shape == narrow.shape and mirror.of(wide).shape == wide.shape
+    assert mirror.of(wide).data_ptr() - mirror.of(narrow).data_ptr() == 4
 
 
 def test_records_of_a_gpu_are_compared_on_the_host():
