@@ -36,11 +36,15 @@ class Device:
 
     kind: ClassVar[str] = "cpu"  # torch's type of device
     direct = True  # MPI takes its tensors as they are
-    description = ""  # what rank 0 prints at the start
 
     def __init__(self) -> None:
         """Nothing needs to be prepared on a CPU."""
         self.torch = torch.device("cpu")
+
+    @property
+    def description(self) -> str:
+        """What rank 0 prints at the start."""
+        return ""
 
     def mark(self) -> Mark | None:
         """A mark behind all work launched so far; None if that is done already."""
@@ -100,7 +104,7 @@ class Cuda(Device):
         self.shared = f", {len(gpus)} ranks on {len(set(gpus))}" if len(set(gpus)) < len(gpus) else ""
 
     @property
-    def description(self) -> str:  # type: ignore[override]
+    def description(self) -> str:
         """The GPU, who shares it, and how messages go."""
         how = "MPI takes GPU tensors as they are" if self.direct else "messages go through pinned host memory"
         if self.direct and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):

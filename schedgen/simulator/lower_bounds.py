@@ -57,7 +57,8 @@ def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: N
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
     """Of any worker: the least way to a job, all its jobs, the least way behind one; and so without its W.
 
-    0 where a backward runs away from its forward: it redoes that, and need not wait for it.
+    As `order_bound` without messages, but of any number of stages: it looks once at each. 0 where a backward runs away
+    from its forward: it redoes that, and need not wait for it.
     """
     if (header.compute != header.compute[0]).any():
         return 0.0

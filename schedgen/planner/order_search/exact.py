@@ -87,7 +87,7 @@ def solve(problem: OrderProblem, start: Times, value: float, floor: float, secon
 
 def _add_memory(model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any]) -> None:
     """What forwards of worker w take is held until the jobs of their stage that give it back end."""
-    batches, stages = problem.microbatches, len(problem.first) // 3
+    batches, stages = problem.microbatches, problem.stages
     intervals, amounts = [], []
     for c in range(problem.worker_class[w], problem.worker_class[w + 1]):
         if problem.takes[c] >= 0:

@@ -110,9 +110,8 @@ def find_rules(
 def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
     """By class its column, by column its direction, and by class where its worker lies, from 0 to 1."""
     workers = len(problem.row) - 1
-    stages = len(problem.first) // 3 if len(problem.first) % 3 == 1 else len(problem.first) // 2
     worker = np.repeat(np.arange(workers), np.diff(problem.worker_class))
-    direction = problem.class_jobs[problem.class_first[:-1]] // (problem.microbatches * stages)
+    direction = problem.class_jobs[problem.class_first[:-1]] // (problem.microbatches * problem.stages)
     group = worker * 3 + direction
     chunk = np.arange(len(group)) - np.searchsorted(group, group)  # classes of a worker are sorted by direction
     keys, column = np.unique(direction * len(group) + chunk, return_inverse=True)

@@ -30,6 +30,7 @@ Numbers = NDArray[np.int64]
 class OrderProblem(NamedTuple):
     """Arrays by job, by class or by node (direction and stage); times in the unit of the costs."""
 
+    stages: int
     microbatches: int
     worker: Numbers  # by job
     length: Times  # by job
@@ -83,6 +84,7 @@ def make_problem(
     back = [(node, other) for node, others in enumerate(graph.pred) for other in others]
     amounts = np.array([by_stage(amount, stages) for amount in takes]).ravel()
     return OrderProblem(
+        stages=stages,
         microbatches=batches,
         worker=worker,
         length=length,

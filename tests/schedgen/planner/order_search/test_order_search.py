@@ -69,6 +69,14 @@ def test_cp_sat_proves_the_best_of_a_small_problem():
     assert best.optimal and best.bound == best.value == 15
 
 
+def test_whole_backwards_give_back_what_their_own_forward_took():
+    """Two at a time go down 6 stages and up, 18 long each: three times that, and the second one's last two jobs."""
+    pytest.importorskip("ortools")
+    best = found("1f1b", Sizes(6, 6, 6), {"F": 1, "B": 2}, budget=10, objective="makespan", saved=2)
+    assert best.optimal and best.bound == best.value == 3 * 18 + 3
+    assert check(best.program).saved.max() == 2
+
+
 def test_the_same_call_gives_the_same_file(tmp_path):
     texts = []
     for k in range(2):
