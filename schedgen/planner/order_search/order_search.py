@@ -164,9 +164,9 @@ class _Search:
         return value + 0.1 * float(self.run.window.mean())
 
     def add(self, order: Numbers) -> None:
-        """Keep an order, if it ends."""
+        """Keep an order, if it ends and fits."""
         value = self.judge(order)
-        if np.isfinite(value):
+        if np.isfinite(value) and fits(self.problem, order):
             self.found.append((value, order))
             self.found.sort(key=lambda entry: entry[0])
 
