@@ -49,6 +49,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """A public name, imported when it is asked for: torch is slow to import, and --help does without it."""
+    if name == "Engine":  # imports MPI
+        importlib.import_module("mpirun.comm.local_gpu").use_local_gpu()
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module mpirun has no attribute {name}")

@@ -2,7 +2,10 @@
 
 import sys
 
-from mpirun.cli.main import main
+from mpirun.comm.local_gpu import use_local_gpu
 
 if __name__ == "__main__":
+    use_local_gpu(sys.argv[1:])
+    from mpirun.cli.main import main  # imports MPI
+
     sys.exit(main())

@@ -128,11 +128,11 @@ class GradNorms:
         positions = [entry.positions.start for entry, _ in norms]
         numbers[positions] = tensor_norms([view for _, view in norms], self.canonical)
         for entry, view in zip(contributions, views, strict=True):
-            if entry.has_sums:
+            if stage.names[entry.parameter] in stage.tied_to_earlier:  # that stage contributes the norm
+                numbers[entry.positions] = 0
+            elif entry.has_sums:
                 first = entry.piece.begin * view.element_size() // LINE
                 numbers[entry.positions] = [total for _, total in subtrees(line_sums(view), first)]
-            elif stage.names[entry.parameter] in stage.tied_to_earlier:  # that stage contributes the norm
-                numbers[entry.positions] = 0
 
     def norms(self, numbers: Sequence[float]) -> list[float]:
         """The norm of every parameter, from the numbers of all ranks."""

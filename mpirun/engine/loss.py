@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.microbatches import MicrobatchSource, Minibatch, leaf_dims
+from mpirun.data.microbatches import MicrobatchSource, Minibatch, leaf_dims, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
@@ -60,14 +60,18 @@ def check_forwards_first(header: Header, instructions: Sequence[Instruction]) ->
 
 
 def try_minibatch_loss(
-    model: Model, microbatches: MicrobatchSource, dataflows: Sequence[Dataflow], autocast_dtype: torch.dtype | None
+    model: Model,
+    microbatches: MicrobatchSource,
+    dataflows: Sequence[Dataflow],
+    autocast_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> None:
     """UsageError if the loss cannot be computed of zeros in the shapes of a step's outputs."""
-    loss = MinibatchLoss(model, len(dataflows), "cpu", autocast_dtype)
+    loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
     try:
         for mb, dataflow in enumerate(dataflows):
-            zeros = [torch.zeros(spec.size, dtype=spec.dtype) for spec in dataflow.outputs[-1]]
-            loss.add_outputs(mb, zeros, microbatches(0, mb).target)
+            zeros = [torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in dataflow.outputs[-1]]
+            loss.add_outputs(mb, zeros, to_device(microbatches(0, mb).target, device))
     except UsageError:
         raise
     except (Exception, SystemExit) as error:

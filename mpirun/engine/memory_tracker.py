@@ -67,17 +67,21 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class CudaMemoryCount:
-    """The allocator's own count on one CUDA device, with workspaces inside ops and rounding."""
+    """The allocator's own count on one CUDA device, with rounding, and in `peak` with workspaces inside ops.
+
+    cuBLAS keeps its workspaces to use them again. They are no job's: `live` gives them back first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """What is allocated now does not count."""
-        self.device = device
-        self._base = torch.cuda.memory_allocated(device)
+        self.device, self._base = device, 0
+        self._base = self.live
         self.reset_peak()
 
     @property
     def live(self) -> int:
         """As `MemoryTracker.live`."""
+        torch._C._cuda_clearCublasWorkspaces()
         return torch.cuda.memory_allocated(self.device) - self._base
 
     @property

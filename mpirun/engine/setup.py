@@ -89,18 +89,21 @@ def set_up(
 
     `unsharded_model`: as its author gave it; `text`: that `source` makes microbatches of, if it does.
     """
+    if options.canonical:  # before the loss is tried on the device
+        host.device.be_deterministic()
     together(comm, lambda: _check_options(unsharded_model, options, header))
     model = together(comm, lambda: expanded_model(unsharded_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
     autocast_dtype = options.autocast_dtype
-    shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype))
+    device = host.device.torch
+    shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype, device))
     if model.reads is None:
         counts = [len(shape.outputs) for shape in shapes_by_size[0]]
         reads = [all_outputs(sources, counts) for sources in reads]
     distinct = [Dataflow(reads, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
     dataflows = [distinct[size] for size in _sizes(source)[1][: header.microbatches]]
     if model.loss_of == "minibatch":
-        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype))
+        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype, device))
     return Setup(
         model, unsharded_model, shapes_by_size[0], dataflows, source, text, options.seed, options.recipe,
         options.passes, options.canonical, host.device, autocast_dtype, host.crowded,
@@ -158,14 +161,19 @@ def _sizes(microbatches: MicrobatchSource) -> tuple[list[int], list[int]]:
 
 
 def _shapes(
-    model: Model, reads: Reads, microbatches: MicrobatchSource, passes: int, autocast_dtype: torch.dtype | None
+    model: Model,
+    reads: Reads,
+    microbatches: MicrobatchSource,
+    passes: int,
+    autocast_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> list[list[StageShape]]:
     """For each size of microbatch, the shapes of all stages."""
     firsts, _ = _sizes(microbatches)
     if len(firsts) > 1 and passes > 1:
         raise UsageError("accumulate: the minibatch cannot be cut into microbatches of one size")
     examples = microbatches.examples()
-    return [infer_shapes(model, reads, examples[number], autocast_dtype) for number in firsts]
+    return [infer_shapes(model, reads, examples[number], autocast_dtype, device) for number in firsts]
 
 
 def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str) -> Host:

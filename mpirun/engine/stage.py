@@ -1,8 +1,8 @@
 """A stage on this rank: its module, its weights in one flat tensor, its forward and its backward.
 
 All parameters are views into `weights`, which are bytes, so that they travel as one message, or as one message a part.
-Those of one type lie together. Every view begins at a multiple of 64 bytes, as torch's own tensors do: the same kernels
-run on them and give the same bits.
+Those of one type lie together. Every view begins at a multiple of `ALIGN` bytes: the same kernels run on it as on a
+tensor of torch's own, and give the same bits.
 """
 
 from __future__ import annotations

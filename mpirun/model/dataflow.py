@@ -21,7 +21,9 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind
 from schedgen.util.errors import UsageError
 
-ALIGN = 64  # bytes: where each tensor begins in a message of several
+# Bytes: where each tensor begins in a message of several, and each parameter in a stage's flat weights. cuBLAS may
+# choose another kernel, which gives other bits, for memory that begins elsewhere than at a multiple of 256.
+ALIGN = 256
 
 
 class Input(NamedTuple):

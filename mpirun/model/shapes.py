@@ -1,7 +1,7 @@
 """What every rank knows of all stages without building them: shapes and types, memory, which layers draw.
 
 `infer_shapes` runs all stages once on fake tensors, which have shapes but no data: it sends no messages and needs
-little memory.
+little memory. They are on the run's device, because autocast has another list of operations for GPUs than for CPUs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import stage_without_values
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, all_outputs
+from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, all_outputs
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
 from mpirun.model.rng import RandomLayerFinder
 from schedgen.util.errors import UsageError, raised
 
-ALIGN = 64  # bytes: where each parameter begins in a stage's flat weights
+CPU = torch.device("cpu")
 
 
 class Place(NamedTuple):
@@ -73,9 +73,13 @@ def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:
 
 
 def infer_shapes(
-    model: Model, reads: Reads, batch: Microbatch, autocast_dtype: torch.dtype | None = None
+    model: Model,
+    reads: Reads,
+    batch: Microbatch,
+    autocast_dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> list[StageShape]:
-    """By stage, its shape on this microbatch, found by running all stages and the loss on fake tensors.
+    """By stage, its shape on this microbatch, found by running all stages on fake tensors, and the loss on zeros.
 
     UsageError where a stage, or the loss, cannot take what it reads, or does not return what the contract says.
     """
@@ -89,17 +93,21 @@ def infer_shapes(
     shapes: list[StageShape] = []
     for stage, entry in enumerate(model.stages):
         module = stage_without_values(model, stage, fake)
+        parameters = _parameter_shape(module)
         with fake, torch.no_grad():
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))
             inputs = [_argument(source, outputs, batch.leaves, stage) for source in sources]
             inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
+            if device != CPU:
+                inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
+                module.to(device)
             write_counts, buffers = _write_counts(inputs), [*module.buffers()]
             buffer_counts = _write_counts(buffers)
-            with autocast("cpu", autocast_dtype), finder:
+            with autocast(device.type, autocast_dtype), finder:
                 outputs.append(_outputs(module, inputs, stage))
         shapes.append(
-            _parameter_shape(module)._replace(
+            parameters._replace(
                 outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
                 overwrites_inputs=write_counts != _write_counts(inputs),
                 overwrites_buffers=buffer_counts != _write_counts(buffers) or _others(buffers, [*module.buffers()]),
@@ -112,7 +120,7 @@ def infer_shapes(
             _check_shard(stage % model.tensor_parallel, shapes)
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
-    loss, metrics = _zero_loss(model, shapes[-1].outputs, batch, autocast_dtype)
+    loss, metrics = _zero_loss(model, shapes[-1].outputs, to_device(batch, device), autocast_dtype, device)
     last = len(shapes) - model.tensor_parallel
     return shapes[:last] + [shape._replace(loss_bytes=loss.element_size(), metrics=metrics) for shape in shapes[last:]]
 
@@ -184,12 +192,16 @@ def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
 
 
 def _zero_loss(
-    model: Model, outputs: Sequence[TensorSpec], batch: Microbatch, autocast_dtype: torch.dtype | None
+    model: Model,
+    outputs: Sequence[TensorSpec],
+    batch: Microbatch,
+    autocast_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[Tensor, tuple[str, ...]]:
     """The loss of outputs that are zero, and the names of the metrics."""
     try:
-        with autocast("cpu", autocast_dtype):
-            zeros = loss_input([torch.zeros(spec.size, dtype=spec.dtype) for spec in outputs])
+        with autocast(device.type, autocast_dtype):
+            zeros = loss_input([torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in outputs])
             loss, metrics = loss_and_metrics(model.loss, zeros, batch)
     except UsageError:
         raise

@@ -91,8 +91,6 @@ class Session:
         `on_nan`: stop or skip; `verify`: record what is done, for `verify`, which allows a difference of `tolerance`.
         """
         self.setup, self.on_nan = setup, on_nan
-        if setup.canonical:
-            setup.device.be_deterministic()
         with self.watchdog.trying_messages():
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(

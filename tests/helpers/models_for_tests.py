@@ -346,6 +346,14 @@ def normed(stages: int) -> Model:
     return with_stage(stages, 1, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
 
 
+def ends_in_norms(stages: int) -> Model:
+    """mlp.tiny; a linear layer and a LayerNorm are the end of every stage but the last."""
+    model = mlp.tiny(stages)
+    for number, layers in enumerate(model.stages[:-1]):
+        layers |= {f"up{number}": partial(nn.Linear, WIDTH, WIDTH), f"norm{number}": partial(nn.LayerNorm, WIDTH)}
+    return model
+
+
 class Turned(nn.Module):
     """A linear layer whose output is not contiguous."""
 
@@ -467,6 +475,15 @@ def killed_in_stage(stages: int) -> Model:
 
 def out_of_memory_in_stage(stages: int) -> Model:
     return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50)))
+
+
+def out_of_gpu_memory_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50, device="cuda")))
+
+
+def bad_index_in_stage(stages: int) -> Model:
+    """The kernel finds it, when it runs."""
+    return with_stage(stages, 2, lambda: Trouble(lambda: torch.zeros(3, device="cuda")[torch.full((1,), 7).cuda()]))
 
 
 def stopped_in_stage(stages: int) -> Model:

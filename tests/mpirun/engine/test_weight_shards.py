@@ -137,6 +137,17 @@ def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, comp
         assert same(weights(tmp_path / folder / f"step-{STEPS:08d}"), undivided), folder
 
 
+def test_a_shared_parameter_counts_once_in_the_norm(several, compiled, traces, text, tmp_path):
+    """In two stages, or in one whose weights are divided; gradients are added in another order."""
+    divided = compiled("fsdp", stages=1, microbatches=8, workers=4, shards=4)
+    files = {"tied": traces / "1f1b-tied.json", "divided": divided}
+    common = ["--model", "models_for_tests:gpt_tied", "--text", text, "--steps", 1, "--canonical"]
+    runs = [[file, *common, "--metrics", tmp_path / name] for name, file in files.items()]
+    assert [code for code, _ in several(4, runs)] == [0, 0]
+    tied, one = (json.loads((tmp_path / name).read_text())["grad_norm"] for name in files)
+    assert tied == pytest.approx(one, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype) + (0.1j if dtype.is_complex else 0)

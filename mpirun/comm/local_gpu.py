@@ -1,0 +1,42 @@
+"""A rank's GPU, made current before MPI starts: some MPI libraries bind themselves to the one that is current then.
+
+Neither MPI nor torch can be asked yet. The launcher says in the environment which of its host's ranks this is, and
+CUDA's driver is asked itself. Where there is no launcher, no driver or no GPU, nothing happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+
+# What launchers call a rank's number on its host. Ranks that mpiexec starts in a Slurm job inherit Slurm's, too.
+LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
+
+
+def local_rank(environment: Mapping[str, str]) -> int | None:
+    """This rank's number on its host; None where no launcher says it."""
+    numbers = (environment.get(name, "") for name in LOCAL_RANK)
+    return next((int(number) for number in numbers if number.isdecimal()), None)
+
+
+def use_local_gpu(arguments: Sequence[str] = ()) -> None:
+    """Make the GPU current that is the rank's in turn; none with `--device cpu` among a command's arguments."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", nargs="?")
+    number = local_rank(os.environ)
+    if number is None or parser.parse_known_args(arguments)[0].device == "cpu":
+        return
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return
+    if driver.cuDeviceGet(ctypes.byref(device), number % count.value):
+        return
+    # The primary context is the one that torch takes.
+    if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        driver.cuCtxSetCurrent(context)

@@ -1,0 +1,97 @@
+"""The GPU of a rank is made current before MPI starts; here CUDA's driver is one that only takes notes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mpirun.comm.local_gpu import LOCAL_RANK, local_rank, use_local_gpu
+
+
+class Driver:
+    """A driver with so many GPUs, which remembers the context of which one is current."""
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus, self.current = gpus, -1
+
+    def cuInit(self, flags: int) -> int:
+        return 0 if self.gpus else 100
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.gpus
+        return 0
+
+    def cuDeviceGet(self, device: Any, number: int) -> int:
+        device._obj.value = number
+        return int(number >= self.gpus)
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: ctypes.c_int) -> int:
+        context._obj.value = 1000 + device.value
+        return 0
+
+    def cuCtxSetCurrent(self, context: ctypes.c_void_p) -> int:
+        self.current = (context.value or 0) - 1000
+        return 0
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """The GPU that a rank with such variables and arguments takes; -1: none."""
+
+    def gpu_of(gpus: int, *arguments: str, **variables: str) -> int:
+        driver = Driver(gpus)
+        for name in LOCAL_RANK:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        use_local_gpu(arguments)
+        return driver.current
+
+    return gpu_of
+
+
+def test_ranks_take_the_gpus_of_their_host_in_turns(gpu_of):
+    assert [gpu_of(4, SLURM_LOCALID=str(rank)) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert gpu_of(1, OMPI_COMM_WORLD_LOCAL_RANK="3") == 0
+
+
+def test_none_is_taken_without_a_launcher_without_gpus_or_for_the_cpu(gpu_of):
+    assert gpu_of(4) == gpu_of(0, MPI_LOCALRANKID="1") == -1
+    assert gpu_of(4, "1f1b.json", "--device", "cpu", MPI_LOCALRANKID="1") == -1
+    assert gpu_of(4, "1f1b.json", "--device=cuda", MPI_LOCALRANKID="1") == 1
+
+
+def test_mpiexec_in_a_job_of_slurm_knows_better(gpu_of):
+    """Its ranks inherit the number of the one process that Slurm has started."""
+    assert gpu_of(4, SLURM_LOCALID="0", MPI_LOCALRANKID="2") == 2
+    assert local_rank({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}) == 3
+
+
+PROGRAM = """
+import ctypes, runpy, sys
+CDLL = ctypes.CDLL
+def library(name, *options, **more):
+    if name != "libcuda.so.1":
+        return CDLL(name, *options, **more)
+    sys.exit("MPI is imported" if "mpi4py.MPI" in sys.modules else "MPI is not imported")
+ctypes.CDLL = library
+sys.argv = ["mpirun", "--help"]
+{start}
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["runpy.run_module('mpirun', run_name='__main__')", "import mpirun; mpirun.Engine"],
+    ids=["command", "script"],
+)
+def test_mpi_is_imported_afterwards(start):
+    environment = {**os.environ, "SLURM_LOCALID": "0"}
+    command = [sys.executable, "-c", PROGRAM.format(start=start)]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True).stderr == "MPI is not imported\n"
