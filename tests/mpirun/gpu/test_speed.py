@@ -1,0 +1,76 @@
+"""How near a run on GPUs comes to the time of its kernels, and what stands between: figures go into the table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+
+DELAYS = ("programs/gpu_delays.py",)
+STAGES, MICROBATCHES = 2, 8
+Note = Callable[[str, object], None]
+
+
+def delays(out: str) -> dict[str, list[float]]:
+    """What all ranks have measured, in microseconds, ascending."""
+    by_rank = [json.loads(line) for line in re.findall(r"^delays: (.*)$", out, re.M)]
+    assert len(by_rank) == STAGES, out
+    return {what: sorted(delay for rank in by_rank for delay in rank[what]) for what in by_rank[0]}
+
+
+def at(share: float, ascending: list[float]) -> float:
+    """The value that this share of all is below."""
+    return ascending[int(share * len(ascending))]
+
+
+@pytest.mark.parametrize("ms", [2, 10, 40])
+def test_a_step_of_jobs_of_some_ms_is_its_kernels(
+    passes: Any, two_ranks: Any, side_by_side: Any, tmp_path: Any, ms: int, record_property: Note
+) -> None:
+    """1F1B on 2 ranks takes (microbatches + 1) forwards and backwards: 95 % of a step of long jobs."""
+    model = ["--model", "models_for_gpus:sleeping", "--device", "cuda"]
+    passes(
+        *model, "--steps", 12, "--metrics", tmp_path / "steps",
+        schedule=two_ranks, ranks=STAGES, env={**side_by_side, "JOB_MS": str(ms)},
+    )  # fmt: skip
+    steps = [json.loads(line)["seconds"] for line in (tmp_path / "steps").read_text().splitlines()]
+    share = 2e-3 * ms * (MICROBATCHES + STAGES - 1) / median(steps[4:])
+    record_property("share", f"{share:.3f}")
+    assert share >= 0.95 or ms < 40
+
+
+def test_transfers_begin_when_kernels_end_and_kernels_when_messages_come(
+    passes: Any, two_ranks: Any, side_by_side: Any, record_property: Note
+) -> None:
+    """Less than 100 us from an event to its transfer, and less than 50 us from a message to the first kernel."""
+    model = ["--model", "models_for_gpus:sleeping", "--device", "cuda"]
+    env = {**side_by_side, "JOB_MS": "10"}
+    found = delays(passes(*model, "--steps", 12, schedule=two_ranks, ranks=STAGES, env=env, program=DELAYS))
+    for what, limit in {"ready": 100, "begin": 50}.items():
+        record_property(f"{what}, us", f"{median(found[what]):.0f} (95 %: {at(0.95, found[what]):.0f})")
+        assert median(found[what]) < limit
+
+
+def test_a_stage_of_one_compiled_module_sends_during_its_jobs(
+    passes: Any, two_ranks: Any, side_by_side: Any, record_property: Note
+) -> None:
+    """No hook of a layer is called in it: sends begin within 1 ms all the same."""
+    model = ["--model", "models_for_gpus:compiled", "--device", "cuda", "--verify"]
+    found = delays(
+        passes(*model, "--steps", 6, schedule=two_ranks, ranks=STAGES, env=side_by_side, program=DELAYS, limit=600)
+    )
+    record_property("ready, us", f"95 %: {at(0.95, found['ready']):.0f}")
+    assert at(0.95, found["ready"]) < 1000
+
+
+def test_what_ordering_host_and_gpu_costs(launch: Any, record_property: Note) -> None:
+    """An event against a word that the stream waits for; kernels launched one by one against a graph."""
+    done = launch(None, program=("programs/gpu_latencies.py",))
+    assert done.code == 0, done.err
+    for what, us in json.loads(done.out).items():
+        record_property(f"{what}, us", f"{us:.1f}")
+        assert 0 < us < 1e5
