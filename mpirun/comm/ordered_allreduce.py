@@ -96,7 +96,10 @@ class OrderedAllreduce:
 
 
 class AllreduceQueue:
-    """The sums under way on a rank. They begin to gather in the order of their starts, which all ranks share."""
+    """The sums under way on a rank. Those of the same tags begin to gather in the order of their starts.
+
+    All ranks share that order.
+    """
 
     def __init__(self, transport: Transport) -> None:
         """From now on the polls of the transport advance the sums."""
@@ -110,11 +113,14 @@ class AllreduceQueue:
         self.active.append(allreduce)
 
     def advance(self) -> None:
-        """Advance all sums up to the first that still scatters."""
+        """Advance all sums; of the same tags, up to the first that still scatters."""
+        scattering: set[tuple[int, int]] = set()
         for allreduce in self.active:
+            if allreduce.tags in scattering:
+                continue
             allreduce.advance()
             if allreduce.phase == SCATTER:
-                break
+                scattering.add(allreduce.tags)
         self.active = [allreduce for allreduce in self.active if not allreduce.done]
 
     def finish(self) -> None:

@@ -1,8 +1,9 @@
 """ALLREDUCE of an x or a g: the sum over the shards of a tensor-parallel stage of what each of them has computed.
 
 Summed are outputs after forwards and the gradients of inputs after backwards, in the order of the shards: the same
-bits on all of them and in every run. Transfers need memory that stays where it is, so what is summed is copied there.
-Sums over the same ranks, of the same size and type, share it, because a rank waits for each sum before the next.
+bits on all of them and in every run. A sum goes on while other instructions run; the first that reads it waits.
+Transfers need memory that stays where it is, so what is summed is copied there. Sums over the same ranks, of the same
+size and type, share it: one begins when the one before is done.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 
 from mpirun.comm.ordered_allreduce import SHARD_TAGS, OrderedAllreduce
 from mpirun.comm.sections import Section
+from mpirun.comm.transport import NO_ROW
 from mpirun.engine.act import Act
+from mpirun.engine.buffers import LocalBuffer
 from mpirun.engine.context import Context
 from schedgen.ir.instructions import B, F, Instruction, Kind
 
@@ -24,9 +27,10 @@ class ShardAllreduce:
         self.context = context
         # By the ranks of the shards in their order, number of bytes, type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
+        self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # what each of them has summed last
 
     def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: replace the summand of this rank's shard in the buffer by the sum."""
+        """ALLREDUCE: start to replace the summand of this rank's shard in the buffer by the sum."""
         header, transport = self.context.header, self.context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
@@ -41,18 +45,20 @@ class ShardAllreduce:
             keys, sections = [[ranks.index(rank)] for rank in header.groups[i.group]], [Section(0, *key[1:])]
             group = transport.group(i.group)
             self.shared[key] = OrderedAllreduce(transport, group, rows, keys, sections, tags=SHARD_TAGS)
-        buffer, allreduce, wait = self.context.buffers.named_by(i), self.shared[key], transport.wait
-        total = allreduce.total.view(spec.dtype)
+        buffer, allreduce, allreduces = self.context.buffers.named_by(i), self.shared[key], self.context.allreduces
+        total, wait_value, latest = allreduce.total.view(spec.dtype), self.context.buffers.wait_value, self.latest
 
         def done() -> bool:
-            allreduce.advance()
+            allreduces.advance()
+            if allreduce.done:
+                buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand
             return allreduce.done
 
         def act() -> None:
-            summand = buffer.value
-            total.copy_(summand.view(-1))
-            allreduce.start()
-            wait(done)
-            buffer.value = total.clone().view(summand.shape)  # autograd may have saved the summand
+            if allreduce in latest:
+                wait_value(latest[allreduce])
+            total.copy_(buffer.value.view(-1))
+            allreduces.start(allreduce)
+            buffer.arriving, buffer.receive_row, latest[allreduce] = done, NO_ROW, buffer
 
         return act

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -106,6 +107,22 @@ def test_it_trains_as_the_whole_model_does(verified, name):
 def test_it_gives_the_bits_of_one_process_that_adds_up_shards_in_their_order(verified, name):
     code, out = verified[name, "--canonical"]
     assert code == 0 and "verify: passed: every bit of " in out, out
+
+
+def test_late_devices_and_late_messages_change_no_bit(inside, schedules, text):
+    arguments = [schedules["a split backward"], "--model", GPT, "--text", text, "--steps", 2]
+    ended = inside(4, [{"arguments": arguments, **run} for run in ({}, {"late": "staged", "delay": 1})])
+    assert [run.code for run in ended] == [0, 0] and len({run.weights for run in ended}) == 1
+
+
+def test_what_reads_a_sum_waits_for_it(several, traces, text, tmp_path):
+    """And not the ALLREDUCE that begins it."""
+    run = [traces / "1f1b-tensor.json", "--model", GPT, "--text", text, "--steps", 2, "--trace", tmp_path / "trace"]
+    assert several(4, [run])[0][0] == 0
+    events = [event for event in json.loads((tmp_path / "trace").read_text())["traceEvents"] if event["ph"] == "X"]
+    waits = [event["name"] for event in events if event["args"].get("cause") == "reduction"]
+    assert any(name.startswith(("FWD", "BWD", "SEND")) for name in waits), waits
+    assert not any(name.startswith(("ALLREDUCE x", "ALLREDUCE g")) for name in waits), waits
 
 
 def losses(out):
