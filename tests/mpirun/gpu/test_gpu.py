@@ -63,7 +63,7 @@ def test_segments_that_cannot_be_shared_are_warned_of(passes):
     assert "pinned host memory" in out or "expandable_segments:True may keep it" in out
 
 
-def test_one_gpu_for_all_ranks_by_mps(passes, mps):
+def test_kernels_of_several_ranks_at_once_by_mps(passes, mps):
     passes(*GPT, *SHORT, env=mps)
 
 
@@ -172,23 +172,24 @@ def test_memory_is_counted_and_what_the_allocator_keeps_is_said(passes):
     assert len(peaks) == 4 and all(0 < peak <= kept for peak, kept in zip(peaks, reserved, strict=True))
 
 
-def profile(launch, file, *options):
-    """Of gpt:tiny in four stages."""
-    done = launch(4, "profile", *GPT[:2], "--stages", 4, "-o", file, *options)
+def profile(launch, file, device="cuda", model="gpt"):
+    """Of a tiny model in four stages."""
+    options = ["--model", f"mpirun.examples.{model}:tiny", "--device", device]
+    done = launch(4, "profile", *options, "--stages", 4, "-o", file)
     assert done.code == 0, done.err
     return json.loads(file.read_text())
 
 
 def test_a_profile_is_of_messages_between_gpus(launch, tmp_path, record_property):
     """Faster than 1 GB a second, slower than memory."""
-    beta = profile(launch, tmp_path / "profile.json", "--device", "cuda")["beta"]
+    beta = profile(launch, tmp_path / "profile.json")["beta"]
     record_property("GB/s", f"{1e-9 / beta:.1f}")
     assert 1e-13 < beta < 1e-9
 
 
 def test_a_profile_counts_no_workspace_of_cublas_as_saved(launch, tmp_path, record_property):
     """A GPU saves what a CPU saves; its allocator rounds."""
-    on_gpu, on_cpu = (profile(launch, tmp_path / name, "--device", name) for name in ("cuda", "cpu"))
+    on_gpu, on_cpu = (profile(launch, tmp_path / name, name, "mlp") for name in ("cuda", "cpu"))
     for what in ("saved", "half"):
         record_property(what, max(on_gpu[what]))
         assert on_gpu[what] == pytest.approx(on_cpu[what], rel=0.1)
@@ -196,7 +197,7 @@ def test_a_profile_counts_no_workspace_of_cublas_as_saved(launch, tmp_path, reco
 
 def test_no_rank_holds_more_than_predicted(launch, passes, traces, tmp_path, record_property):
     """Within 5 %; beside that cuBLAS keeps workspaces, one of the forwards' thread and one of the backwards'."""
-    profile(launch, tmp_path / "profile.json", "--device", "cuda")
+    profile(launch, tmp_path / "profile.json")
     with contextlib.redirect_stdout(io.StringIO()) as said:
         arguments = ["stats", str(traces / "1f1b.json"), "--profile", str(tmp_path / "profile.json"), "--json"]
         assert schedgen(arguments) == 0
