@@ -158,7 +158,7 @@ def to_device(values: Any, device: torch.device) -> Any:
 
     def copied(x: Tensor) -> Tensor:
         # The host does not wait for a copy of pinned memory.
-        host = x.pin_memory() if x.device.type == "cpu" and device.type == "cuda" else x
+        host = x.pin_memory() if x.device.type == "cpu" else x
         return host.to(device, non_blocking=True)
 
     return pytree.tree_map_only(Tensor, copied, values)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from late_device import Late
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.device import Device
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.sections import Section
-from mpirun.comm.transport import QueuedTransport, Transport
+from mpirun.comm.transport import Transport, make_transport
 from mpirun.comm.waiting import Done
+from mpirun.data.microbatches import to_device
 
 WORLD = MPI.COMM_WORLD
 GROUPS = [(0, 1, 2), (1, 2)]  # overlapping
@@ -25,11 +29,13 @@ KEYS = {
 }
 
 
+@cache
 def row(key: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of very different sizes, so that another order of adding gives other bits."""
-    generator = torch.Generator().manual_seed(1000 * key + length)
-    scale = 10.0 ** torch.randint(-3, 4, (length,), generator=generator)
-    return (torch.randn(length, generator=generator) * scale).to(dtype)
+    """Numbers of very different sizes, so that another order of adding gives other bits; in the host's memory."""
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(1000 * key + length)
+        scale = 10.0 ** torch.randint(-3, 4, (length,), generator=generator)
+        return (torch.randn(length, generator=generator) * scale).to(dtype)
 
 
 def prepared(
@@ -51,7 +57,7 @@ def in_key_order(keys: list[list[int]], length: int, dtype: torch.dtype) -> Tens
 
 
 def data(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def sums(transport: Transport, dtype: torch.dtype) -> None:
@@ -73,7 +79,7 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
     for again in range(2):
         for (group, keys, length), (allreduce, rows) in zip(cases, made, strict=True):
             for place, key in zip(rows, keys[transport.group(group).rank], strict=True):
-                place.copy_(row(key + again, length, dtype))
+                place.copy_(to_device(row(key + again, length, dtype), place.device))
             under_way.start(allreduce)
         under_way.finish()
         for (group, keys, length), (allreduce, _) in zip(cases, made, strict=True):
@@ -85,7 +91,7 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
 def in_the_background(transport: Transport) -> None:
     """A sum goes on while its members wait for something else."""
     keys = [[0], [1], [2]]
-    rows = row(WORLD.rank, 1000, torch.float32)[None].clone()
+    rows = to_device(row(WORLD.rank, 1000, torch.float32)[None].clone(), torch.get_default_device())
     under_way = AllreduceQueue(transport)
     under_way.start(prepared(transport, 0, rows, keys, None))
     transport.wait(lambda: not under_way.active)
@@ -165,27 +171,25 @@ def groups(transport: Transport) -> None:
             assert transport.group(index).allgather(WORLD.rank) == list(members)
 
 
-def in_the_stream() -> None:
+def in_the_stream(transport: Transport) -> None:
     """A message holds what was written before its send, and arrives behind what reads there before its receive."""
-    device = Late(direct=True, seed=WORLD.rank)
-    transport = QueuedTransport(device, WORLD, GROUPS)
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
     value, place, seen = torch.zeros(4), torch.zeros(4), []
     receive = transport.receive(place, before, 1)
     for k in range(1, 6):
-        device.launch(lambda k=k: value.fill_(100.0 * k + WORLD.rank))
+        value.fill_(100.0 * k + WORLD.rank)
         sent = transport.send(value, after, 1)
-        device.launch(lambda: seen.append(place.tolist()))
+        seen.append(place.clone())
         receive.start()
         wait_for_all(transport, [receive.done, sent])
     came = [[100.0 * k + before] * 4 for k in range(6)]
-    assert seen == [[0.0] * 4, *came[1:5]] and place.tolist() == came[5], (seen, place)
+    assert [x.tolist() for x in seen] == [[0.0] * 4, *came[1:5]] and place.tolist() == came[5], (seen, place)
 
 
-TRANSPORTS: dict[str, Callable[[], Transport]] = {
-    "at once": lambda: Transport(WORLD, GROUPS),
-    "late": lambda: QueuedTransport(Late(direct=True, seed=WORLD.rank), WORLD, GROUPS),
-    "late and staged": lambda: QueuedTransport(Late(direct=False, seed=WORLD.rank), WORLD, GROUPS),
+DEVICES = {
+    "at once": Device(),
+    "late": Late(direct=True, seed=WORLD.rank),
+    "late and staged": Late(direct=False, seed=WORLD.rank),
 }
 CLAIMS: dict[str, Callable[[Transport], None]] = {
     "sums of float32": lambda transport: sums(transport, torch.float32),
@@ -195,6 +199,7 @@ CLAIMS: dict[str, Callable[[Transport], None]] = {
     "kinds": kinds,
     "weights again": weights_again,
     "groups": groups,
+    "in the stream": in_the_stream,
 }
 
 
@@ -208,10 +213,9 @@ if __name__ == "__main__":
     order = in_key_order([[0, 1, 2]], 1000, torch.float32)
     other = in_key_order([[0]], 1000, torch.float32) + in_key_order([[1, 2]], 1000, torch.float32)
     assert data(order) != data(other), "numbers whose order does not matter would prove nothing"
-    for how, make in TRANSPORTS.items():
+    for how, device in DEVICES.items():
         for name, claim in CLAIMS.items():
-            claim(make())
+            with device.working() if isinstance(device, Late) else contextlib.nullcontext(), device.torch:
+                claim(make_transport(device, WORLD, GROUPS))
             holds(f"{name}, {how}")
-    in_the_stream()
-    holds("in the stream")
     sys.exit()

@@ -3,7 +3,7 @@
     arguments  those of mpirun
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
-    late       a device that does its work late: "direct" or "staged"
+    late       computes on a late device, "direct" or "staged", and fails if in a step more than NORM waits for it
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
 
@@ -17,7 +17,7 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +29,8 @@ from mpi4py import MPI
 
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
-from mpirun.comm.device import Device, choose_device
 from mpirun.verify.record import Record, gather_record
+from schedgen.ir.instructions import Op
 
 WORLD = MPI.COMM_WORLD
 
@@ -80,9 +80,26 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
     return run
 
 
-def new_device(late: str | None, seed: int) -> Callable[[MPI.Intracomm, str, str], Device]:
-    """What stands for `choose_device`."""
-    return choose_device if late is None else lambda comm, name, messages: Late(late == "direct", seed)
+@contextlib.contextmanager
+def computing_late(how: str | None) -> Iterator[None]:
+    """In it, runs compute on a late device, if one is asked for."""
+    if how is None:
+        yield
+        return
+    device = Late(how == "direct", WORLD.rank)
+    with mock.patch("mpirun.engine.setup.choose_device", lambda comm, name, messages: device), device.working():
+        yield
+
+
+def without_waits(act: Callable[[], None], op: int, device: Late) -> Callable[[], None]:
+    """An instruction in which the host must not wait for the device."""
+
+    def run() -> None:
+        device.streams.strict = Op(op).name
+        act()
+        device.streams.strict = ""
+
+    return run
 
 
 def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
@@ -99,15 +116,21 @@ def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
 def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     """What comes of a run. Collective."""
     out = io.StringIO()
-    late = mock.patch("mpirun.engine.setup.choose_device", new_device(request.get("late"), WORLD.rank))
+    late = computing_late(request.get("late"))
     with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")):
         run = Run(WORLD, run_options(WORLD, request["arguments"]))
         if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
             run.session.interpreter.code = [delayed(act, rng) for act in run.session.interpreter.code]
+        if isinstance(device := run.session.setup.device, Late):
+            pairs = zip(run.session.interpreter.code, run.session.instructions, strict=True)
+            run.session.interpreter.code = [
+                act if i.op == Op.NORM else without_waits(act, i.op, device) for act, i in pairs
+            ]
         code = run.execute()
-    if file := request.get("record"):
-        save_record(run, file)
-    if file := request.get("owned"):
-        save_owned(run, file)
-    return max(WORLD.allgather(code)), out.getvalue(), weights(run)
+        if file := request.get("record"):
+            save_record(run, file)
+        if file := request.get("owned"):
+            save_owned(run, file)
+        end = weights(run)
+    return max(WORLD.allgather(code)), out.getvalue(), end

@@ -1,60 +1,345 @@
-"""A device whose work is done late, as a GPU's is, on CPU memory."""
+"""A GPU of Python and CPU memory, whose kernels run late: what is read too early is not a number.
+
+- Every aten op on its tensors is launched into the current stream (late_streams.py). Until the stream comes to it, its
+  outputs are bytes of ones: NaN in any floating type, -1 in integers. So is memory that nobody has written.
+- Tensors of the device and of the host do not mix in one op, but for numbers without dimensions and for copies. Copies
+  from and to pinned memory run late; others, `item` and the like make the host wait; `numpy` is refused.
+- Backwards run in a thread of their own, as autograd's do on a GPU, in the stream of who called them.
+
+A tensor is the device's if its storage says so; to torch itself it is on the CPU. MPI reads and writes its memory when
+it likes, as it does a GPU's.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import ClassVar
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from types import ModuleType
+from typing import Any, ClassVar
+from unittest import mock
 
-import numpy as np
+import torch
+from late_streams import COMPUTE, Event, Streams
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpirun.comm.device import Device
 
+aten = torch.ops.aten
+COPIES = (aten.copy_.default, aten._to_copy.default)
+NO_VALUES = (
+    aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
+ON_DEVICE, PINNED = "on_late_device", "pinned"  # attributes of storages
+ONES = 255
+
+LATE = "late"  # torch's type of device
+module = ModuleType(f"torch.{LATE}")  # torch asks it
+vars(module).update(is_available=lambda: False, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
+torch.utils.rename_privateuse1_backend(LATE)
+torch._register_device_module(LATE, module)
+
+
+def is_late(x: Tensor, what: str = ON_DEVICE) -> bool:
+    """Whether it lies on the device."""
+    return type(x) in (Tensor, torch.nn.Parameter) and hasattr(x.untyped_storage(), what)
+
+
+def marked(x: Tensor, what: str = ON_DEVICE) -> Tensor:
+    """The same tensor, whose storage says what it is."""
+    setattr(x.untyped_storage(), what, True)
+    return x
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """A tensor that shares memory with no other and has no values yet: bytes of ones."""
+    bytes_ = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    bytes_.fill_(1 if x.dtype == torch.bool else ONES)
+    return x
+
+
+@contextlib.contextmanager
+def as_a_kernel() -> Iterator[None]:
+    """What runs in it is neither launched nor seen by autograd."""
+    seen = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch._C._AutoDispatchBelowAutograd(),
+        torch._C._ExcludeDispatchKeyGuard(seen),
+        torch.no_grad(),
+    ):
+        yield
+
+
+class Launches(TorchDispatchMode):
+    """Launches every op on tensors of the device."""
+
+    like: ClassVar[dict[Any, Any]] = {}  # by op and arguments without values: outputs on the meta device
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self.launch(func, args, dict(kwargs or {}))
+
+    def launch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        to_device = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == LATE
+        tensors = [x for x in leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
+        late = [x for x in tensors if is_late(x)]
+        if not late and not to_device:
+            return func(*args, **kwargs)
+        if to_device:
+            kwargs["device"] = torch.device("cpu")
+        if func in COPIES and (len(late) < len(tensors) or to_device):
+            return self.copy(func, args, kwargs)
+        if func in NO_VALUES:
+            return marked(poisoned(func(*args, **kwargs)))
+        if is_view(func):
+            return func(*args, **kwargs)
+        for x in tensors:
+            if not is_late(x) and x.dim():
+                raise RuntimeError(f"{func} of tensors on the device and in the host's memory")
+        # A number of the host is read when the kernel is launched.
+        if len(late) < len(tensors):
+            args = mapped(lambda x: x if is_late(x) else x.clone(), args)
+        if any("Tensor" not in str(result.type) for result in func._schema.returns):
+            return self.at_once(func, args, kwargs)
+        try:
+            outputs = self.outputs(func, args, kwargs)
+        except (NotImplementedError, RuntimeError):  # its shape depends on values
+            return self.at_once(func, args, kwargs)
+        self.streams.launch(kernel(func, args, kwargs, outputs))
+        return outputs
+
+    def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The host waits for its result."""
+        self.streams.host_waits(str(func))
+        with as_a_kernel():
+            return mapped(marked, func(*args, **kwargs))
+
+    def outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What it returns before it has run: arguments that it changes, and tensors without values."""
+        changed = {}  # by alias set
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = kwargs.get(argument.name, args[place] if place < len(args) else None)
+                changed[frozenset(argument.alias_info.before_set)] = given
+        returns = func._schema.returns
+        aliases = [result.alias_info and changed[frozenset(result.alias_info.before_set)] for result in returns]
+        if all(alias is not None for alias in aliases):
+            return None if not aliases else aliases[0] if len(aliases) == 1 else tuple(aliases)
+        key = func, *(like_key(x) for x in leaves((*args, *kwargs.values())))
+        if key not in self.like:
+            like_args, like_kwargs = mapped(on_meta, args), {name: mapped(on_meta, x) for name, x in kwargs.items()}
+            if "device" in kwargs:
+                like_kwargs["device"] = torch.device("meta")
+            with as_a_kernel():
+                self.like[key] = func(*like_args, **like_kwargs)
+        made = mapped(without_values, self.like[key])
+        if len(returns) == 1:
+            return made
+        return tuple(new if alias is None else alias for new, alias in zip(made, aliases, strict=True))
+
+    def copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A copy between the host's memory and the device's, or to the device of what is there already."""
+        source = args[1] if func is aten.copy_.default else args[0]
+        late = kwargs.pop("non_blocking", len(args) > 2 and args[2])
+        if func is aten.copy_.default:
+            target = args[0]
+        elif is_late(source) and kwargs.get("dtype", source.dtype) == source.dtype:
+            return source.detach()
+        else:
+            like = on_meta(source).to(dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format"))
+            target = without_values(like)
+        host = target if is_late(source) else source
+        if source.numel() and not (late and is_late(host, PINNED)):
+            self.streams.host_waits("a copy that is not of pinned memory")
+            late = False
+        if not is_late(target) and late:
+            target.view(-1).view(torch.uint8).fill_(ONES)
+        run = kernel(aten.copy_.default, (target, source), {}, target)
+        if late:
+            self.streams.launch(run)
+        else:
+            with as_a_kernel():
+                run()
+        return target
+
+
+def kernel(func: Any, args: Any, kwargs: Any, outputs: Any) -> Callable[[], None]:
+    """What computes an op, into outputs that were made before."""
+
+    def run() -> None:
+        results = func(*args, **kwargs)
+        for output, result in zip(leaves((outputs,)), leaves((results,)), strict=True):
+            if isinstance(output, Tensor) and output is not result:
+                output.copy_(result)
+
+    return run
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """The arguments or results of an op, those in lists one by one."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same arguments or results with other tensors."""
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(change, x) for x in value)
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def is_view(func: Any) -> bool:
+    schema = func._schema
+    return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+def like_key(x: Any) -> Any:
+    """What an output's shape may depend on."""
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), str(x))
+
+
+def on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+def without_values(like: Tensor) -> Tensor:
+    return marked(poisoned(torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)))
+
+
+class Calls(TorchFunctionMode):
+    """What torch answers on the CPU without asking an op, answered as of the device."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+        self.answers: dict[Any, Callable[..., Any]] = {
+            Tensor.device.__get__: lambda x: torch.device(LATE, 0),
+            Tensor.numpy: self.refuse,
+            Tensor.__array__: self.refuse,
+            Tensor.tolist: lambda x: self.on_host(x, "tolist").tolist(),
+            Tensor.cpu: lambda x: self.on_host(x, "cpu"),
+            Tensor.to: self.to,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.pin_memory:
+            with torch._C.DisableTorchFunction():
+                return marked(args[0].clone(), PINNED)
+        if func in self.answers and is_late(args[0]):
+            return self.answers[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def refuse(self, x: Tensor, *_: Any, **__: Any) -> None:
+        raise TypeError("a tensor of the device has no numpy array: copy it to the host's memory first")
+
+    def on_host(self, x: Tensor, what: str) -> Tensor:
+        self.streams.host_waits(what)
+        with as_a_kernel():
+            return x.clone()
+
+    def to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        wanted = kwargs.get("device", args[0] if args else None)
+        if isinstance(wanted, str | torch.device) and torch.device(wanted).type == "cpu":
+            x = self.on_host(x, "to")
+        with torch._C.DisableTorchFunction():
+            return x.to(*args, **kwargs)
+
 
 class Late(Device):
-    """Work given to it is done, in order, only when somebody has asked often enough for a mark to be reached."""
+    """The device. What is computed inside `working` may be computed on it."""
 
-    kind: ClassVar[str] = "late"
+    kind: ClassVar[str] = LATE
 
     def __init__(self, direct: bool, seed: int = 0) -> None:
-        """`direct`: messages go without host memory; `seed`: of when work is done."""
+        """`direct`: MPI takes its memory; `seed`: of when kernels run."""
         super().__init__()
-        self.direct = direct
-        self.rng = np.random.default_rng(seed)
-        self.stream: deque[Callable[[], None]] = deque()
-        self.turns = 0  # until the next piece of work is done
+        self.torch, self.direct, self.streams = torch.device(LATE, 0), direct, Streams(seed, as_a_kernel)
+        self.launches, self.calls = Launches(self.streams), Calls(self.streams)
 
-    def launch(self, kernel: Callable[[], None]) -> None:
-        """Put a piece of work behind the others."""
-        self.stream.append(kernel)
+    @contextlib.contextmanager
+    def working(self, stream: str = COMPUTE) -> Iterator[None]:
+        """In it, this thread launches kernels on the device, and other threads its backwards."""
+        engine = torch.autograd.Variable._execution_engine
+        backwards = BackwardThread(engine, self)
+        with mock.patch.object(torch.autograd.Variable, "_execution_engine", backwards), self.in_thread(stream):
+            yield
+            self.finish()
+        backwards.calls.put(None)
 
-    def mark(self) -> LateMark:
-        """A mark behind all work given so far."""
-        mark = LateMark(self)
-        self.launch(mark.reach)
-        return mark
+    @contextlib.contextmanager
+    def in_thread(self, stream: str) -> Iterator[None]:
+        """In it, this thread launches kernels on the device."""
+        with self.launches, self.calls, self.streams.using(stream):
+            yield
 
-    def turn(self) -> None:
-        """Somebody asks: perhaps a piece of work is done."""
-        self.turns -= 1
-        if self.turns < 0 and self.stream:
-            self.stream.popleft()()
-            self.turns = int(self.rng.integers(0, 6))
+    def use_in_thread(self) -> None:
+        """Nothing ends it but the thread's end."""
+        self.launches.__enter__()
+        self.calls.__enter__()
+
+    def mark(self) -> Event:
+        """An event in the current stream."""
+        return self.streams.record()
+
+    def host(self, size: int) -> Tensor:
+        """Memory that is pinned as far as the device is concerned."""
+        with as_a_kernel():
+            return marked(poisoned(torch.empty(size, dtype=torch.uint8)), PINNED)
+
+    def seed(self, value: int) -> None:
+        """Its kernels draw from the CPU's generator, when they run."""
+        self.streams.launch(lambda: torch.default_generator.manual_seed(value))
+
+    def finish(self) -> None:
+        """Run all."""
+        self.streams.host_waits("finish")
 
 
-class LateMark:
-    """A mark in the stream of work."""
+class BackwardThread:
+    """Autograd's engine, in a thread of its own."""
 
-    def __init__(self, device: Late) -> None:
-        """Not reached yet."""
-        self.device, self.is_reached = device, False
+    def __init__(self, engine: Any, device: Late) -> None:
+        self.engine, self.device = engine, device
+        self.calls: SimpleQueue[Any] = SimpleQueue()
+        self.results: SimpleQueue[Any] = SimpleQueue()
+        self.thread = threading.Thread(target=self.run, name="late-autograd", daemon=True)
+        self.thread.start()
 
-    def reach(self) -> None:
-        """All work before it is done."""
-        self.is_reached = True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
-    def reached(self) -> bool:
-        """Whether it is reached, which becomes so by asking."""
-        if not self.is_reached:
-            self.device.turn()
-        return self.is_reached
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's, in the stream of who calls."""
+        if threading.current_thread() is self.thread:
+            return self.engine.run_backward(*args, **kwargs)
+        self.calls.put((self.device.streams.current, args, kwargs))
+        result, error = self.results.get()
+        if error is not None:
+            raise error
+        return result
+
+    def run(self) -> None:
+        while (call := self.calls.get()) is not None:
+            stream, args, kwargs = call
+            result, error = None, None
+            with self.device.in_thread(stream):
+                try:
+                    result = self.engine.run_backward(*args, **kwargs)
+                except BaseException as raised:
+                    error = raised
+            self.results.put((result, error))
+            del call, args, kwargs, result, error
