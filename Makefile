@@ -77,6 +77,7 @@ run: launcher
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps 20 --clip 1 \
 	    --canonical --verify $(if $(GPU),--gpu-messages direct)
 
+test test-examples test-crash: export CUDA_VISIBLE_DEVICES := # what GPUs do, test-gpu asks
 test: launcher
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 	    tests/test_readme.py tests/mpirun/training/test_benchmarks.py tests

@@ -419,6 +419,21 @@ def dropping(stages: int) -> Model:
     return mlp.tiny(1)._replace(stages=split_layers(dropping_layers(), stages))
 
 
+class DroppedByHost(mlp.Layer):
+    """A hidden layer of mlp.tiny that scales by numbers which the CPU draws, wherever it is."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(WIDTH).to(x.device)
+
+
+def dropping_by_host(stages: int) -> Model:
+    """mlp.tiny with such a layer in its second stage."""
+    return with_stage(stages, 1, DroppedByHost)
+
+
 def dropping_function(stages: int) -> Model:
     """As `dropping`, but the second stage is given as a function."""
     model = dropping(stages)

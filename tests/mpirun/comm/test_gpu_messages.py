@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from mpi4py import MPI
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpirun.comm.device import Device, mpi_libraries
+from mpirun.comm.device import Cuda, Device, mpi_libraries
 from mpirun.comm.transport import Mirror, QueuedTransport
 from mpirun.verify.record import on_host
 
@@ -116,6 +117,32 @@ def test_records_of_a_gpu_are_compared_on_the_host():
         assert on_gpu.device.type == "cuda"
         (copy,) = on_host({(0, "weight"): on_gpu}).values()
     assert copy.device.type == "cpu"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """What a `Cuda` is when it is made; of the GPU there are a generator and a name."""
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    gpu = object.__new__(Cuda)
+    gpu.torch, gpu.direct, gpu.shared = torch.device("cuda", 0), True, ""
+    return gpu
+
+
+def test_the_seed_of_a_gpu_is_that_of_the_host_too(gpu):
+    drawn = []
+    for _ in range(2):
+        gpu.seed(7)
+        drawn.append((float(torch.rand(1)), torch.cuda.default_generators[0].initial_seed()))
+    assert drawn[0] == drawn[1] and drawn[0][1] == 7
+
+
+def test_memory_that_other_processes_cannot_read_is_warned_of(gpu, monkeypatch):
+    assert gpu.description == "device: GPU; MPI takes GPU tensors as they are"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "expandable_segments:True may keep it" in gpu.description
+    gpu.direct = False
+    assert "expandable" not in gpu.description
 
 
 def test_on_the_cpu_the_way_makes_no_difference(several, mistakes, traces, text):

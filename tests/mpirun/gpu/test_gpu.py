@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from schedgen.cli.main import main as schedgen
 
@@ -29,7 +30,30 @@ UCX_WHEEL = "libucx" in os.environ.get("LD_LIBRARY_PATH", "")  # by `make GPU=1`
 
 
 def test_messages_through_host_memory(passes):
-    assert "pinned host memory" in passes(*GPT, *SHORT, "--gpu-messages", "host")
+    """Ranks that share GPUs say so."""
+    out, gpus = passes(*GPT, *SHORT, "--gpu-messages", "host"), torch.cuda.device_count()
+    assert "pinned host memory" in out
+    assert gpus >= 4 or f", 4 ranks on {gpus};" in out
+
+
+SIDE = """
+import torch
+from mpi4py import MPI
+from mpirun.comm.device import choose_device
+choose_device(MPI.COMM_WORLD, "cuda", "host")
+def check(_):
+    assert torch.cuda.current_stream() != torch.cuda.default_stream()
+x = torch.ones(3, device="cuda", requires_grad=True)
+y = x * 2
+y.register_hook(check)
+y.sum().backward()
+check(None)
+"""
+
+
+def test_kernels_forward_and_backward_are_not_in_the_stream_that_waits_for_all_others(launch):
+    done = launch(2, program=("-c", SIDE))
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -127,8 +151,10 @@ def test_mixed_precision_of_stages_that_end_in_layer_norm(passes):
     passes("--model", "models_for_tests:ends_in_norms", "--device", "cuda", *SHORT, "--autocast", "bf16")
 
 
-def test_dropout_draws_the_same_numbers_again(passes):
-    passes("--model", "models_for_tests:dropping", "--device", "cuda", *SHORT)
+@pytest.mark.parametrize("model", ["dropping", "dropping_by_host"])
+def test_forwards_that_are_done_again_draw_the_same_numbers(passes, compiled, model):
+    schedule = compiled("1f1b", stages=4, microbatches=8, recompute="all")
+    passes("--model", f"models_for_tests:{model}", "--device", "cuda", *SHORT, schedule=schedule)
 
 
 def test_a_run_goes_on_from_gpus_to_cpus_and_back(passes, tmp_path):

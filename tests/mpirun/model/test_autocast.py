@@ -45,6 +45,6 @@ def test_a_layer_norm_gives_float32_on_a_gpu(gpu_regions):
     assert types(model, "cpu") == [torch.bfloat16] * 4
 
 
-@pytest.mark.parametrize("model", [mlp.tiny, models_for_tests.dropping])
+@pytest.mark.parametrize("model", [mlp.tiny, models_for_tests.dropping, models_for_tests.dropping_by_host])
 def test_without_autocast_a_gpu_and_a_cpu_give_the_same(model):
     assert shapes(model(4), "cuda:0") == shapes(model(4), "cpu")
