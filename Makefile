@@ -63,7 +63,7 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 
 $(VENV)/ucx/installed: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --no-deps \
-	    --target $(@D) libucx-cu13
+	    --upgrade --target $(@D) libucx-cu13
 	touch $@
 
 # What starts ranks needs something to start them with.
