@@ -162,6 +162,7 @@ bench-run: launcher
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/reduction.py
 	$(BIN)/python tests/bench/overlap.py
+	$(BIN)/python tests/bench/transfer_delay.py
 	$(BIN)/python tests/bench/predict.py
 	$(BIN)/python tests/bench/plan_run.py
 	$(MPIEXEC) -n 4 $(BIN)/python tests/bench/engine.py

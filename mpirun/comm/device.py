@@ -2,7 +2,8 @@
 
 On a GPU kernels are executed later than they are launched. MPI knows nothing of that, so it must not touch memory
 before the kernels that use it are done: `mark` records an event behind the kernels launched so far, and
-`Mark.reached` asks whether the GPU has come to it. On a CPU a call returns when its work is done: it needs no marks.
+`Mark.reached` asks whether the GPU has come to it. What one stream does for another is ordered without the host:
+`Mark.arrive`. On a CPU a call returns when its work is done: it needs no marks.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ WAYS = ("auto", "direct", "host")  # of --gpu-messages
 
 
 class Mark(Protocol):
-    """A point in a GPU's stream of kernels."""
+    """A point in one of a GPU's streams of kernels."""
 
     def reached(self) -> bool:
         """Whether all kernels launched before it are done."""
+
+    def arrive(self) -> None:
+        """Kernels launched from now on into the current stream run after it; the host does not wait."""
 
 
 class Device:
@@ -47,8 +51,12 @@ class Device:
         return ""
 
     def mark(self) -> Mark | None:
-        """A mark behind all work launched so far; None if that is done already."""
+        """A mark behind all work launched so far into the current stream; None if that is done already."""
         return None
+
+    def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
+        """In it, this thread launches into the stream of copies to the host (`out`) or from it."""
+        return contextlib.nullcontext()
 
     def host(self, size: int) -> Tensor:
         """Host memory, shape (bytes,), of the kind that is copied fastest from and to the device."""
@@ -83,6 +91,9 @@ class _Event:
     def reached(self) -> bool:
         return bool(self.event.query())
 
+    def arrive(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
 
 class Cuda(Device):
     """One GPU, chosen by the rank's number on its host; several ranks may share one."""
@@ -97,6 +108,7 @@ class Cuda(Device):
         torch.cuda.set_device(self.torch)
         # The default stream waits for what others launch, MPI too, and they for it.
         torch.cuda.set_stream(torch.cuda.Stream(self.torch))
+        self.copy_streams = torch.cuda.Stream(self.torch), torch.cuda.Stream(self.torch)
         gpus = [str(each) for each in same_host.allgather(torch.cuda.get_device_properties(self.torch).uuid)]
         same_host.Free()
         self.messages = messages
@@ -114,6 +126,10 @@ class Cuda(Device):
     def mark(self) -> Mark | None:
         """An event in the current stream."""
         return _Event()
+
+    def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
+        """One stream for each direction: a GPU copies both ways at once."""
+        return torch.cuda.stream(self.copy_streams[out])
 
     def host(self, size: int) -> Tensor:
         """Pinned memory."""

@@ -10,7 +10,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpirun.comm.device import Device
-from mpirun.comm.transport import Transport, make_transport
+from mpirun.comm.gpu_transport import make_transport
+from mpirun.comm.transport import Transport
 
 SIZES = [8 << k for k in range(22)]  # bytes, to 16 MiB
 SMALL = 2**16  # bytes: up to this size single times scatter so much that more of them are taken

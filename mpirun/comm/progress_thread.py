@@ -6,6 +6,7 @@ has messages under way then that take a share of the computation which is worth 
 - where single layers take long, a thread calls MPI every millisecond.
 Measured, either hides nearly all of a transfer. A hook costs some microseconds. The thread costs some percent of
 a computation of many small operations if every core has a rank; MPI's own progress threads cost a whole core.
+Messages of a GPU's memory have a thread anyway (`gpu_transport`), and need neither.
 """
 
 from __future__ import annotations

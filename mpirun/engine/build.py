@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import together
+from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
-from mpirun.comm.transport import NO_ROW, make_transport
+from mpirun.comm.transport import NO_ROW
 from mpirun.engine.act import Position
 from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.context import Context

@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.comm.transport import make_transport
+from mpirun.comm.gpu_transport import make_transport
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act, Position
 from mpirun.engine.buffers import LocalBuffers

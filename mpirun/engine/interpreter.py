@@ -135,6 +135,8 @@ class Interpreter:
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""
+        if self.transport.moves_alone:
+            return
         last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch: a backward is of its layers
         for row, i in enumerate(self.context.instructions):
             if i.op in (Op.FWD, Op.RECOMPUTE):

@@ -13,9 +13,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.device import Device
+from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
 from mpirun.comm.sections import Section
-from mpirun.comm.transport import Transport, make_transport
+from mpirun.comm.transport import Transport
 from mpirun.comm.waiting import Done
 from mpirun.data.microbatches import to_device
 

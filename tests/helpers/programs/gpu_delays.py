@@ -49,6 +49,9 @@ class SeenMark:
             READY.append((self.event, time.perf_counter()))
         return self.seen
 
+    def arrive(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
 
 def wait(self: Transport, done: Any, row: int = -1) -> None:
     """As `Transport.wait`, which it calls; notes when it had to wait."""

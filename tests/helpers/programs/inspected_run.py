@@ -4,6 +4,7 @@
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
     late       computes on a late device, "direct" or "staged", and fails if in a step more than NORM waits for it
+    break      of such a device: one of the ways in broken_order.py to break the order of transfers and kernels
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
 
@@ -24,11 +25,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+from broken_order import breaking
 from late_device import Late
 from mpi4py import MPI
 
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
+from mpirun.comm.fail_together import Stop
 from mpirun.verify.record import Record, gather_record
 from schedgen.ir.instructions import Op
 
@@ -81,13 +84,15 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 
 @contextlib.contextmanager
-def computing_late(how: str | None) -> Iterator[None]:
+def computing_late(how: str | None, break_: str | None) -> Iterator[None]:
     """In it, runs compute on a late device, if one is asked for."""
     if how is None:
         yield
         return
     device = Late(how == "direct", WORLD.rank)
-    with mock.patch("mpirun.engine.setup.choose_device", lambda comm, name, messages: device), device.working():
+    choose = mock.patch("mpirun.engine.setup.choose_device", lambda comm, name, messages: device)
+    naps = [mock.patch(f"mpirun.comm.{where}.NAP", 1e-3) for where in ("waiting", "gpu_transport")]  # on few cores
+    with choose, naps[0], naps[1], breaking(break_), device.working():
         yield
 
 
@@ -116,7 +121,7 @@ def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
 def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     """What comes of a run. Collective."""
     out = io.StringIO()
-    late = computing_late(request.get("late"))
+    late = computing_late(request.get("late"), request.get("break"))
     with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")):
         run = Run(WORLD, run_options(WORLD, request["arguments"]))
         if (seed := request.get("delay")) is not None:
@@ -127,7 +132,11 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
             run.session.interpreter.code = [
                 act if i.op == Op.NORM else without_waits(act, i.op, device) for act, i in pairs
             ]
-        code = run.execute()
+        try:
+            code = run.execute()
+        except Stop as stop:
+            code = stop.code
+            print(stop)
         if file := request.get("record"):
             save_record(run, file)
         if file := request.get("owned"):

@@ -295,6 +295,10 @@ class Late(Device):
         """An event in the current stream."""
         return self.streams.record()
 
+    def copies(self, out: bool) -> contextlib.AbstractContextManager[None]:
+        """One stream for each direction."""
+        return self.streams.using("copies out" if out else "copies in")
+
     def host(self, size: int) -> Tensor:
         """Memory that is pinned as far as the device is concerned."""
         with as_a_kernel():

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.comm.device import Cuda, Device, mpi_libraries
-from mpirun.comm.transport import Mirror, QueuedTransport
+from mpirun.comm.gpu_transport import Mirror, QueuedTransport
 from mpirun.verify.record import on_host
 
 

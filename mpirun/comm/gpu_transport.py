@@ -1,0 +1,216 @@
+"""Messages of a GPU's memory, whose kernels run later than they are launched.
+
+1. A send or a receive begins when the GPU has come to a *mark*: all kernels launched before the call are done.
+2. If MPI cannot read the GPU's memory, messages go through pinned host memory, by copies in streams of their own. A
+   send's copy waits for the kernels before the call, and the send for the copy.
+3. What has arrived *arrives* in the stream of who asks: kernels launched from then on wait for its copy, not the host.
+
+A thread asks for marks and messages, so that a transfer begins when its kernels end whatever the launching thread
+does. Where MPI lets one thread in only, the launching thread asks, whenever it polls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+from torch import Tensor
+
+from mpirun.comm.device import Device, Mark
+from mpirun.comm.message import mpi_buffer
+from mpirun.comm.transport import Receive, Transport
+from mpirun.comm.waiting import NAP, Done, punctual_naps
+
+ALIGN = 16  # bytes: where host memory begins in its block, so that numbers of every type lie as they do there
+SWITCH = 50e-6  # seconds: how long one thread of Python keeps the others waiting
+
+
+class Mirror:
+    """Pinned host memory for what arrives in one block of a GPU's memory, wherever in it."""
+
+    def __init__(self, device: Device) -> None:
+        """It has no memory before it is first used, when all that arrives in the block is known."""
+        self.device, self.begin, self.end = device, 0, 0
+        self.memory: Tensor | None = None
+
+    def cover(self, tensor: Tensor) -> None:
+        """Have memory for this part of the block, too."""
+        begin = int(tensor.storage_offset()) * tensor.element_size() // ALIGN * ALIGN
+        self.begin = begin if self.end == self.begin else min(self.begin, begin)
+        self.end = max(self.end, int(tensor.storage_offset()) * tensor.element_size() + tensor.nbytes)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The host memory that stands for this part of the block."""
+        if self.memory is None:
+            self.memory = self.device.host(self.end - self.begin)
+        begin = int(tensor.storage_offset()) * tensor.element_size() - self.begin
+        return self.memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class Transfer:
+    """A message under way: `begin` starts it once `mark` is reached, `end` is called when MPI is done with it."""
+
+    __slots__ = ("arrived", "begin", "done", "end", "mark", "request")
+    request: MPI.Request
+
+    def __init__(
+        self, mark: Mark | None, begin: Callable[[], MPI.Request], end: Callable[[], Mark | None] = lambda: None
+    ) -> None:
+        """`end` gives a mark behind the last that is to be done, if something is."""
+        self.mark, self.begin, self.end = mark, begin, end
+        self.done = False  # as far as the host is concerned
+        self.arrived: Mark | None = None
+
+    def begun(self) -> bool:
+        """Whether it has begun; it begins if it may."""
+        if self.mark is not None and not self.mark.reached():
+            return False
+        self.request = self.begin()
+        return True
+
+    def ended(self) -> bool:
+        """Whether MPI is done with it; then it ends."""
+        if not self.request.Test():
+            return False
+        self.arrived = self.end()
+        self.done = True
+        return True
+
+
+class QueuedTransport(Transport):
+    """Transfers begin in the order of the calls. What arrives in one place goes through one place of the host's."""
+
+    def __init__(self, device: Device, *arguments: Any) -> None:
+        """`device`: of the tensors; `arguments`: those of `Transport`."""
+        super().__init__(*arguments)
+        self.device = device
+        self.sends: deque[Transfer] = deque()  # those that have not begun
+        self.receives_to_begin: deque[Transfer] = deque()
+        self.under_way: list[Transfer] = []
+        self.mirrors: dict[int, Mirror] = {}  # by block of memory, those that have no memory yet
+        self.advancing = threading.Lock()
+        self.busy = threading.Event()  # there is something to ask for
+        self.failure: BaseException | None = None  # of the thread
+        self.thread: threading.Thread | None = None
+        punctual_naps()
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            self.moves_alone = True
+            sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
+            self.thread = threading.Thread(target=self._run, name="transfers", daemon=True)
+            self.thread.start()
+
+    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
+        """As `Transport.send`."""
+        source, mark = tensor, self.device.mark()
+        if not self.device.direct:
+            source = self.device.host(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            with self.device.copies(out=True):
+                if mark is not None:
+                    mark.arrive()
+                source.copy_(tensor, non_blocking=True)
+                mark = self.device.mark()
+        transfer = Transfer(mark, lambda: (comm or self.comm).Isend(mpi_buffer(source), peer, tag))
+        self._enqueue(self.sends, transfer)
+        return lambda: transfer.done
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
+        """As `Transport.receive`."""
+        mirror = None if self.device.direct else self._mirror(tensor)
+        into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
+        target: Tensor | None = None
+        request: MPI.Prequest | None = None
+        transfer: Transfer | None = None
+
+        def begin() -> MPI.Request:
+            nonlocal request, target
+            if request is None:
+                target = tensor if mirror is None else mirror.of(tensor)
+                request = self._persistent(target, peer, tag, comm)
+            request.Start()
+            return request
+
+        def end() -> Mark | None:
+            if mirror is None or target is None:
+                return None
+            with self.device.copies(out=False):  # kernels that read what was there are done: `begin` was behind them
+                into.copy_(target, non_blocking=True)
+                return self.device.mark()
+
+        def start() -> None:
+            nonlocal transfer
+            transfer = Transfer(self.device.mark(), begin, end)
+            self._enqueue(self.receives_to_begin, transfer)
+
+        def done() -> bool:
+            if transfer is None or not transfer.done:
+                return False
+            if transfer.arrived is not None:
+                transfer.arrived.arrive()
+            return True
+
+        return Receive(start, done)
+
+    def _mirror(self, tensor: Tensor) -> Mirror:
+        """The mirror of the block that a tensor lies in; a new one if the last has its memory already."""
+        block = tensor.untyped_storage().data_ptr()
+        if block not in self.mirrors or self.mirrors[block].memory is not None:
+            self.mirrors[block] = Mirror(self.device)
+        self.mirrors[block].cover(tensor)
+        return self.mirrors[block]
+
+    def _enqueue(self, queue: deque[Transfer], transfer: Transfer) -> None:
+        queue.append(transfer)
+        self.busy.set()
+        if self.thread is None:
+            self.advance()  # not `poll`: the background may be what starts this transfer
+
+    def poll(self) -> None:
+        """As `Transport.poll`, after what a thread does. The thread's exception is raised here."""
+        self.advance()
+        if self.failure is not None:
+            raise self.failure
+        super().poll()
+
+    def advance(self) -> bool:
+        """Begin the transfers that the GPU has come to, end those that MPI has done; whether some are left."""
+        if not self.advancing.acquire(blocking=False):
+            return True  # another thread does it
+        try:
+            for queue in (self.sends, self.receives_to_begin):
+                while queue and queue[0].begun():
+                    self.under_way.append(queue.popleft())
+            self.under_way = [transfer for transfer in self.under_way if not transfer.ended()]
+            return bool(self.under_way or self.sends or self.receives_to_begin)
+        finally:
+            self.advancing.release()
+
+    def free(self) -> None:
+        """As `Transport.free`, after the thread has ended."""
+        thread, self.thread = self.thread, None
+        if thread is not None:
+            self.busy.set()
+            thread.join()
+        super().free()
+
+    def _run(self) -> None:
+        """The thread."""
+        punctual_naps()
+        self.device.use_in_thread()
+        try:
+            while self.thread is not None:
+                self.busy.wait()
+                self.busy.clear()
+                while self.advance() and self.thread is not None:
+                    time.sleep(NAP)
+        except BaseException as error:
+            self.failure = error
+
+
+def make_transport(device: Device, *arguments: Any) -> Transport:
+    """The transport for tensors on a device; `arguments`: those of `Transport`. Collective."""
+    return Transport(*arguments) if device.kind == "cpu" else QueuedTransport(device, *arguments)

@@ -1,0 +1,115 @@
+"""How late a GPU's transfers begin: from the end of the kernels before a send to MPI's Isend, in microseconds.
+
+The GPU is a thread that executes a stream of kernels, each a sleep of 0.2 to 2 ms. The launching thread never waits: it
+launches small torch ops, as a Python program that keeps a GPU busy does, or is in Python code alone. This shows what
+threads, naps and Python's lock cost. What CUDA's events add only a GPU can show.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from mpirun.comm.device import Device
+from mpirun.comm.gpu_transport import QueuedTransport, Transfer
+
+SENDS = 500
+
+
+class Mark:
+    """A point in the thread's stream, and when the thread came to it."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def come(self) -> None:
+        self.at = time.perf_counter()
+
+    def reached(self) -> bool:
+        return self.at > 0
+
+    def arrive(self) -> None:
+        raise NotImplementedError("there is one stream")
+
+
+class Thread(Device):
+    """A device that is a thread."""
+
+    kind: ClassVar[str] = "thread"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self) -> None:
+        while True:
+            self.stream.get()()
+
+    def mark(self) -> Mark:
+        mark = Mark()
+        self.stream.put(mark.come)
+        return mark
+
+
+class Timed(QueuedTransport):
+    """Notes how late sends begin."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, MPI.COMM_SELF, ())
+        self.delays: list[float] = []
+
+    def _enqueue(self, queue: deque[Transfer], transfer: Transfer) -> None:
+        begin, mark = transfer.begin, transfer.mark
+
+        def timed() -> MPI.Request:
+            assert isinstance(mark, Mark)
+            self.delays.append(1e6 * (time.perf_counter() - mark.at))
+            return begin()
+
+        if queue is self.sends:
+            transfer.begin = timed
+        super()._enqueue(queue, transfer)
+
+
+def small_ops(x: torch.Tensor) -> None:
+    for _ in range(10):
+        x.add_(1.0)
+
+
+def python_alone(x: torch.Tensor) -> None:
+    sum(range(20_000))
+
+
+def delays(launch: Callable[[torch.Tensor], None]) -> list[float]:
+    """Of sends to this rank, while the launching thread does `launch` again and again."""
+    device, rng = Thread(), np.random.default_rng(0)
+    transport = Timed(device)
+    out, into, x = torch.ones(1), torch.zeros(1), torch.zeros(1000)
+    receive = transport.receive(into, 0, 1)
+    for _ in range(SENDS):
+        receive.start()
+        duration = rng.uniform(2e-4, 2e-3)
+        device.stream.put(lambda duration=duration: time.sleep(duration))
+        sent = transport.send(out, 0, 1)
+        while not sent() or not receive.done():
+            launch(x)
+    transport.free()
+    return transport.delays
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for launch in (small_ops, python_alone):
+        found = delays(launch)
+        middle, late = np.percentile(found, [50, 99])
+        sys.stdout.write(f"{launch.__name__.replace('_', ' '):14}median {middle:6.0f} us   99 % {late:6.0f} us\n")

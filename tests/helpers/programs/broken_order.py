@@ -1,0 +1,62 @@
+"""What must not be left out where kernels run late: each way to break the order of transfers and kernels, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any
+from unittest import mock
+
+from late_device import Late, Launches
+from late_streams import COMPUTE, Event
+
+from mpirun.comm.gpu_transport import QueuedTransport, Transfer
+from mpirun.comm.transport import Receive
+
+receive, enqueue = QueuedTransport.receive, QueuedTransport._enqueue
+arrive, copy = Event.arrive, Launches.copy
+
+
+def receive_that_is_done_at_once(self: QueuedTransport, *arguments: Any) -> Receive:
+    return receive(self, *arguments)._replace(done=lambda: True)
+
+
+def enqueue_receives_without_mark(self: QueuedTransport, queue: deque[Transfer], transfer: Transfer) -> None:
+    if queue is self.receives_to_begin:
+        transfer.mark = None
+    enqueue(self, queue, transfer)
+
+
+def arrive_in_compute_only(self: Event) -> None:
+    if self.streams.current == COMPUTE:
+        arrive(self)
+
+
+def arrive_in_copies_only(self: Event) -> None:
+    if self.streams.current != COMPUTE:
+        arrive(self)
+
+
+def copy_elsewhere(self: Launches, *arguments: Any) -> Any:
+    stream = self.streams.current
+    with self.streams.using(stream if stream == COMPUTE else "elsewhere"):
+        return copy(self, *arguments)
+
+
+BREAKS = {
+    "no marks": mock.patch.object(Late, "mark", lambda self: None),
+    "what is received is used before it has come": mock.patch.object(
+        QueuedTransport, "receive", receive_that_is_done_at_once
+    ),
+    "a place is received into while kernels read it": mock.patch.object(
+        QueuedTransport, "_enqueue", enqueue_receives_without_mark
+    ),
+    "a copy to the host waits for no kernel": mock.patch.object(Event, "arrive", arrive_in_compute_only),
+    "a kernel waits for no copy from the host": mock.patch.object(Event, "arrive", arrive_in_copies_only),
+    "copies in another stream than their marks": mock.patch.object(Launches, "copy", copy_elsewhere),
+}
+
+
+def breaking(name: str | None) -> contextlib.AbstractContextManager[object]:
+    """In it, order is broken that way; None: it is not."""
+    return BREAKS[name] if name else contextlib.nullcontext()
