@@ -85,8 +85,9 @@ test: launcher
 test-crash: launcher
 	$(BIN)/python tests/helpers/kill_and_resume.py --count 50
 
-test-check: venv
+test-check: launcher
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest tests/schedgen -m hypothesis
+	SCHEDGEN_EXAMPLES=1 $(BIN)/python -m pytest tests/mpirun/comm/test_late_device.py
 	$(BIN)/python tests/helpers/fuzz_check.py --count 200000
 
 test-fuzz: venv
