@@ -1,7 +1,8 @@
 """Tests call kernels often and on little: compiled they take a tenth of the time, and here they check bounds, too.
 
 What a command does with small inputs, which is to interpret kernels, the tests that start one see. test_jit.py compares
-both ways. Everything computes in one thread: two tests run at a time, on two cores.
+both ways. Everything computes in one thread: there is a test at a time for every core. What Python has compiled is
+kept: tests start hundreds of processes.
 """
 
 import os
@@ -16,6 +17,8 @@ from processes import mpiexec
 
 import schedgen.util.jit
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
@@ -28,11 +31,13 @@ def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     program, folder = str(Path(__file__).parent / "helpers" / "warm_ranks.py"), str(tmp_path_factory.mktemp("warm"))
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
     servers = [
-        subprocess.Popen([sys.executable, program, "serve", folder, name], stdin=subprocess.PIPE, env=environment)
+        subprocess.Popen(
+            [sys.executable, program, "serve", folder, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
         for name in ("0", "1")
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPIEXEC", shlex.join([sys.executable, "-I", "-S", program, "mpiexec", folder, *mpiexec()]))
         yield
-    for server in servers:
-        server.communicate()
+    in_the_way = {server.communicate()[0] for server in servers}
+    assert in_the_way == {b""}, f"variables that no rank was forked with: {in_the_way}"

@@ -8,7 +8,7 @@ A rank has the environment, folder, open files and exit code that it would have,
 it arrive, and where its end of the socket closes it is killed. There are two servers, for odd and for even ranks: the
 hashes of strings differ between ranks, as they do between processes. What a server cannot stand in for is started as
 Python: ranks of another MPI than MPICH, other options than -c and -m, and variables that are read when a library is
-loaded. With COLD_RANKS=1 all is.
+loaded, of which the server prints the names. With COLD_RANKS=1 all is.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLD = "COLD_RANKS"
-READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMBA_", "TORCH", "LD_", "MALLOC_")
+READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "LD_", "MALLOC_")  # libraries set others themselves
 OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")
-PRELOADED = ("numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor")
+PRELOADED = (
+    "numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor",
+    "transformers.models.gpt2.modeling_gpt2",
+)  # fmt: skip
 RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -141,7 +144,10 @@ class Server:
     def fork(self, connection: socket.socket) -> Request | None:
         """Make a rank; what it has to be, in it."""
         request = Request.receive(connection)
-        if not can_be_forked(request.words) or read_at_import(request.environment) != self.variables:
+        other = read_at_import(request.environment).items() ^ self.variables.items()
+        if other:
+            print(*sorted({name for name, _ in other}), flush=True)
+        if other or not can_be_forked(request.words):
             answer(connection, 0)
             connection.close()
         elif pid := os.fork():
