@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpirun.checkpoint.pretrained import Pretrained
 WORDS, LENGTH, SAMPLES = 100, 8, 2
 
 
+@functools.cache
 def gpt2(stages: int) -> Model:
     """A GPT-2, made on the meta device."""
     directory = os.environ["WEIGHTS"]
