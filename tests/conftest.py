@@ -32,7 +32,10 @@ def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
     servers = [
         subprocess.Popen(
-            [sys.executable, program, "serve", folder, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, program, "serve", folder, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
         )
         for name in ("0", "1")
     ]
