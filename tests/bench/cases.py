@@ -33,7 +33,7 @@ def _stage(layers: tuple[Callable[[], nn.Module], ...]) -> nn.Module:
     return nn.Sequential(*(layer() for layer in layers))
 
 
-compute, overhead, d48, d128, d384 = (partial(model, case) for case in CASES.values())
+compute, overhead, d48, d128, d384, quick = (partial(model, case) for case in CASES.values())
 
 
 def in_layers(layers: Layers, stages: int) -> Model:
@@ -49,4 +49,4 @@ def in_layers(layers: Layers, stages: int) -> Model:
     return text._replace(stages=split_layers(named, stages))
 
 
-compute_layers, overhead_layers, uneven, deep = (partial(in_layers, layers) for layers in LAYERED.values())
+compute_layers, overhead_layers, uneven, deep, quick_layers = (partial(in_layers, layers) for layers in LAYERED.values())

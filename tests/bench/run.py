@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two pairs, once, two steps: whether it runs at all")
     options = parser.parse_args()
     if options.quick:
-        options.cases, options.pairs, options.rounds, options.steps = ["overhead"], ["fsdp-shards", "floor"], 1, 2
+        options.cases, options.pairs, options.rounds = ["quick"], ["fsdp-shards", "floor"], 1
     for case in options.cases:
         c = CASES[case]
         print(

@@ -16,13 +16,15 @@ class Case(NamedTuple):
     steps: int  # timed ones
 
 
-# compute: jobs of many milliseconds; overhead: of under a millisecond, so that what is around them shows; dN: width N.
+# compute: jobs of many milliseconds; overhead: of under a millisecond, so that what is around them shows; dN: width N;
+# quick: to see whether a benchmark runs.
 CASES = {
     "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
     "overhead": Case(width=64, heads=4, length=16, sequences=1, microbatches=64, steps=30),
     "d48": Case(width=48, heads=4, length=24, sequences=1, microbatches=48, steps=30),
     "d128": Case(width=128, heads=4, length=64, sequences=2, microbatches=16, steps=30),
     "d384": Case(width=384, heads=6, length=128, sequences=2, microbatches=8, steps=15),
+    "quick": Case(width=64, heads=4, length=16, sequences=1, microbatches=8, steps=2),
 }
 
 
@@ -34,9 +36,10 @@ class Layers(NamedTuple):
 
 
 _NARROW = Case(width=128, heads=4, length=128, sequences=1, microbatches=16, steps=10)
-LAYERED = {
+LAYERED = {  # the last is for quick runs
     "compute_layers": Layers(CASES["compute"], (1,) * BLOCKS),
     "overhead_layers": Layers(CASES["overhead"], (1,) * BLOCKS),
     "uneven": Layers(_NARROW, (1, 1, 1, 1, 1, 1, 4, 4)),
     "deep": Layers(_NARROW, (1,) * 8),
+    "quick_layers": Layers(CASES["quick"], (1,) * BLOCKS),
 }
