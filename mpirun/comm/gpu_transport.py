@@ -100,7 +100,8 @@ class QueuedTransport(Transport):
         punctual_naps()
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             self.moves_alone = True
-            sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
+            self.switch_before = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH)
             self.thread = threading.Thread(target=self._run, name="transfers", daemon=True)
             self.thread.start()
 
@@ -195,6 +196,7 @@ class QueuedTransport(Transport):
         if thread is not None:
             self.busy.set()
             thread.join()
+            sys.setswitchinterval(self.switch_before)
         super().free()
 
     def _run(self) -> None:

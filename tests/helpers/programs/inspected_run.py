@@ -1,6 +1,6 @@
 """A run of mpirun looked at from inside. It is requested by an object:
 
-    arguments  those of mpirun
+    arguments  those of mpirun; of `profile` nothing but the exit code comes
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
     late       computes on a late device, "direct" or "staged", and fails if in a step more than NORM waits for it
@@ -29,6 +29,7 @@ from broken_order import breaking
 from late_device import Late
 from mpi4py import MPI
 
+from mpirun.cli.main import main
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import Stop
@@ -123,6 +124,9 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     out = io.StringIO()
     late = computing_late(request.get("late"), request.get("break"))
     with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")):
+        if request["arguments"][0] == "profile":
+            with mock.patch("mpirun.comm.link_speed.SIZES", [8, 2**10, 2**20]):
+                return main(request["arguments"]), out.getvalue(), ""
         run = Run(WORLD, run_options(WORLD, request["arguments"]))
         if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])

@@ -67,6 +67,54 @@ def test_a_run_on_a_late_device_is_verified_saved_traced_and_goes_on(inside, com
     assert any("STEP" in event["name"] for event in events)
 
 
+def test_a_late_device_is_profiled(inside, text, tmp_path):
+    options = ["--model", "mpirun.examples.mlp:tiny", "--stages", 2, "--text", text, "--steps", 1]
+    (run,) = inside(2, [{"arguments": ["profile", *options, "-o", tmp_path / "profile.json"], "late": "staged"}])
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert run.code == 0 and profile["alpha"] > 0
+
+
+# A line is executed where the host must not wait for the device, on which x lies.
+REFUSALS = {
+    "x.detach().numpy()": "TypeError: a tensor of the device has no numpy array",
+    "torch.ones(3) + x": "RuntimeError: aten.add.Tensor of tensors on the device and in the host's memory",
+    "x.sum().item()": "RuntimeError: aten._local_scalar_dense.default makes the host wait for the device",
+    "x.tolist()": "RuntimeError: tolist makes the host wait for the device",
+    "x.cpu()": "RuntimeError: cpu makes the host wait for the device",
+    "x.nonzero()": "RuntimeError: aten.nonzero.default makes the host wait for the device",
+    "x.copy_(torch.ones(3))": "RuntimeError: a copy that is not of pinned memory makes the host wait for the device",
+    "2 * x + torch.tensor(1.0)": "allowed",
+    "x.copy_(torch.ones(3).pin_memory(), non_blocking=True)": "allowed",
+}
+REFUSE = """
+import ctypes, sys
+sys.path.append("programs")
+import torch
+from late_device import Late
+device = Late(direct=True)
+with device.working():
+    x = torch.ones(3, device=device.torch)
+    y = x + 1
+    device.streams.strict = "a test"
+    for line in sys.argv[1:]:
+        try:
+            exec(line)
+            print("allowed")
+        except (RuntimeError, TypeError) as error:
+            print(f"{type(error).__name__}: {error}")
+    device.streams.strict = ""
+    print(ctypes.string_at(y.data_ptr(), 12) == b"\\xff" * 12, y.tolist())
+"""
+
+
+def test_a_late_device_refuses_what_a_gpu_cannot_do(launch):
+    done = launch(1, program=["-c", REFUSE, *REFUSALS])
+    *said, values = done.out.splitlines()
+    assert len(said) == len(REFUSALS), done.err
+    assert all(line.startswith(refusal) for line, refusal in zip(said, REFUSALS.values(), strict=True)), said
+    assert values == "True [2.0, 2.0, 2.0]"  # no values, before it was waited for
+
+
 # Ways to break the order of transfers and kernels (helpers/programs/broken_order.py), and where messages go by then.
 BREAKS = [
     ("no marks", "direct"),
