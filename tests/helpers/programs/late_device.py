@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from queue import SimpleQueue
 from types import ModuleType
 from typing import Any, ClassVar
@@ -89,7 +90,13 @@ class Launches(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             return self.launch(func, args, dict(kwargs or {}))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it is faster
+
     def launch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_view(func):
+            return func(*args, **kwargs)
         to_device = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == LATE
         tensors = [x for x in leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
         late = [x for x in tensors if is_late(x)]
@@ -101,8 +108,6 @@ class Launches(TorchDispatchMode):
             return self.copy(func, args, kwargs)
         if func in NO_VALUES:
             return marked(poisoned(func(*args, **kwargs)))
-        if is_view(func):
-            return func(*args, **kwargs)
         for x in tensors:
             if not is_late(x) and x.dim():
                 raise RuntimeError(f"{func} of tensors on the device and in the host's memory")
@@ -201,6 +206,7 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return change(value) if isinstance(value, Tensor) else value
 
 
+@cache
 def is_view(func: Any) -> bool:
     schema = func._schema
     return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)

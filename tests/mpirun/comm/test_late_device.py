@@ -132,12 +132,17 @@ IN_ORDER: list[Case] = [(None, None), (None, "direct"), (None, "staged")]
 
 
 @pytest.fixture(scope="module")
-def ended(in_one_launch, compiled, text) -> dict[Case, tuple[int, str]]:
-    """By how order is broken, how a step of GPipe ends: exit code, hash of weights. No other test is in the launch."""
+def gpipe(compiled, text) -> list[str]:
+    """A step on 2 ranks in which gradients can be received into a place before the ones there have been read."""
     schedule = str(compiled("gpipe", stages=2, microbatches=6))
-    arguments = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "1", "--canonical"]
+    return [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "1", "--canonical"]
+
+
+@pytest.fixture(scope="module")
+def ended(in_one_launch, gpipe) -> dict[Case, tuple[int, str]]:
+    """By how order is broken, how that step ends: exit code, hash of weights. No other test is in the launch."""
     cases: list[Case] = [*IN_ORDER, *BREAKS]
-    runs = [{"arguments": arguments, "break": name, "late": how} for name, how in cases]
+    runs = [{"arguments": gpipe, "break": name, "late": how} for name, how in cases]
     results = in_one_launch(2, runs, env={"ORDER": "broken"})
     ended = {case: (code, weights) for case, (code, _, weights) in zip(cases, results, strict=True)}
     for (name, how), (code, weights) in ended.items():
@@ -149,6 +154,12 @@ def ended(in_one_launch, compiled, text) -> dict[Case, tuple[int, str]]:
 @pytest.mark.parametrize("case", IN_ORDER)
 def test_in_order_all_is_well(ended, case):
     assert ended[case] == (0, ended[None, None][1])
+
+
+def test_in_order_all_is_well_where_mpi_lets_one_thread_in(in_one_launch, gpipe, ended):
+    runs = [{"arguments": gpipe, "late": how} for how in ("direct", "staged")]
+    results = in_one_launch(2, runs, env={"MPI4PY_RC_THREAD_LEVEL": "serialized"})
+    assert [(code, weights) for code, _, weights in results] == [(0, ended[None, None][1])] * 2
 
 
 @pytest.mark.parametrize("case", BREAKS, ids=", ".join)
