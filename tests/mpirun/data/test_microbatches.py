@@ -121,7 +121,7 @@ def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any,
     model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
     dataflows = [SimpleNamespace(outputs=[[TensorSpec((4,), torch.float32)]])] * 2
     with pytest.raises(UsageError, match=sentence):
-        try_minibatch_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), dataflows, None)
+        try_minibatch_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), dataflows, None, torch.device("cpu"))
 
 
 def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:
