@@ -1,9 +1,11 @@
 """List scheduling: every worker takes the job that could start earliest, with a handicap by class.
 
 With no handicaps this is the work-conserving greedy. A handicap of W says how long a gap may be before a W fills it,
-one of F against I how far a worker runs ahead; limits hold back the forwards of a class before the memory is full. This
-covers the heuristics of Qi et al. 2023 ("Zero bubble pipeline parallelism", section 3.1). `find_rules` tries rules at
-random, and changes of the best.
+one of F against I how far a worker runs ahead; limits hold back the forwards of a class before the memory is full.
+Forwards have a patience of their own until the worker's first I: then there is no W to fill the gap before it, and the
+question is whether the worker waits or puts one more F there, which makes all workers in front of it later. This covers
+the heuristics of Qi et al. 2023 ("Zero bubble pipeline parallelism", section 3.1). `find_rules` tries rules at random,
+and changes of the best.
 """
 
 from __future__ import annotations
@@ -20,8 +22,14 @@ from schedgen.util.jit import kernel
 
 
 @kernel
-def list_schedule(problem: OrderProblem, handicap: Times, limit: Times, run: Run, order: Numbers) -> bool:
-    """Write the order into `order`; False where memory stops it. `handicap` and `limit`: by class, times and memory."""
+def list_schedule(
+    problem: OrderProblem, patience: Times, handicap: Times, limit: Times, run: Run, order: Numbers
+) -> bool:
+    """Write the order into `order`; False where memory stops it.
+
+    patience, handicap  times by class, before a worker's first backward job and from it on
+    limit               memory by class
+    """
     batches, worker, length = problem.microbatches, problem.worker, problem.length
     first, after, hop, row, takes = problem.first, problem.after, problem.hop, problem.row, problem.takes
     class_jobs, class_first, worker_class = problem.class_jobs, problem.class_first, problem.worker_class
@@ -33,7 +41,7 @@ def list_schedule(problem: OrderProblem, handicap: Times, limit: Times, run: Run
     clock[:] = 0.0
     at[:] = row[:-1]
     held, begin = np.zeros(workers), np.zeros(workers)
-    choice, stale = np.full(workers, -1), np.ones(workers, np.bool_)
+    choice, stale, turned = np.full(workers, -1), np.ones(workers, np.bool_), np.zeros(workers, np.bool_)
     for _ in range(jobs):
         v = -1  # the worker whose choice begins first
         for w in range(workers):
@@ -47,8 +55,9 @@ def list_schedule(problem: OrderProblem, handicap: Times, limit: Times, run: Run
                     if takes[c] > 0 and held[w] + takes[c] > limit[c]:
                         continue
                     time = max(clock[w], ready[class_jobs[k]])
-                    if time + handicap[c] < least:
-                        least = time + handicap[c]
+                    behind = time + (handicap[c] if turned[w] else patience[c])
+                    if behind < least:
+                        least = behind
                         choice[w], begin[w] = c, time
             if choice[w] >= 0 and (v < 0 or begin[w] < begin[v]):
                 v = w
@@ -63,6 +72,7 @@ def list_schedule(problem: OrderProblem, handicap: Times, limit: Times, run: Run
         clock[v] = begin[v] + length[job]
         stale[v] = True
         node = job // batches
+        turned[v] |= node >= problem.stages
         for k in range(first[node], first[node + 1]):
             other = after[k] * batches + job - node * batches
             u = worker[other]
@@ -78,7 +88,8 @@ KEPT = 8  # rules that are changed further
 class Rules(NamedTuple):
     """Handicaps and limits, linear along the workers; a column for each direction and chunk of a worker."""
 
-    handicap: Times  # (2, columns): at the first and at the last worker, in mean durations of a job
+    patience: Times  # (2, columns): at the first and at the last worker, in mean durations of a job
+    handicap: Times
     limit: Times  # (2, columns): in parts of the capacity
 
 
@@ -96,10 +107,10 @@ def find_rules(
             rules = _random_rules(rng, direction)
         else:
             rules = _changed(rng, best[int(rng.integers(len(best)))][1])
-        handicap, part = ((1 - along) * ends[0, column] + along * ends[1, column] for ends in rules)
+        patience, handicap, part = ((1 - along) * ends[0, column] + along * ends[1, column] for ends in rules)
         limit = problem.capacity * (np.clip(part, 0, 1) + 1e-12)
         order = np.zeros(len(problem.worker), np.int64)
-        if not make(problem, mean * handicap, limit, run, order):
+        if not make(problem, mean * patience, mean * handicap, limit, run, order):
             continue
         value = judge(order)
         if all(value != other for other, _, _ in best):
@@ -121,8 +132,9 @@ def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
 def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
     """Forwards up to a job ahead of or behind I, gaps up to 1.5 jobs, limits from half of the memory to all of it."""
     low, high = np.choose(direction, [-1.0, -0.3, 0.0]), np.choose(direction, [1.0, 0.3, 1.5])
+    patience = np.where(direction == F, rng.uniform(0.0, 1.0, len(direction)), 0.0) * np.ones((2, 1))
     handicap = rng.uniform(low, high, (2, len(direction)))
-    return Rules(handicap, np.where(direction == F, rng.uniform(0.5, 1.7, handicap.shape), 1.0))
+    return Rules(patience, handicap, np.where(direction == F, rng.uniform(0.5, 1.7, handicap.shape), 1.0))
 
 
 def _changed(rng: np.random.Generator, rules: Rules) -> Rules:
