@@ -22,7 +22,11 @@ UNIT = {"F": 1, "I": 1, "W": 1}
 TABLE_5 = [
     (8, 24, 18522, 18086, 9337, 601, 0.2431, 0.1585, 0.1083, 0.0433),
     (8, 32, 18513, 18086, 9331, 626, 0.1985, 0.1242, 0.0837, 0.0039),
+    (8, 64, 18546, 18097, 9321, 762, 0.1240, 0.0674, 0.0444, 0.0026),
     (8, 24, 29718, 29444, 19927, 527, 0.2347, 0.1323, 0.0698, 0.0029),
+    (16, 48, 11347, 11248, 8132, 377, 0.2552, 0.1397, 0.0672, 0.0066),
+    (16, 64, 11307, 11254, 8101, 379, 0.2082, 0.1088, 0.0516, 0.0054),
+    (32, 96, 10419, 10207, 7715, 408, 0.2646, 0.1421, 0.0641, 0.0038),
 ]
 
 
@@ -40,7 +44,7 @@ def test_hand_made_columns_of_table_5_come_out_of_the_simulator(row):
         assert 1 - m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
 
 
-@pytest.mark.parametrize(("row", "hidden", "heads"), [(TABLE_5[1], 2304, 24)])
+@pytest.mark.parametrize(("row", "hidden", "heads"), [(TABLE_5[1], 2304, 24), (TABLE_5[3], 4096, 32)])
 def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
     """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024."""
     p, m, f, i, w, c, *_, rate = row
