@@ -82,6 +82,7 @@ def list_schedule(
     return True
 
 
+ALIKE = 0.5  # of the rules at random: those whose forwards have one handicap from the beginning
 KEPT = 8  # rules that are changed further
 
 
@@ -132,8 +133,10 @@ def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
 def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
     """Forwards up to a job ahead of or behind I, gaps up to 1.5 jobs, limits from half of the memory to all of it."""
     low, high = np.choose(direction, [-1.0, -0.3, 0.0]), np.choose(direction, [1.0, 0.3, 1.5])
-    patience = np.where(direction == F, rng.uniform(0.0, 1.0, len(direction)), 0.0) * np.ones((2, 1))
     handicap = rng.uniform(low, high, (2, len(direction)))
+    patience = np.where(direction == F, rng.uniform(0.0, 1.0, len(direction)), 0.0) * np.ones((2, 1))
+    if rng.random() < ALIKE:
+        patience = handicap
     return Rules(patience, handicap, np.where(direction == F, rng.uniform(0.5, 1.7, handicap.shape), 1.0))
 
 
