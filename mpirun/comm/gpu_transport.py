@@ -26,7 +26,7 @@ from mpirun.comm.message import mpi_buffer
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import NAP, Done, punctual_naps
 
-ALIGN = 16  # bytes: where host memory begins in its block, so that numbers of every type lie as they do there
+WIDEST = 16  # bytes: where host memory begins in its block, so that numbers of every type lie as they do there
 SWITCH = 50e-6  # seconds: how long one thread of Python keeps the others waiting
 
 
@@ -40,7 +40,7 @@ class Mirror:
 
     def cover(self, tensor: Tensor) -> None:
         """Have memory for this part of the block, too."""
-        begin = int(tensor.storage_offset()) * tensor.element_size() // ALIGN * ALIGN
+        begin = int(tensor.storage_offset()) * tensor.element_size() // WIDEST * WIDEST
         self.begin = begin if self.end == self.begin else min(self.begin, begin)
         self.end = max(self.end, int(tensor.storage_offset()) * tensor.element_size() + tensor.nbytes)
 

@@ -43,7 +43,7 @@ def test_the_wheel_comes_before_other_libraries(environment):
 
 @pytest.mark.skipif(not LIBRARIES.is_dir(), reason="the wheel of UCX is not there: make venv GPU=1")
 def test_ranks_use_the_wheel(launch, environment):
-    done = launch(2, program=("-c", PROGRAM), env={**environment, "UCX_LOG_LEVEL": "info"})
+    done = launch(2, program=("-c", PROGRAM), env={**environment, "UCX_LOG_LEVEL": "info", "COLD_RANKS": "1"})
     assert done.code == 0, done.err
     log = done.out + done.err
     assert f"loaded from {LIBRARIES}" in log
