@@ -95,8 +95,12 @@ def strict(
     waits, first_after, after = _edges(graph)
     waits[latter] += 1
     delayed = np.zeros(len(worker), bool) if delayed_send is None else delayed_send & (following >= 0)
+    ready = np.flatnonzero(waits == 0)
+    stack = np.concatenate([ready, np.empty(len(worker) - len(ready), np.int64)])
     run = _strict.sized(len(worker))
-    start: Times = run(following, previous, delayed, waits, first_after, after, length, graph.microbatches)
+    start: Times = run(
+        following, previous, delayed, waits, first_after, after, length, graph.microbatches, stack, len(ready)
+    )
     if (start < 0).any():
         raise UsageError(f"n stops the schedule: {_cycle(graph, worker, start, previous)}")
     return start
@@ -120,14 +124,10 @@ def by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
 @kernel
 def _strict(
     following: Numbers, previous: Numbers, delayed: NDArray[np.bool_], waits: Numbers, first: Numbers, after: Numbers,
-    length: Times, batches: int,
+    length: Times, batches: int, stack: Numbers, top: int,
 ) -> Times:  # fmt: skip
-    """Longest paths; -1 for jobs that never start. Uses up `waits`."""
+    """Longest paths; -1 for jobs that never start. Uses up `waits`; stack[:top] are the jobs that wait for nothing."""
     start = np.zeros(len(following))
-    ready = np.flatnonzero(waits == 0)
-    stack = np.empty(len(following), np.int64)
-    top = len(ready)
-    stack[:top] = ready
     while top:
         top -= 1
         job = stack[top]
