@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from schedgen.analysis.lifetimes import Lifetimes, Memory, MemoryTimeline, follow_buffers
 from schedgen.analysis.messages import Messages, match_messages
 from schedgen.analysis.waits import Waits, wait_graph
-from schedgen.ir.effects import Accesses, accesses
+from schedgen.ir.accesses import Accesses, accesses
 from schedgen.ir.program import Program
 
 __all__ = ["Accesses", "Analysis", "Lifetimes", "Memory", "MemoryTimeline", "Messages", "Waits", "analyse"]

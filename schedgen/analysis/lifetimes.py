@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.effects import RECEIVERS, Accesses, Buffer, Effect, numbers_in_all, numbers_per_size
+from schedgen.ir.accesses import Accesses, numbers_in_all, numbers_per_size
+from schedgen.ir.effects import RECEIVERS, Buffer, Effect
 from schedgen.ir.instructions import Ints, Numbers, Small
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel

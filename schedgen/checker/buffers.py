@@ -9,7 +9,8 @@ import numpy as np
 
 from schedgen.analysis.lifetimes import AGAIN, LEFT, NOTHING, OWNED, TWICE, UNDEFINED, Fault
 from schedgen.checker.proof import Proof
-from schedgen.ir.effects import Buffer, numbers_per_size, operands
+from schedgen.ir.accesses import numbers_per_size, operands
+from schedgen.ir.effects import Buffer
 from schedgen.ir.instructions import Kind, buffer_name
 
 RULE_2 = {

@@ -35,7 +35,7 @@ class Touches(NamedTuple):
 
     rows: Ints
     rank: Ints
-    number: Ints  # as in `effects.Accesses`: of a dw, its unit
+    number: Ints  # as in `accesses.Accesses`: of a dw, its unit
 
     def by(self, chosen: NDArray[np.bool_]) -> Touches:
         """Those that are chosen."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.effects import Buffer, Effect, accesses, numbers_in_all, operands
+from schedgen.ir.accesses import accesses, numbers_in_all, operands
+from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.instructions import COMPUTE, Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel

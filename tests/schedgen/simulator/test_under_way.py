@@ -10,7 +10,8 @@ from slow_memory_plan import random_bytes
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.effects import Effect, accesses
+from schedgen.ir.accesses import accesses
+from schedgen.ir.effects import Effect
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.schemes import load

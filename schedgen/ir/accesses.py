@@ -1,0 +1,265 @@
+"""What every row of a program does to which buffers: the table of `effects.py`, looked up for each row.
+
+In: a program. Out: `Accesses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.effects import EFFECTS, Buffer, Which
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import AnyInts, B, F, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.program import Program
+from schedgen.util.jit import kernel
+
+_KINDS = len(Kind)
+
+
+class Accesses(NamedTuple):
+    """What the rows of a program do to which buffers, in the order in which they do it; arrays by access.
+
+    Buffers are numbered within their kind: x and g by stage, or behind the stages by edge, and then microbatch; w by
+    unit and then version; dw by unit; partials by unit and then sender; saved and half by stage and then microbatch.
+    """
+
+    row: Ints  # ascending
+    effect: Small  # an Effect
+    buffer: Small  # a Buffer
+    number: Ints  # -1: there is no such buffer
+
+    def begin(self, rows: Numbers) -> Numbers:
+        """By row, the first access that is not of an earlier row."""
+        return np.searchsorted(self.row, rows)
+
+
+def numbers_per_size(header: Header) -> Numbers:
+    """By kind of buffer, how many numbers share a size: number // that is its column in arrays of sizes.
+
+    The columns are: of x and g, stages and behind them edges; of w, dw and partials, units; of the rest, stages.
+    """
+    batches = header.microbatches
+    return np.array([batches, batches, max(header.weight_versions.count, 1), 1, header.workers, batches, batches])
+
+
+def numbers_in_all(header: Header) -> Numbers:
+    """By kind of buffer, how many numbers there are: all are below."""
+    graph = header.graph
+    columns = np.full(len(Buffer), header.stages)
+    columns[[Buffer.W, Buffer.DW, Buffer.PARTIAL]] = len(header.weight_shards.units)
+    columns[Buffer.G] += len(graph.edges)
+    columns[Buffer.X] += len(graph.edges) * bool(graph.per_consumer)
+    return columns * numbers_per_size(header)
+
+
+def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, Ints, Ints]:
+    """Stage, microbatch and consumer or part of buffers, as instructions name them; -1 where a name has none."""
+    stage, mb, via = np.full((3, len(number)), -1, np.int32)
+    edges, units = np.array(header.graph.edges).reshape(-1, 2), np.array(header.weight_shards.units)
+    for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
+        at = np.flatnonzero(buffer == thing)
+        column, rest = np.divmod(number[at], count)
+        if thing in (Buffer.W, Buffer.DW, Buffer.PARTIAL):
+            stage[at], via[at] = units[column].T
+            continue
+        stage[at], mb[at] = column, rest
+        of_edge = column >= header.stages
+        stage[at[of_edge]], via[at[of_edge]] = edges[column[of_edge] - header.stages].T
+    return stage, mb, via
+
+
+def accesses(program: Program, buffers: Collection[Buffer] = tuple(Buffer)) -> Accesses:
+    """What every row does to buffers of these kinds. `program` may be damaged; it may hold some ranks' rows only.
+
+    A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory: check refuses it.
+    """
+    forms = [tuple(does for does in EFFECTS[op].get(kind, ()) if does.buffer in buffers) for op in Op for kind in Kind]
+    begin = np.cumsum([0, *map(len, forms)])
+    table = np.array([does for form in forms for does in form], np.int64).reshape(-1, 3)
+    names = _names(program)
+    most = _most(program, names, table, begin)
+    row, number = np.empty((2, most), np.int32)
+    effect, buffer = np.empty((2, most), np.int8)
+    count = _expand.sized(4 * len(program))(*program.rows, table, begin, names, row, effect, buffer, number)
+    return Accesses(row[:count], effect[:count], buffer[:count], number[:count])
+
+
+def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> int:
+    """How many accesses there are at the most, to make room for."""
+    form = program.rows.op.astype(np.int16) * _KINDS + program.rows.kind
+    most = int(np.bincount(form, minlength=len(begin) - 1) @ np.diff(begin))
+    several = {  # how many buffers, by stage or by tie
+        Which.INPUTS: np.diff(names.first_in),
+        Which.OUTPUTS: np.diff(names.first_out),
+        Which.PARTS: np.diff(names.first_unit),
+        Which.TIED: np.diff(names.first_of_tie),
+    }
+    for e in np.flatnonzero(np.isin(table[:, 2], list(several))).tolist():
+        more = np.maximum(several[Which(table[e, 2])], 1) - 1
+        if more.any():
+            rows = (form == np.searchsorted(begin, e, side="right") - 1) & ~names.again
+            most += int(np.bincount(program.rows.stage[rows], minlength=len(more)) @ more)
+    return most
+
+
+class _Names(NamedTuple):
+    """What the numbers of buffers depend on."""
+
+    edges: Numbers  # (edges, 2): producer, consumer; by producer, then consumer
+    by_consumer: Numbers  # the edges' places, by consumer, then producer
+    first_in: Numbers  # by_consumer[first_in[s] : first_in[s + 1]] are those of producers of stage s
+    first_out: Numbers  # edges first_out[s] to first_out[s + 1] - 1 are those of consumers of stage s
+    per_consumer: NDArray[np.bool_]
+    first_unit: Numbers
+    first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
+    tied: Numbers
+    owner: NDArray[np.bool_]  # (workers, units)
+    redone: NDArray[np.bool_]  # (stages, microbatches): the forward keeps nothing, or the backward's rank redoes it
+    stays: NDArray[np.bool_]  # by row, of STEP: a FREE of the version before follows
+    again: NDArray[np.bool_]  # by row: an ALLREDUCE of a tie that its rank has entered
+    stages: int
+    batches: int
+    versions: int
+    workers: int
+
+
+def _names(program: Program) -> _Names:
+    """Gather them from the header, and from the rows that change what others do."""
+    header, table = program.header, program.rows
+    edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
+    by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
+    stages, shards = np.arange(header.stages + 1), header.weight_shards
+    redone = np.full(header.compute.shape[1:], True) if header.is_forward else header.compute[F] != header.compute[B]
+    again = np.flatnonzero(table.op == Op.RECOMPUTE)
+    redone[table.stage[again], table.mb[again]] = True
+    return _Names(
+        edges=edges,
+        by_consumer=by_consumer,
+        first_in=np.searchsorted(edges[by_consumer, 1], stages),
+        first_out=np.searchsorted(edges[:, 0], stages),
+        per_consumer=header.graph.is_per_consumer,
+        first_unit=shards.first_unit,
+        first_of_tie=np.cumsum([0, *map(len, header.tied)]),
+        tied=np.array([stage for tie in header.tied for stage in tie], np.int64),
+        owner=shards.is_owner(header.workers),
+        redone=redone,
+        stays=_freed_later(program),
+        again=_entered_again(program),
+        stages=header.stages,
+        batches=header.microbatches,
+        versions=max(header.weight_versions.count, 1),
+        workers=header.workers,
+    )
+
+
+def _freed_later(program: Program) -> NDArray[np.bool_]:
+    """By row, of STEP of weights with versions: whether the version before has a FREE, so that it lives on."""
+    table, versions = program.rows, program.header.weight_versions.count
+    stays = np.zeros(len(program), bool)
+    if versions:
+        steps = np.flatnonzero(table.op == Op.STEP)
+        frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
+        weights = table.rank.astype(np.int64) * program.header.stages + table.stage
+        freed = weights[frees] * versions + table.version[frees]
+        stays[steps] = np.isin(weights[steps] * versions + table.version[steps] - 1, freed)
+        stays[steps[table.version[steps] == 0]] = False
+    return stays
+
+
+def _entered_again(program: Program) -> NDArray[np.bool_]:
+    """By row, of ALLREDUCE of a tie: whether its rank has entered that before."""
+    table, again = program.rows, np.zeros(len(program), bool)
+    rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
+    entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.tie[rows]
+    again[np.delete(rows, np.unique(entries, return_index=True)[1])] = True
+    return again
+
+
+@kernel
+def _expand(
+    rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, table: Numbers, begin: Numbers,
+    names: _Names, of_row: Ints, effect: Small, buffer: Small, number: Ints,
+) -> int:  # fmt: skip
+    """Write down the accesses of every row; how many they are."""
+    first_in, first_out, first_unit = names.first_in, names.first_out, names.first_unit
+    batches, count = names.batches, 0
+    for row in range(len(op)):
+        s, b = stage[row], mb[row]
+        form = int(op[row]) * _KINDS + kind[row]
+        for e in range(begin[form], begin[form + 1]):
+            does, thing, which = table[e, 0], table[e, 1], table[e, 2]
+            before = count
+            if which == Which.INPUTS:
+                for k in range(first_in[s], first_in[s + 1]):
+                    edge = names.by_consumer[k]
+                    p = names.edges[edge, 0]
+                    shared = not names.per_consumer[p] if thing == Buffer.X else first_out[p + 1] - first_out[p] == 1
+                    number[count] = (p if shared else names.stages + edge) * batches + b
+                    count += 1
+            elif which == Which.OUTPUTS:
+                consumers = first_out[s + 1] - first_out[s]
+                if (thing == Buffer.X and not names.per_consumer[s]) or (thing == Buffer.G and consumers == 1):
+                    number[count] = s * batches + b
+                    count += 1
+                else:
+                    for edge in range(first_out[s], first_out[s + 1]):
+                        number[count] = (names.stages + edge) * batches + b
+                        count += 1
+            elif which == Which.JOB or which == Which.UNREDONE:
+                number[count] = s * batches + b
+                count += which == Which.JOB or not names.redone[s, b]
+            elif which == Which.TIED:
+                end = names.first_of_tie[s] if names.again[row] else names.first_of_tie[s + 1]
+                for k in range(names.first_of_tie[s], end):
+                    unit = first_unit[names.tied[k]]
+                    if names.owner[rank[row], unit]:
+                        number[count] = unit
+                        count += 1
+            elif thing == Buffer.X or thing == Buffer.G:
+                number[count] = max(_edge_named(names, thing, s, via[row]) * batches + b, -1)
+                count += 1
+            elif not (
+                (which == Which.BEFORE and names.versions == 1)
+                or (which == Which.IN_PLACE and names.stays[row])
+                or (which == Which.BESIDE and not names.stays[row])
+            ):
+                low, high = first_unit[s], first_unit[s + 1]
+                if which != Which.PARTS:
+                    low += max(via[row], 0)
+                    high = low + 1
+                version = peer[row] - (which == Which.BEFORE) if thing == Buffer.W and names.versions > 1 else 0
+                for unit in range(low, high):
+                    if unit >= first_unit[s + 1] or not 0 <= version < names.versions:
+                        number[count] = -1
+                    elif thing == Buffer.W:
+                        number[count] = unit * names.versions + version
+                    elif thing == Buffer.PARTIAL:
+                        number[count] = unit * names.workers + peer[row]
+                    else:
+                        number[count] = unit
+                    count += 1
+            for k in range(before, count):
+                of_row[k], effect[k], buffer[k] = row, does, thing
+    return count
+
+
+@kernel
+def _edge_named(names: _Names, thing: int, s: int, consumer: int) -> int:
+    """The stage or, behind all stages, the edge whose x or g is called by this consumer; -1: there is none."""
+    edge, behind = names.first_out[s], names.first_out[s + 1]
+    several = names.per_consumer[s] or (thing == Buffer.G and behind - edge > 1)
+    if (thing == Buffer.G and behind == edge) or several == (consumer < 0):
+        return -1
+    if not several:
+        return s
+    while behind - edge > 1:  # consumers ascend
+        middle = (edge + behind) // 2
+        if names.edges[middle, 1] <= consumer:
+            edge = middle
+        else:
+            behind = middle
+    return names.stages + edge if names.edges[edge, 1] == consumer else -1
