@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpirun.comm.waiting import sleeping_barrier
+from mpirun.comm.waiting import sleeping_any
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
 
 T = TypeVar("T")
@@ -43,10 +43,9 @@ def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
         result = function()
     except (UsageError, RefusedFile) as error:
         refusal = (str(error), error.code)
-    sleeping_barrier(comm)
-    for rank, refused in enumerate(comm.allgather(refusal)):
-        if refused is not None:
-            raise Stop(refused[0], refused[1], speaker=rank)
+    if sleeping_any(comm, refusal is not None):
+        speaker, refused = next(one for one in enumerate(comm.allgather(refusal)) if one[1] is not None)
+        raise Stop(refused[0], refused[1], speaker)
     return result  # type: ignore[return-value]
 
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 
+import numpy as np
 from mpi4py import MPI
 
 SPIN, CROWDED_SPIN = 2e-3, 50e-6  # seconds of spinning: with a core for every rank, and with more ranks than cores
@@ -41,8 +42,16 @@ def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float) -> None:
             time.sleep(min(max(NAP, LATE * waited), LONGEST_NAP))
 
 
+def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
+    """Whether it is so on some rank. Ranks sleep until all have come, so that those that still compute have the cores.
+
+    A barrier, too: no rank returns before all have come.
+    """
+    anywhere = np.array([here])
+    spin_then_sleep(comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test, lambda: None, 0)
+    return bool(anywhere[0])
+
+
 def sleeping_barrier(comm: MPI.Comm) -> None:
-    """A barrier in which ranks sleep, so that the cores are left to the ranks that still compute."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(1e-3)
+    """A barrier in which ranks sleep."""
+    spin_then_sleep(comm.Ibarrier().Test, lambda: None, 0)

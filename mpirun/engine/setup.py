@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpirun.comm.device import Device, choose_device
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
+from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_split_stages, expand_model
@@ -181,6 +182,7 @@ def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str) 
 
     `gpu_messages`: auto, direct or host.
     """
+    sleeping_barrier(comm)  # for ranks that still import
     same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = len(os.sched_getaffinity(0)) / same_host.size
     same_host.Free()

@@ -18,9 +18,11 @@ from mpi4py import MPI
 
 import schedgen.util.jit
 from mpirun.cli.main import main
+from mpirun.comm.waiting import sleeping_barrier
 
 schedgen.util.jit.SMALL = 0  # kernels are compiled: there will be many runs
 WORLD = MPI.COMM_WORLD
+LONGEST = 1 << 16  # bytes of a request
 
 
 class CopiedErrors(io.StringIO):
@@ -34,15 +36,19 @@ class CopiedErrors(io.StringIO):
 
 def requests(file: str) -> Iterator[Any]:
     """The requests, which rank 0 reads. The others sleep until then."""
-    with Path(file).open() if WORLD.rank == 0 else contextlib.nullcontext() as lines:
+    line = bytearray(LONGEST)
+    with Path(file).open("rb") if WORLD.rank == 0 else contextlib.nullcontext() as lines:
         while True:
-            line = lines.readline() if lines is not None else None
-            barrier = WORLD.Ibarrier()
-            while not barrier.Test():
+            if lines is not None:
+                read = lines.readline()
+                assert len(read) <= LONGEST
+                line[:] = read.ljust(LONGEST)
+            sent = WORLD.Ibcast(line)
+            while not sent.Test():
                 time.sleep(0.01)
-            if not (line := WORLD.bcast(line)):
+            if not (request := line.strip()):
                 return
-            yield json.loads(line)
+            yield json.loads(request)
 
 
 def run(module: str, arguments: list[str]) -> int:
@@ -62,6 +68,7 @@ def command(arguments: list[str]) -> list[Any]:
     out, err = io.StringIO(), CopiedErrors()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(arguments[0], arguments[1:])
+    sleeping_barrier(WORLD)
     codes = WORLD.allgather(code)
     if len(set(codes)) > 1:
         sys.exit(f"{arguments}: the ranks end with different codes: {codes}")
