@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 schedgen.util.jit.SMALL = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before there are workers, two processes compile the kernels: each worker and rank would compile all of them."""
+    kept = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
+    newest = max(file.stat().st_mtime for file in Path(schedgen.util.jit.__file__).parents[1].rglob("*.py"))
+    if not config.getoption("numprocesses", None) or (kept.exists() and kept.stat().st_mtime > newest):
+        return
+    program = Path(__file__).parent / "helpers" / "programs" / "compile_kernels.py"
+    with tempfile.TemporaryDirectory() as folder:
+        halves = [
+            subprocess.Popen([sys.executable, str(program), folder, half], stdout=subprocess.DEVNULL)
+            for half in ("first", "second")
+        ]
+        assert [half.wait() for half in halves] == [0, 0]
+    kept.touch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The two longest files first: a worker that began one of them last would end long after the others."""
+    items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_benchmarks.py"))
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,20 @@ def new_run(problem: OrderProblem) -> Run:
 
 
 @kernel
+def begin_run(problem: OrderProblem, run: Run) -> None:
+    """No job has run.
+
+    Written as loops: for an array copied as a whole, `a[:] = b`, numba compiles an error message for seconds.
+    """
+    for job in range(len(run.waits)):
+        run.waits[job], run.ready[job] = problem.waits[job], 0.0
+    for c in range(len(run.begun)):
+        run.begun[c] = 0
+    for w in range(len(run.at)):
+        run.at[w], run.clock[w] = problem.row[w], 0.0
+
+
+@kernel
 def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> float:
     """The longest window; infinity where it is above `limit`, or where jobs wait for each other for ever."""
     batches, worker, length = problem.microbatches, problem.worker, problem.length
@@ -52,15 +66,11 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
     start, place_job, ready, waits, count = run.start, run.job, run.ready, run.waits, run.begun
     at, clock, stack, stacked = run.at, run.clock, run.stack, run.stacked
     workers, jobs = len(row) - 1, len(worker)
-    waits[:] = problem.waits
-    ready[:] = 0.0
-    count[:] = 0
-    clock[:] = 0.0
+    begin_run(problem, run)
     for w in range(workers):
-        at[w] = row[w]
         stack[w] = workers - 1 - w
         stacked[w] = True
-    top, done = workers, 0
+    top, done, longest = workers, 0, 0.0
     while top:
         top -= 1
         w = stack[top]
@@ -91,6 +101,7 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
         at[w], clock[w] = place, time
         if place > row[w]:
             run.window[w] = time - start[place_job[row[w]]] if problem.own_window else time
-            if run.window[w] > limit:
+            longest = max(longest, run.window[w])
+            if longest > limit:
                 return np.inf
-    return run.window.max() if done == jobs else np.inf
+    return longest if done == jobs else np.inf

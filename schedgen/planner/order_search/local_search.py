@@ -80,7 +80,8 @@ def anneal(
                 cost = value + run.window.mean()
                 if value < least * (1 - 1e-12) or (value <= least and cost < best_cost):
                     least, best_cost = value, cost
-                    best[:] = order
+                    for k in range(jobs):
+                        best[k] = order[k]
         if not accepted:
             shift(order, target, place)
     return least, best, judged

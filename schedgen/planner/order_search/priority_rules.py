@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.ir.instructions import F
-from schedgen.planner.order_search.evaluate import Run
+from schedgen.planner.order_search.evaluate import Run, begin_run
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
 from schedgen.util.jit import kernel
 
@@ -35,11 +35,7 @@ def list_schedule(
     class_jobs, class_first, worker_class = problem.class_jobs, problem.class_first, problem.worker_class
     ready, waits, count, at, clock = run.ready, run.waits, run.begun, run.at, run.clock
     workers, jobs = len(row) - 1, len(worker)
-    waits[:] = problem.waits
-    ready[:] = 0.0
-    count[:] = 0
-    clock[:] = 0.0
-    at[:] = row[:-1]
+    begin_run(problem, run)
     held, begin = np.zeros(workers), np.zeros(workers)
     choice, stale, turned = np.full(workers, -1), np.ones(workers, np.bool_), np.zeros(workers, np.bool_)
     for _ in range(jobs):
