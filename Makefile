@@ -165,6 +165,7 @@ bench-run: launcher
 	$(BIN)/python tests/bench/transfer_delay.py
 	$(BIN)/python tests/bench/predict.py
 	$(BIN)/python tests/bench/plan_run.py
+	$(BIN)/python tests/bench/found.py
 	$(MPIEXEC) -n 4 $(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/meta_start.py
 	$(BIN)/python tests/bench/run.py

@@ -148,6 +148,8 @@ def run_plan(options: PlanOptions) -> int:
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
     if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
+    if options.search and options.partition_only:
+        raise UsageError("plan --partition-only searches nothing: leave --search out")
     numbers: dict[str, Any] = {}
     lines: list[str] = []
     downsets = all_downsets(layers)
@@ -164,7 +166,9 @@ def run_plan(options: PlanOptions) -> int:
     program = None
     if options.microbatches is not None:
         if not options.partition_only:
-            best = search(layers, levels, options.microbatches, options.memory, schemes=options.schemes)
+            best = search(
+                layers, levels, options.microbatches, options.memory, schemes=options.schemes, budget=options.search
+            )
             numbers |= tables.search_as_json(best)
             lines += ["", *tables.search_as_text(best)]
             program = best.program

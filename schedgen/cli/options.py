@@ -276,6 +276,12 @@ class PlanOptions(Form):
     schemes: Sequence[str] | None = option(
         "--schemes NAME,...", "only these; default: all that are searched", searched_schemes
     )
+    search: int = option(
+        "--search N",
+        "look for orders, too: million times that a job is given a time, for each placement",
+        types.count,
+        0,
+    )
     output: str | None = option("-o --output FILE", "the fastest schedule; - is standard output")
 
 
@@ -293,7 +299,7 @@ class SearchOptions(Form, CostOptions):
         group="memory",
     )  # fmt: skip
     memory: float | None = option(
-        "--memory BYTES", "bytes of a profile's saved, and half, that a worker may hold", types.amount, group="memory"
+        "--memory BYTES", "bytes a worker may need, as simulate counts them (peak_bytes)", types.amount, group="memory"
     )
     objective: str = option(
         "--objective", "the latency, or the longest time from a worker's first job to its last; default: makespan",

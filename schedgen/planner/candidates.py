@@ -41,6 +41,11 @@ class Candidate(NamedTuple):
     sizes: Sizes
     costs: Sequence[StageCosts]
 
+    def with_layers(self, costs: StageCosts) -> Scheme:
+        """The scheme that says how many layers each stage has, which is how mpirun cuts the model."""
+        scheme = self.scheme
+        return scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
+
 
 def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> Iterator[Candidate]:
     """Every candidate on all workers, with and without recomputation; all links are as slow as the slowest level's."""

@@ -12,8 +12,7 @@ from schedgen.ir.program import Program
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.partition import Level, partition
-from schedgen.planner.search import cost_ratios
-from schedgen.planner.stage_costs import stage_costs
+from schedgen.planner.stage_costs import cost_ratios, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import UsageError

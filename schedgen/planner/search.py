@@ -3,6 +3,7 @@
 1. Each candidate is compiled and executed by the simulator, unless its lower bound says before that a schedule that was
    found is no worse in both.
 2. From each schedule on that front its cuts move on, and the simulator judges them, too: `best_cuts`.
+3. If that is asked for, orders are searched for the placements of the candidates: `search_order`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import NamedTuple
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.compiler.place import place_jobs
+from schedgen.ir.cost import REDO
 from schedgen.ir.program import Program
-from schedgen.planner.candidate_bound import candidate_bound
+from schedgen.planner.candidate_bound import CandidateBound, candidate_bound
 from schedgen.planner.candidates import Candidate, candidates
 from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_downsets import prefixes
-from schedgen.planner.layer_profile import Floats, Layers
+from schedgen.planner.layer_profile import Layers
+from schedgen.planner.order_search.order_search import Limits, search_order
 from schedgen.planner.partition import Level
-from schedgen.planner.stage_costs import StageCosts, stage_costs
+from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -38,6 +42,7 @@ class PlannedSchedule(NamedTuple):
     layers: tuple[int, ...]  # of each stage
     step_time: float  # seconds
     peak_bytes: int  # of the worker that needs most
+    order: str = "own"  # of the scheme, or "search"
 
 
 class SearchResult(NamedTuple):
@@ -52,7 +57,14 @@ class SearchResult(NamedTuple):
 MOST_CUTS = 200  # that are tried near those of a schedule on the front ...
 MOST_INSTRUCTIONS = 300_000  # ... as long as no more than so many are simulated: about a second
 
-_Entry = tuple[PlannedSchedule, Candidate, StageCosts]
+
+class _Entry(NamedTuple):
+    schedule: PlannedSchedule
+    candidate: Candidate
+    costs: StageCosts
+    program: Program | None = None  # where its order was searched
+
+
 _Front = Sequence[_Entry]
 
 
@@ -63,10 +75,12 @@ def search(
     memory: float = math.inf,
     prune: bool = True,
     schemes: Collection[str] | None = None,
+    budget: int = 0,
 ) -> SearchResult:
     """Try all candidates, or only those of `schemes`; UsageError if none keeps to `memory` bytes a worker.
 
-    Without `prune` candidates are simulated whatever their bounds say; the front is the same.
+    Without `prune` candidates are simulated whatever their bounds say; the front is the same. `budget`: work for each
+    search of an order, as for `search_order`; 0: none is searched.
     """
     bounded = [
         (candidate_bound(candidate), candidate)
@@ -83,33 +97,40 @@ def search(
                 continue
             simulated += 1
             for schedule, costs in _simulated(candidate):
-                front = _with((schedule, candidate, costs), front, memory)
+                front = _with(_Entry(schedule, candidate, costs), front, memory)
         for entry in over(front, "move cuts", len(front)):
             for moved in _moved(entry, layers, bandwidth, memory):
                 front = _with(moved, front, memory)
+        if budget:
+            fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
+            for found in _searched(bounded, [entry.costs for entry in front], fastest, memory, budget):
+                front = _with(found, front, memory)
     if not front:
         workers = math.prod(level.components for level in levels)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
         raise UsageError(f"{what} fits {workers} workers{limit} with {microbatches} microbatches")
-    front = sorted(front, key=lambda entry: entry[0].step_time)
-    _, fastest, costs = front[0]
-    return SearchResult([schedule for schedule, _, _ in front], _compiled(fastest, costs), len(bounded), simulated)
+    front = sorted(front, key=lambda entry: entry.schedule.step_time)
+    _, candidate, costs, program = front[0]
+    program = program or _compiled(candidate, costs)
+    return SearchResult([entry.schedule for entry in front], program, len(bounded), simulated)
 
 
 def _with(entry: _Entry, front: _Front, memory: float) -> _Front:
     """The front with an entry, if that fits and none is as good, and without those that it beats."""
-    schedule = entry[0]
+    schedule = entry.schedule
     if schedule.peak_bytes > memory or _beaten(schedule.step_time, schedule.peak_bytes, front):
         return front
     kept = [
-        other for other in front if other[0].step_time < schedule.step_time or other[0].peak_bytes < schedule.peak_bytes
+        other
+        for other in front
+        if other.schedule.step_time < schedule.step_time or other.schedule.peak_bytes < schedule.peak_bytes
     ]
     return [*kept, entry]
 
 
 def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
-    return any(schedule.step_time <= seconds and schedule.peak_bytes <= bytes for schedule, _, _ in front)
+    return any(entry.schedule.step_time <= seconds and entry.schedule.peak_bytes <= bytes for entry in front)
 
 
 def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
@@ -132,28 +153,58 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
 
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
     """What the simulator was asked about cuts near those of an entry: its candidate with each of them."""
-    schedule, candidate, costs = entry
+    schedule, candidate, costs, _ = entry
     order, program, tried = prefixes(layers), _compiled(candidate, costs), []
 
     def seconds(cuts: Cuts) -> float:
         costs = stage_costs(layers, order, cuts, bandwidth)
         schedule = _timed(program, candidate, costs)
-        tried.append((schedule, candidate, costs))
+        tried.append(_Entry(schedule, candidate, costs))
         return schedule.step_time if schedule.peak_bytes <= memory else math.inf
 
     best_cuts(tuple(accumulate(schedule.layers)), seconds, min(MOST_CUTS, MOST_INSTRUCTIONS // len(program)))
     return tried
 
 
+def _searched(
+    bounded: Sequence[tuple[CandidateBound, Candidate]], moved: Sequence[StageCosts], fastest: float, memory: float,
+    budget: int,
+) -> Iterator[_Entry]:  # fmt: skip
+    """Placements that may be faster than `fastest`, each with the best order that is found for it.
+
+    A placement is tried with its own cuts and with those of `moved`; schemes often have one in common.
+    """
+    tried = set()
+    for bound, candidate in over(bounded, "search orders", len(bounded)):
+        if candidate.recompute or bound.seconds >= fastest:
+            continue
+        sizes, split = candidate.sizes, candidate.scheme.split
+        _, compute, *_ = place_jobs(candidate.scheme, sizes.stages, sizes.microbatches, 3 if split else 2)
+        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
+            key = split, costs.layer_counts, compute.tobytes()
+            if key in tried:
+                continue
+            tried.add(key)
+            if (program := _with_found_order(candidate, costs, memory, budget)) is not None:
+                schedule = _timed(program, candidate, costs)._replace(order="search")
+                fastest = min(fastest, schedule.step_time)
+                yield _Entry(schedule, candidate, costs, program)
+
+
+def _with_found_order(candidate: Candidate, costs: StageCosts, memory: float, budget: int) -> Program | None:
+    """The program of the best order that is found; None where the scheme moves weights, or no order fits."""
+    durations = costs.durations(candidate.scheme.split)
+    cost = {name: seconds for name, seconds in durations.items() if name != REDO}
+    limits = Limits(bytes=memory if math.isfinite(memory) else None)
+    try:
+        found = search_order(candidate.with_layers(costs), candidate.sizes, cost, costs.machine, limits, budget)
+    except UsageError:
+        return None
+    return found.program if found.source == "search" else None
+
+
 def _compiled(candidate: Candidate, costs: StageCosts) -> Program:
-    scheme, sizes = candidate.scheme, candidate.sizes
-    scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(costs.layer_counts)})
-    recompute = range(sizes.stages) if candidate.recompute else ()
-    return compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split)), recompute=recompute))
-
-
-def cost_ratios(durations: dict[str, Floats]) -> dict[str, float]:
-    """The mean duration of a job of each direction in forwards, to four digits: the costs that greedy orders by."""
-    forward = float(durations["F"].sum())
-    ratios = {name: float(f"{max(seconds.sum() / forward, 1e-3):.4g}") for name, seconds in durations.items()}
-    return {name: int(ratio) if ratio.is_integer() else ratio for name, ratio in ratios.items()}
+    """The candidate's own order."""
+    ratios = cost_ratios(costs.durations(candidate.scheme.split))
+    recompute = range(candidate.sizes.stages) if candidate.recompute else ()
+    return compile(candidate.with_layers(costs), candidate.sizes, Options(cost=ratios, recompute=recompute))

@@ -48,7 +48,7 @@ def main() -> None:
     print(f"{'table 5':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
     for p, m, *cost, alpha, h, a, rate in TABLE_5[: 1 if quick else None]:
         saved = 34 * h + 5 * a * 1024
-        machine = Machine(alpha=alpha, saved=saved, half=32 * h)
+        machine = Machine(alpha, activation=0, weight=0, saved=saved, half=32 * h - saved)
         best, seconds = found("zb-h1", Sizes(p, m, p), cost, machine, Limits("window", bytes=2 * p * saved), budget)
         rates = (1 - m * sum(cost) / value for value in (best.value, best.bound))
         print(f"{f'{p}, {m}':14}{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}", flush=True)

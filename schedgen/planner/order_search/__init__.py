@@ -5,7 +5,8 @@ evaluate.py        when the jobs of an order run: the kernel that judges every c
 built_ins.py       where the search begins: the orders of built-in schemes with the same placement
 priority_rules.py  list scheduling by random rules
 local_search.py    simulated annealing: jobs on the critical path move
+find_order.py      both of these, for so much work
 exact.py           OR-Tools' CP-SAT: proofs for small problems
-order_search.py    the story: begin, rules, anneal, prove, compile; the simulator has the last word
+order_search.py    the story: begin, find, prove; the simulator has the last word
 table.py           what the command prints
 """

@@ -69,7 +69,7 @@ def solve(problem: OrderProblem, start: Times, value: float, floor: float, secon
             for job, following in pairwise(each):
                 model.add(begin[following] >= end[job])
             model.add(longest >= end[each[-1]] - opening)
-        if np.isfinite(problem.capacity):
+        if np.isfinite(problem.capacity[w]):
             _add_memory(model, problem, w, begin, end)
     model.minimize(longest)
     for at, hint in zip(begin, start, strict=True):
@@ -86,18 +86,25 @@ def solve(problem: OrderProblem, start: Times, value: float, floor: float, secon
 
 
 def _add_memory(model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any]) -> None:
-    """What forwards of worker w take is held until the jobs of their stage that give it back end."""
-    batches, stages = problem.microbatches, problem.stages
+    """What a job of worker w takes is held until the last job of its stage and microbatch ends; where the first half of
+    a backward gives some of it back, that until then."""
+    per_direction = problem.stages * problem.microbatches
+    last = len(problem.worker) - per_direction
+    takes = np.empty(len(problem.worker))
+    takes[problem.class_jobs] = np.repeat(problem.takes, np.diff(problem.class_first))
     intervals, amounts = [], []
-    for c in range(problem.worker_class[w], problem.worker_class[w + 1]):
-        if problem.takes[c] >= 0:
-            continue
-        for job in problem.class_jobs[problem.class_first[c] : problem.class_first[c + 1]].tolist():
-            forward = job % (stages * batches)
-            span = model.new_int_var(0, 10**9, "")
-            intervals.append(model.new_interval_var(begin[forward], span, end[job], ""))
-            amounts.append(int(-problem.takes[c]))
-    model.add_cumulative(intervals, amounts, int(problem.capacity))
+
+    def hold(first: int, until: int, amount: float) -> None:
+        if amount:
+            intervals.append(model.new_interval_var(begin[first], model.new_int_var(0, 10**9, ""), end[until], ""))
+            amounts.append(int(amount))
+
+    for job in np.flatnonzero(problem.worker[last:] == w).tolist():
+        middle = takes[per_direction + job] if last > per_direction else 0.0
+        hold(job, last + job, takes[job] + min(middle, 0.0))
+        hold(job, per_direction + job, max(-middle, 0.0))
+        hold(per_direction + job, last + job, max(middle, 0.0))
+    model.add_cumulative(intervals, amounts, int(problem.capacity[w]))
 
 
 def _unit(problem: OrderProblem) -> float:

@@ -64,7 +64,7 @@ def anneal(
         for k in range(row[w], high + 1):
             taken = takes[order[k]]
             held += taken
-            if k >= low and taken > 0 and held > capacity:
+            if k >= low and taken > 0 and held > capacity[w]:
                 fits = False
                 break
         accepted = False

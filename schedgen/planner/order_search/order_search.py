@@ -1,10 +1,9 @@
 """`search_order`: the order that ends first, for a placement, costs, messages and memory, and a bound.
 
 begin   the orders of built-in schemes with this placement
-rules   list scheduling by random rules
-anneal  the best of both, changed job by job
+find    better ones, by list scheduling and by annealing
 prove   OR-Tools' CP-SAT, where the problem is small
-compile the best, as a strict order; the simulator says what it takes, and a built-in scheme that takes less is returned
+judge   the simulator has the last word: on time and, where the limit is in bytes, on memory
 
 Work is counted, not seconds: the same call gives the same schedule on any machine.
 """
@@ -21,28 +20,25 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount
+from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import COMPUTE, B
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import exact
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.local_search import anneal
-from schedgen.planner.order_search.priority_rules import find_rules
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits, make_problem, places
-from schedgen.planner.search import cost_ratios
+from schedgen.planner.order_search.find_order import find_order
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, fits, make_problem, most_held, places
+from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.lower_bounds import order_bound, waits_for
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
-from schedgen.util.progress import counted
 
 OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
-HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
-RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
+SHARES = (0.1, 0.6, 0.3)  # of the work by round, where the limit is in bytes: a schedule says what an order leaves out
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
@@ -51,7 +47,7 @@ class Limits(NamedTuple):
 
     objective: str = "makespan"  # or the longest own window, from a worker's first job to the end of its last
     saved: int | None = None  # saved forwards of a worker, from the start of F to the end of the last backward job
-    bytes: float | None = None  # or bytes of a worker: the machine's `saved` from F to I, its `half` from I to W
+    bytes: float | None = None  # or bytes of a worker, as the simulator counts them: `Footprint.peak`
 
 
 class FoundOrder(NamedTuple):
@@ -82,23 +78,131 @@ def search_order(
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
         raise UsageError(f"{scheme.name} moves weights or backwards: search orders jobs that run beside the weights")
     problem = _problem(placed, cost, machine, limits)
-    S = placed.compute.shape[1]
-    ratios = cost_ratios({name: np.broadcast_to(np.asarray(t, float), (S,)) for name, t in cost.items()})
+    rounds = _Rounds(problem, scheme, sizes, cost, machine, limits)
+    for start in starts(problem, placed, scheme, sizes, rounds.ratios):
+        rounds.add_start(start)
     bound = _bound(problem, placed)
-    begin = [start for start in starts(problem, placed, scheme, sizes, ratios) if fits(problem, start.order)]
     with compiled_always():
-        order, proof, work = _search(problem, [start.order for start in begin], bound, budget)
-    bound = max(bound, proof)
-    found = [] if order is None else [_compiled(problem, scheme, sizes, ratios, order, limits)]
-    programs = [("search", program) for program in found] + [
-        (start.scheme.name, _built_in(start, sizes, ratios)) for start in _best_starts(problem, begin)
-    ]
-    if not programs:
+        for share in (1.0,) if limits.bytes is None else SHARES:
+            rounds.search(bound, int(share * budget * 10**6))
+        best = rounds.best()
+        if best is not None and best.value > bound * (1 + 1e-9):
+            # A built-in scheme's whole backward never holds `half`, so what is proved must hold without it.
+            lenient = _problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+            bound = max(bound, rounds.prove(lenient, best, bound, PROVED_SECONDS * budget / BUDGET))
+            best = rounds.best()
+    if best is None:
         raise UsageError("the search found no order within the memory limit: give it more of one, or of --budget")
-    values = [measured(program, cost, machine, problem.own_window) for _, program in programs]
-    best = int(np.argmin(values))
-    value = values[best]
-    return FoundOrder(programs[best][1], value, min(bound, value), value <= bound * (1 + 1e-9), work, programs[best][0])
+    value = best.value
+    work = rounds.work // 10**6
+    return FoundOrder(best.program, value, min(bound, value), value <= bound * (1 + 1e-9), work, best.source)
+
+
+class _Judged(NamedTuple):
+    """An order, and what the simulator says of it."""
+
+    source: str
+    order: Numbers
+    program: Program
+    value: float
+    peak: Times  # bytes by worker
+
+
+class _Rounds:
+    """The orders so far; where the limit is in bytes, what is left of it for what forwards save."""
+
+    def __init__(
+        self, problem: OrderProblem, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine,
+        limits: Limits,
+    ) -> None:  # fmt: skip
+        self.problem, self.scheme, self.sizes, self.limits = problem, scheme, sizes, limits
+        self.cost, self.machine = cost, machine
+        self.ratios = cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
+        self.judged: list[_Judged] = []
+        self.work = 0
+
+    def add_start(self, start: Start) -> None:
+        """Judge a built-in scheme, unless it holds more saved forwards than it may."""
+        if self.limits.saved is not None and not fits(self.problem, start.order):
+            return
+        ratios = self.ratios
+        cost = ratios if start.scheme.split or "B" in ratios else {"F": ratios["F"], "B": ratios["I"] + ratios["W"]}
+        self._judge(start.scheme.name, start.order, compile(start.scheme, self.sizes, Options(cost=cost)))
+
+    def search(self, bound: float, work: int) -> None:
+        """Find an order by so much work."""
+        problem = self._within(self._others())
+        best = self.best()
+        if best is not None and best.value <= bound * (1 + 1e-9):
+            return
+        begin = [judged.order for judged in self.judged if fits(problem, judged.order)]
+        order, used = find_order(problem, begin, bound, work)
+        self.work += used
+        if order is not None:
+            self._add(order)
+
+    def prove(self, lenient: OrderProblem, best: _Judged, bound: float, seconds: float) -> float:
+        """A lower bound by CP-SAT on a problem that takes no more memory, or 0; what it finds is added."""
+        if len(self.problem.worker) > exact.MOST_JOBS or not exact.is_installed():
+            return 0.0
+        problem = lenient._replace(capacity=self._within(self._owned()).capacity)
+        run = new_run(problem)
+        value = run_order.sized(0)(problem, best.order, np.inf, run)
+        proof = exact.solve(problem, run.start, value, bound, seconds)
+        if proof.order is not None:
+            self._add(proof.order)
+        return proof.bound
+
+    def best(self) -> _Judged | None:
+        """The fastest that keeps to the limits."""
+        bytes = self.limits.bytes
+        fitting = [judged for judged in self.judged if bytes is None or (judged.peak <= bytes).all()]
+        return min(fitting, key=lambda judged: judged.value, default=None)
+
+    def _add(self, order: Numbers) -> None:
+        shape = (len(self.ratios), self.sizes.stages, self.sizes.microbatches)
+        n = places(self.problem, order).reshape(shape)
+        scheme = _as_placement(self.scheme, len(self.ratios) == 3)._replace(
+            n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
+        )
+        program = compile(scheme, self.sizes, Options(cost=self.ratios))
+        if self.limits.saved is not None:
+            lowering = {**program.header.lowering, "memory_limit": self.limits.saved}
+            program = replace(program, header=replace(program.header, lowering=lowering))
+        self._judge("search", order, program)
+
+    def _judge(self, source: str, order: Numbers, program: Program) -> None:
+        run = simulate(program, self.cost, self.machine)
+        value = _value(program, run.start, run.end, self.problem.own_window)
+        peak = run.footprint.peak if self.limits.bytes is not None else np.zeros(len(self.problem.row) - 1)
+        self.judged.append(_Judged(source, order, program, value, peak.astype(np.float64)))
+
+    def _within(self, others: Times) -> OrderProblem:
+        """The problem with what `others`, bytes by worker, leave of the limit."""
+        if self.limits.bytes is None:
+            return self.problem
+        return self.problem._replace(capacity=self.limits.bytes - others)
+
+    def _owned(self) -> Times:
+        """Bytes by worker that any order takes beside what forwards save."""
+        if self.limits.bytes is None:
+            return np.zeros(0)
+        run = simulate(self.judged[0].program, self.cost, self.machine)
+        return run.footprint.owned.astype(np.float64)
+
+    def _others(self) -> Times:
+        """Bytes by worker beside what forwards save: of the leanest built-in scheme, but no less than of orders found.
+
+        An order found with too little room for the rest is over the limit; the next round leaves more.
+        """
+        if self.limits.bytes is None:
+            return np.zeros(0)
+        rests = [(judged, judged.peak - most_held(self.problem, judged.order)) for judged in self.judged]
+        nothing = np.zeros(len(self.problem.row) - 1)
+        built_in = [rest for judged, rest in rests if judged.source != "search"]
+        leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
+        most: Times = np.max([leanest, *(rest for judged, rest in rests if judged.source == "search")], axis=0)
+        return most
 
 
 def _check(scheme: Scheme) -> None:
@@ -140,8 +244,9 @@ def _problem(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine,
     takes: tuple[Amount, ...] = (1, 0, -1) if placed.scheme.split else (1, -1)
     capacity = np.inf if limits.saved is None else float(limits.saved)
     if limits.bytes is not None:
-        saved, half = (np.asarray(amount, np.float64) for amount in (machine.saved, machine.half))
-        takes = (saved, half - saved, -half) if placed.scheme.split else (saved, -saved)
+        saved = by_stage(machine.saved, placed.compute.shape[1]) + _inputs(placed, machine)
+        half = by_stage(machine.half, placed.compute.shape[1])
+        takes = (saved, half, -saved - half) if placed.scheme.split else (saved, -saved)
         capacity = limits.bytes
     if not np.isfinite(capacity):
         takes = tuple(0 * np.asarray(amount) for amount in takes)
@@ -149,117 +254,28 @@ def _problem(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine,
     return make_problem(placed, cost, machine, takes, capacity, limits.objective == "window")
 
 
-class _Search:
-    """The best orders so far, and the work that is left."""
-
-    def __init__(self, problem: OrderProblem, bound: float, budget: int) -> None:
-        self.problem, self.bound, self.left = problem, bound, budget * 10**6
-        self.run, self.trial = new_run(problem), new_run(problem)
-        self.jobs = len(problem.worker)
-        self.found: list[tuple[float, Numbers]] = []
-
-    def judge(self, order: Numbers) -> float:
-        """The longest window, and a tenth of the mean of all."""
-        value: float = run_order.sized(self.jobs)(self.problem, order, np.inf, self.run)
-        return value + 0.1 * float(self.run.window.mean())
-
-    def add(self, order: Numbers) -> None:
-        """Keep an order, if it ends and fits."""
-        value = self.judge(order)
-        if np.isfinite(value) and fits(self.problem, order):
-            self.found.append((value, order))
-            self.found.sort(key=lambda entry: entry[0])
-
-    def anneal(self, order: Numbers, hot: float, share: float, seed: int) -> None:
-        """Change an order for a share of the work that is left."""
-        mean = float(self.problem.length.mean())
-        moves = max(1000, int(share * self.left / self.jobs))
-        _, better, judged = anneal.sized(self.jobs)(
-            self.problem, order.copy(), seed, moves, hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
-            self.run, self.trial,
-        )  # fmt: skip
-        self.left -= judged * self.jobs
-        self.add(better)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the bound is reached."""
-        return bool(self.found) and self.value <= self.bound * (1 + 1e-9)
-
-    @property
-    def value(self) -> float:
-        """The longest window of the best order."""
-        return float(run_order.sized(self.jobs)(self.problem, self.found[0][1], np.inf, self.run))
-
-
-def _search(
-    problem: OrderProblem, begin: list[Numbers], bound: float, budget: int
-) -> tuple[Numbers | None, float, int]:
-    """(the best order, a lower bound by proof or 0, millions of jobs that were given a time)."""
-    search = _Search(problem, bound, budget)
-    for order in begin:
-        search.add(order)
-    rounds = max(100, min(6000, search.left // (4 * RULE_JOBS * search.jobs)))
-    with counted("search", None, "step") as done:
-        for _, order in find_rules(problem, search.judge, rounds, 0, search.run):
-            search.add(order)
-        search.left -= rounds * RULE_JOBS * search.jobs
-        if not search.found:
-            return None, 0.0, budget - search.left // 10**6
-        first = [order for _, order in search.found[:3]]
-        seed = 0
-        for order in first:
-            for hot in HOT:
-                if not search.is_done:
-                    search.anneal(order, hot, 0.06, seed := seed + 1)
-                    done(1)
-        for share in (0.3, 0.4, 0.5, 1.0):
-            if not search.is_done:
-                search.anneal(search.found[0][1], HOT[seed % 3], share, seed := seed + 1)
-                done(1)
-    proof = 0.0
-    if not search.is_done and search.jobs <= exact.MOST_JOBS and exact.is_installed():
-        value = search.value
-        proved = exact.solve(problem, search.run.start, value, bound, PROVED_SECONDS * budget / BUDGET)
-        proof = proved.bound
-        if proved.order is not None:
-            search.add(proved.order)
-    return search.found[0][1], proof, budget - search.left // 10**6
-
-
-def _best_starts(problem: OrderProblem, begin: list[Start]) -> list[Start]:
-    """The built-in scheme with the shortest longest window, in a list that is empty where none fits."""
-    run = new_run(problem)
-    return sorted(begin, key=lambda start: run_order.sized(0)(problem, start.order, np.inf, run))[:1]
-
-
-def _compiled(
-    problem: OrderProblem, scheme: Scheme, sizes: Sizes, ratios: Mapping[str, float], order: Numbers, limits: Limits
-) -> Program:
-    """The program of an order."""
-    shape = (len(ratios), sizes.stages, sizes.microbatches)
-    n = places(problem, order).reshape(shape)
-    name = f"search {limits.objective}"
-    scheme = _as_placement(scheme, len(ratios) == 3)._replace(n=lambda s, b, d: n[d, s, b], order=name, mode="strict")
-    program = compile(scheme, sizes, Options(cost=ratios))
-    if limits.saved is None:
-        return program
-    lowering = {**program.header.lowering, "memory_limit": limits.saved}
-    return replace(program, header=replace(program.header, lowering=lowering))
-
-
-def _built_in(start: Start, sizes: Sizes, ratios: Mapping[str, float]) -> Program:
-    """The program of a built-in scheme."""
-    cost = ratios if start.scheme.split or "B" in ratios else {"F": ratios["F"], "B": ratios["I"] + ratios["W"]}
-    return compile(start.scheme, sizes, Options(cost=cost))
+def _inputs(placed: PlacedScheme, machine: Machine) -> Times:
+    """By stage: bytes of what its forward receives, which its backward reads, too. An output that several stages read
+    is left out: two of them may be on one worker, which then holds it once."""
+    activation = by_stage(machine.activation, placed.compute.shape[1])
+    inputs = np.zeros(placed.compute.shape[1])
+    for producer, consumer in placed.graph.edges:
+        if len(placed.graph.consumers[producer]) == 1:
+            inputs[consumer] += activation[producer]
+    return inputs
 
 
 def measured(program: Program, cost: Mapping[str, Amount], machine: Machine, own_window: bool) -> float:
     """The latency of a program in the simulator, or its longest own window."""
     run = simulate(program, cost, machine)
+    return _value(program, run.start, run.end, own_window)
+
+
+def _value(program: Program, start: Times, end: Times, own_window: bool) -> float:
+    """The latency, or the longest own window, of a program whose rows start and end so."""
     rows = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
     rank = program.rows.rank[rows]
     first, last = np.full(program.header.workers, np.inf), np.zeros(program.header.workers)
-    np.minimum.at(first, rank, run.start[rows])
-    np.maximum.at(last, rank, run.end[rows])
+    np.minimum.at(first, rank, start[rows])
+    np.maximum.at(last, rank, end[rows])
     return float((last - first).max() if own_window else last.max())

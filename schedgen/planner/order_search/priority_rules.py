@@ -96,6 +96,7 @@ def find_rules(
     """The best orders of rules, with their values, the best first; `judge` gives the value of an order."""
     rng = np.random.default_rng(seed)
     column, direction, along = _columns(problem)
+    capacity = np.repeat(problem.capacity, np.diff(problem.worker_class))
     mean = float(problem.length.mean())
     best: list[tuple[float, Rules, Numbers]] = []
     make = list_schedule.sized(len(problem.worker))
@@ -105,7 +106,7 @@ def find_rules(
         else:
             rules = _changed(rng, best[int(rng.integers(len(best)))][1])
         patience, handicap, part = ((1 - along) * ends[0, column] + along * ends[1, column] for ends in rules)
-        limit = problem.capacity * (np.clip(part, 0, 1) + 1e-12)
+        limit = capacity * (np.clip(part, 0, 1) + 1e-12)
         order = np.zeros(len(problem.worker), np.int64)
         if not make(problem, mean * patience, mean * handicap, limit, run, order):
             continue

@@ -46,7 +46,7 @@ class OrderProblem(NamedTuple):
     worker_class: Numbers  # classes worker_class[w] to worker_class[w + 1] are those of worker w
     row: Numbers  # places row[w] to row[w + 1] of an order are those of worker w
     takes: Times  # by class: memory that a job takes; below 0 it gives some back
-    capacity: float  # memory of a worker
+    capacity: Times  # by worker: its memory
     own_window: bool  # a worker's time begins with its first job, not with the first of all
 
 
@@ -55,14 +55,14 @@ def make_problem(
     cost: Mapping[str, Amount],
     machine: Machine,
     takes: tuple[Amount, ...],
-    capacity: float,
+    capacity: Amount,
     own_window: bool,
 ) -> OrderProblem:
     """The problem of a refined scheme.
 
     cost      the duration of each direction, for all stages or by stage
     takes     memory that a job of each direction takes when it begins, or gives back (below 0) when it ends
-    capacity  memory of a worker
+    capacity  memory of all workers, or of each
     """
     directions, stages, batches = placed.compute.shape
     graph = job_graph(placed.graph, batches, directions, placed.tensor_parallel)
@@ -100,7 +100,7 @@ def make_problem(
         worker_class=np.searchsorted(keys // (directions * stages), np.arange(placed.workers + 1)),
         row=np.searchsorted(np.sort(worker), np.arange(placed.workers + 1)),
         takes=amounts[class_node],
-        capacity=float(capacity),
+        capacity=by_stage(capacity, placed.workers).astype(np.float64),
         own_window=own_window,
     )
 
@@ -121,9 +121,11 @@ def places(problem: OrderProblem, order: Numbers) -> Numbers:
 
 def fits(problem: OrderProblem, order: Numbers) -> bool:
     """Whether no worker holds more than its memory."""
+    return bool((most_held(problem, order) <= problem.capacity * (1 + 1e-12)).all())
+
+
+def most_held(problem: OrderProblem, order: Numbers) -> Times:
+    """By worker: the most memory that its jobs hold at once."""
     takes = problem.takes[order]
-    for w in range(len(problem.row) - 1):
-        held = np.cumsum(takes[problem.row[w] : problem.row[w + 1]])
-        if (held > problem.capacity * (1 + 1e-12)).any():
-            return False
-    return True
+    workers = range(len(problem.row) - 1)
+    return np.array([np.cumsum(takes[problem.row[w] : problem.row[w + 1]]).max(initial=0) for w in workers])

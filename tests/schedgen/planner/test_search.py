@@ -115,8 +115,30 @@ def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
     assert again.read_bytes() == path.read_bytes()
     lines = words.out.splitlines()
     row = next(line for line in lines if line.startswith(best["scheme"])).split()
-    assert row[1] == str(best["stages"]) and float(row[4]) == pytest.approx(best["step_time"], rel=1e-3)
+    assert row[1] == str(best["stages"]) and float(row[5]) == pytest.approx(best["step_time"], rel=1e-3)
     assert run("plan", profile, *options, "-o", "-").out.encode() == path.read_bytes()
+
+
+def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path):
+    """A heavy end of the model, and memory for few saved forwards: no built-in order suits both."""
+    growth = np.array([1.0, 1, 1, 1, 1, 1, 4, 4])
+    values = {
+        "F": 1e-3 * growth, "B": 2e-3 * growth, "alpha": 1e-5, "activation": np.full(8, 65536), "weight": 8e5 * growth,
+        "saved": 1e6 * growth, "owned": 24e5 * growth,
+    }  # fmt: skip
+    profile, path, again = (tmp_path / name for name in ("profile.json", "found.json", "again.json"))
+    profile.write_text(json.dumps({name: np.asarray(value).tolist() for name, value in values.items()}))
+    options = ("plan", profile, "--workers", 2, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 3.6e7)
+    own = json.loads(run(*options, "--json").out)["schedules"][0]
+    best = json.loads(run(*options, "--search", 1, "--json", "-o", path).out)["schedules"][0]
+    assert (own["order"], best["order"]) == ("own", "search")
+    assert best["step_time"] < 0.95 * own["step_time"] and best["peak_bytes"] <= 3.6e7
+    assert run("check", path).code == 0
+    header = json.loads(path.read_text())
+    assert header["scheme"]["layers"] == best["layers"] and header["order"]["n"] == "search makespan"
+    lines = run(*options, "--search", 1, "-o", again).out.splitlines()
+    assert next(line for line in lines if line.startswith(best["scheme"])).split()[4] == "search"
+    assert again.read_bytes() == path.read_bytes()
 
 
 def test_a_stage_costs_what_its_layers_cost():
@@ -227,6 +249,7 @@ def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
     assert "'nowhere' is none of gpipe, 1f1b" in refused(run("plan", *options, "--schemes", "1f1b,nowhere"), 2)
+    assert "leave --search out" in refused(run("plan", *options, "--partition-only", "--search", 1), 2)
     own = ("--partition-only", "-o", "x.json")
     assert "--microbatches" in refused(run("plan", *options, *own), 2)
     assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)

@@ -1,18 +1,25 @@
 """The search: published tables are reached, bounds hold, and the same call gives the same schedule."""
 
+import itertools
 import json
 
+import numpy as np
 import pytest
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
+from schedgen.compiler.place import place
+from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
 from schedgen.planner.order_search import exact
-from schedgen.planner.order_search.order_search import Limits, measured, search_order
+from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.order_search import Limits, _as_placement, _problem, measured, search_order
+from schedgen.planner.order_search.problem import fits
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
 
 MACHINE = Machine()
 UNIT = {"F": 1, "I": 1, "W": 1}
@@ -49,7 +56,7 @@ def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
     """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024."""
     p, m, f, i, w, c, *_, rate = row
     saved, half = 34 * hidden + 5 * heads * 1024, 32 * hidden
-    machine = Machine(alpha=c, saved=saved, half=half)
+    machine = Machine(c, activation=0, weight=0, saved=saved, half=half - saved)
     best = found("zb-h1", Sizes(p, m, p), {"F": f, "I": i, "W": w}, machine, 40, objective="window",
                  bytes=2 * p * saved)  # fmt: skip
     assert 1 - m * (f + i + w) / best.value <= rate
@@ -79,6 +86,37 @@ def test_whole_backwards_give_back_what_their_own_forward_took():
     best = found("1f1b", Sizes(6, 6, 6), {"F": 1, "B": 2}, budget=10, objective="makespan", saved=2)
     assert best.optimal and best.bound == best.value == 3 * 18 + 3
     assert check(best.program).saved.max() == 2
+
+
+@pytest.mark.parametrize(("half", "limit"), [(-1, 3), (0, 3), (1, 4), (1, 5)])
+def test_memory_between_the_halves_of_a_backward_is_proved_as_it_is_searched(half, limit):
+    """2 workers, 2 microbatches: all orders are tried. F takes 2, I takes `half` more, and W gives all back.
+
+    Where `half` is above 0, GPipe's whole backwards need less memory and may be faster than any of them.
+    """
+    pytest.importorskip("ortools")
+    sizes, machine = Sizes(2, 2, 2), Machine(activation=0, weight=0, saved=2, half=half)
+    cost = {"F": 2, "I": 3, "W": 1}
+    best = found("zb-h1", sizes, cost, machine, 50, objective="makespan", bytes=limit)
+    placed = refine(place(_as_placement(load("zb-h1", sizes), True), sizes, Options()))
+    problem = _problem(placed, cost, machine, Limits(bytes=limit))._replace(capacity=np.full(2, float(limit)))
+    run, values = new_run(problem), []
+    for sequences in itertools.product(sorted({*itertools.permutations([0, 0, 1, 1, 2, 2])}), repeat=2):
+        order = np.concatenate([np.array(sequences[0]), 3 + np.array(sequences[1])])
+        if fits(problem, order):
+            values.append(run_order.sized(10**6)(problem, order, np.inf, run))
+    assert best.bound <= best.value <= min(values)
+    assert half > 0 or (best.optimal and best.value == min(values))
+    assert simulate(best.program, cost, machine).footprint.peak.max() <= limit
+
+
+@pytest.mark.parametrize("limit", [22, 26, 36])
+def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
+    """Weights, what is received, and workspaces count, too; activations of 1, saved forwards of 2."""
+    sizes, machine = Sizes(8, 8, 4), Machine(alpha=0.1, saved=2, half=1, workspace=1)
+    best = found("zb-v", sizes, {"F": 1, "I": 1.2, "W": 0.6}, machine, 5, bytes=limit)
+    run = simulate(best.program, {"F": 1, "I": 1.2, "W": 0.6}, machine)
+    assert run.footprint.peak.max() <= limit and best.bound <= best.value
 
 
 def test_the_same_call_gives_the_same_file(tmp_path):

@@ -1,0 +1,89 @@
+"""`find_order`: the best order of a problem, by random rules and by annealing the best.
+
+Work is counted, not seconds: the same call gives the same order on any machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.local_search import anneal
+from schedgen.planner.order_search.priority_rules import find_rules
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits
+from schedgen.util.progress import counted
+
+HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
+RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
+
+
+def find_order(problem: OrderProblem, begin: list[Numbers], bound: float, budget: int) -> tuple[Numbers | None, int]:
+    """The best order, None where none keeps to the memory, and the work it took: jobs that were given a time.
+
+    It begins with the orders of `begin` and ends where `bound` is reached, or after about `budget`.
+    """
+    search = _Search(problem, bound, budget)
+    for order in begin:
+        search.add(order)
+    rounds = max(100, min(6000, budget // (4 * RULE_JOBS * search.jobs)))
+    with counted("search", None, "step") as done:
+        for _, order in find_rules(problem, search.judge, rounds, 0, search.run):
+            search.add(order)
+        search.left -= rounds * RULE_JOBS * search.jobs
+        if not search.found:
+            return None, budget - search.left
+        first = [order for _, order in search.found[:3]]
+        seed = 0
+        for order in first:
+            for hot in HOT:
+                if not search.is_done:
+                    search.anneal(order, hot, 0.06, seed := seed + 1)
+                    done(1)
+        for share in (0.3, 0.4, 0.5, 1.0):
+            if not search.is_done:
+                search.anneal(search.found[0][1], HOT[seed % 3], share, seed := seed + 1)
+                done(1)
+    return search.found[0][1], budget - search.left
+
+
+class _Search:
+    """The best orders so far, and the work that is left."""
+
+    def __init__(self, problem: OrderProblem, bound: float, budget: int) -> None:
+        self.problem, self.bound, self.left = problem, bound, budget
+        self.run, self.trial = new_run(problem), new_run(problem)
+        self.jobs = len(problem.worker)
+        self.found: list[tuple[float, Numbers]] = []
+
+    def judge(self, order: Numbers) -> float:
+        """The longest window, and a tenth of the mean of all."""
+        value: float = run_order.sized(self.jobs)(self.problem, order, np.inf, self.run)
+        return value + 0.1 * float(self.run.window.mean())
+
+    def add(self, order: Numbers) -> None:
+        """Keep an order, if it ends and fits."""
+        value = self.judge(order)
+        if np.isfinite(value) and fits(self.problem, order):
+            self.found.append((value, order))
+            self.found.sort(key=lambda entry: entry[0])
+
+    def anneal(self, order: Numbers, hot: float, share: float, seed: int) -> None:
+        """Change an order for a share of the work that is left."""
+        mean = float(self.problem.length.mean())
+        moves = max(1000, int(share * self.left / self.jobs))
+        _, better, judged = anneal.sized(self.jobs)(
+            self.problem, order.copy(), seed, moves, hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
+            self.run, self.trial,
+        )  # fmt: skip
+        self.left -= judged * self.jobs
+        self.add(better)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the bound is reached."""
+        return bool(self.found) and self.value <= self.bound * (1 + 1e-9)
+
+    @property
+    def value(self) -> float:
+        """The longest window of the best order."""
+        return float(run_order.sized(self.jobs)(self.problem, self.found[0][1], np.inf, self.run))

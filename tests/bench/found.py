@@ -1,0 +1,116 @@
+"""make bench-run: a found order beside the best built-in one: what `schedgen plan` writes with and without `--search`.
+
+    python tests/bench/found.py [--rounds 3] [--steps 20] [--quick]
+
+The model is the uneven GPT of plan_run.py, on 2 ranks of one thread, each of which may hold so many bytes. Every round
+profiles it, plans, and trains by both schedules in one launch, a step by each in turn: seconds, what was predicted, and
+the ratio of neighbouring steps with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from ranks import mpi
+from sizes import LAYERED
+
+HERE = Path(__file__).parent
+RANKS, MICROBATCHES = 2, 8
+MODEL = ["--model", "cases:uneven", "--threads", "1"]
+
+
+class Plan(NamedTuple):
+    """What plan said of the schedule that it wrote."""
+
+    words: str
+    predicted: float
+    bytes: int
+
+
+def rank(schedules: Sequence[str], steps: int) -> None:
+    """One rank: a step by each schedule in turn; rank 0 prints the seconds as JSON."""
+    import torch
+    from mpi4py import MPI
+
+    from mpirun.cli.options import run_options
+    from mpirun.cli.run import Run
+
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD
+    runs = [Run(comm, run_options(comm, [name, *MODEL, "--timeout", "0"])).session.interpreter for name in schedules]
+    for each in runs:
+        each.run_first(0)
+        each.run(1)
+    seconds: list[list[float]] = [[] for _ in runs]
+    for number in range(2, 2 + steps):
+        for each, laps in zip(runs, seconds, strict=True):
+            comm.Barrier()
+            begin = time.perf_counter()
+            each.run(number)
+            laps.append(comm.allreduce(time.perf_counter() - begin, MPI.MAX))
+    if comm.rank == 0:
+        print(json.dumps(seconds))
+
+
+def one_round(memory: float, budget: int, options: argparse.Namespace, folder: Path) -> None:
+    """Profile, plan twice, measure, print."""
+    call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
+    layers = len(LAYERED["uneven"].blocks)
+    profile = str(folder / "profile")
+    split = ["--split"] if options.split else []
+    call([*mpi(RANKS), "-m", "mpirun", "profile", *MODEL, *split, "--stages", str(layers), "-o", profile])
+
+    def planned(name: str, *more: str) -> Plan:
+        sizes = ["--workers", str(RANKS), "--microbatches", str(MICROBATCHES), "--memory", str(memory)]
+        written = ["--json", "-o", str(folder / name)]
+        done = call([sys.executable, "-m", "schedgen", "plan", profile, *sizes, *more, *written])
+        best = json.loads(done.stdout)["schedules"][0]
+        words = f"{best['scheme']}, order {best['order']}, {'-'.join(map(str, best['layers']))} layers"
+        return Plan(words, best["step_time"], best["peak_bytes"])
+
+    plans = [planned("built-in"), planned("found", "--search", str(budget))]
+    files = [str(folder / name) for name in ("built-in", "found")]
+    done = call([*mpi(RANKS), str(HERE / "found.py"), "--rank", *files, "--steps", str(options.steps)])
+    built_in, found = json.loads(done.stdout)
+    for plan, seconds in zip(plans, (built_in, found), strict=True):
+        measured = statistics.median(seconds)
+        what = f"{plan.words:52} {plan.bytes / 1e6:5.1f} MB"
+        print(f"  {what}   predicted {plan.predicted:.4f} s, measured {measured:.4f}")
+    ratios = [ours / theirs for ours, theirs in zip(found, built_in, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    print(f"  found / built-in: predicted {plans[1].predicted / plans[0].predicted:.3f}, "
+          f"measured {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--split", action="store_true", help="profile the halves of backwards")
+    parser.add_argument("--memory", type=float, default=3.9e7, help="bytes a rank may hold")
+    parser.add_argument("--quick", action="store_true", help="few steps: whether it runs at all")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options.rank, options.steps)
+        return
+    if options.quick:
+        options.rounds, options.steps = 1, 2
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            one_round(options.memory, 1 if options.quick else 30, options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
