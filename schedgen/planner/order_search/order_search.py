@@ -30,9 +30,10 @@ from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, fits, make_problem, most_held, places
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.footprint import Footprint
 from schedgen.simulator.lower_bounds import order_bound, waits_for
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.simulate import simulate
+from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
@@ -105,7 +106,7 @@ class _Judged(NamedTuple):
     order: Numbers
     program: Program
     value: float
-    peak: Times  # bytes by worker
+    footprint: Footprint | None  # None where no limit is in bytes
 
 
 class _Rounds:
@@ -155,8 +156,8 @@ class _Rounds:
 
     def best(self) -> _Judged | None:
         """The fastest that keeps to the limits."""
-        bytes = self.limits.bytes
-        fitting = [judged for judged in self.judged if bytes is None or (judged.peak <= bytes).all()]
+        limit = self.limits.bytes
+        fitting = [each for each in self.judged if limit is None or _footprint(each).peak.max() <= limit]
         return min(fitting, key=lambda judged: judged.value, default=None)
 
     def _add(self, order: Numbers) -> None:
@@ -173,9 +174,8 @@ class _Rounds:
 
     def _judge(self, source: str, order: Numbers, program: Program) -> None:
         run = simulate(program, self.cost, self.machine)
-        value = _value(program, run.start, run.end, self.problem.own_window)
-        peak = run.footprint.peak if self.limits.bytes is not None else np.zeros(len(self.problem.row) - 1)
-        self.judged.append(_Judged(source, order, program, value, peak.astype(np.float64)))
+        footprint = None if self.limits.bytes is None else run.footprint
+        self.judged.append(_Judged(source, order, program, measured(run, self.problem.own_window), footprint))
 
     def _within(self, others: Times) -> OrderProblem:
         """The problem with what `others`, bytes by worker, leave of the limit."""
@@ -187,8 +187,7 @@ class _Rounds:
         """Bytes by worker that any order takes beside what forwards save."""
         if self.limits.bytes is None:
             return np.zeros(0)
-        run = simulate(self.judged[0].program, self.cost, self.machine)
-        return run.footprint.owned.astype(np.float64)
+        return _footprint(self.judged[0]).owned.astype(np.float64)
 
     def _others(self) -> Times:
         """Bytes by worker beside what forwards save: of the leanest built-in scheme, but no less than of orders found.
@@ -197,12 +196,17 @@ class _Rounds:
         """
         if self.limits.bytes is None:
             return np.zeros(0)
-        rests = [(judged, judged.peak - most_held(self.problem, judged.order)) for judged in self.judged]
+        rests = [(judged, _footprint(judged).peak - most_held(self.problem, judged.order)) for judged in self.judged]
         nothing = np.zeros(len(self.problem.row) - 1)
         built_in = [rest for judged, rest in rests if judged.source != "search"]
         leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
         most: Times = np.max([leanest, *(rest for judged, rest in rests if judged.source == "search")], axis=0)
         return most
+
+
+def _footprint(judged: _Judged) -> Footprint:
+    assert judged.footprint is not None
+    return judged.footprint
 
 
 def _check(scheme: Scheme) -> None:
@@ -265,17 +269,11 @@ def _inputs(placed: PlacedScheme, machine: Machine) -> Times:
     return inputs
 
 
-def measured(program: Program, cost: Mapping[str, Amount], machine: Machine, own_window: bool) -> float:
+def measured(run: Simulation, own_window: bool) -> float:
     """The latency of a program in the simulator, or its longest own window."""
-    run = simulate(program, cost, machine)
-    return _value(program, run.start, run.end, own_window)
-
-
-def _value(program: Program, start: Times, end: Times, own_window: bool) -> float:
-    """The latency, or the longest own window, of a program whose rows start and end so."""
-    rows = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
-    rank = program.rows.rank[rows]
-    first, last = np.full(program.header.workers, np.inf), np.zeros(program.header.workers)
-    np.minimum.at(first, rank, start[rows])
-    np.maximum.at(last, rank, end[rows])
+    rows, workers = run.program.rows, run.program.header.workers
+    jobs = np.flatnonzero(np.isin(rows.op, COMPUTE))
+    first, last = np.full(workers, np.inf), np.zeros(workers)
+    np.minimum.at(first, rows.rank[jobs], run.start[jobs])
+    np.maximum.at(last, rows.rank[jobs], run.end[jobs])
     return float((last - first).max() if own_window else last.max())

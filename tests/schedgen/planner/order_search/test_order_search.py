@@ -47,7 +47,7 @@ def test_hand_made_columns_of_table_5_come_out_of_the_simulator(row):
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=False):
         sizes = Sizes(p, m, p)
         program = compile(load(name, sizes), sizes)
-        time = measured(program, {"F": f, "I": i, "W": w}, Machine(alpha=c), name == "zb-h2")
+        time = measured(simulate(program, {"F": f, "I": i, "W": w}, Machine(alpha=c)), name == "zb-h2")
         assert 1 - m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
     program = compile(scheme, sizes, Options(cost=cost))
     for own_window, objective in enumerate(("makespan", "window")):
         best = found(name, sizes, cost, Machine(alpha=0.1), 3, objective=objective)
-        assert best.bound <= best.value <= measured(program, cost, Machine(alpha=0.1), bool(own_window))
+        assert best.bound <= best.value <= measured(simulate(program, cost, Machine(alpha=0.1)), bool(own_window))
         check(best.program)
 
 
