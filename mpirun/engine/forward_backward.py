@@ -222,7 +222,8 @@ class ForwardBackward:
 
         def act() -> None:
             weights()
-            gradient.add(key, stage.backward_weight(pending.half))
+            gradient.attach(key, stage)
+            stage.backward_weight(pending.half)
             del pending.half
 
         return act

@@ -111,13 +111,6 @@ class StageGradBuffer(GradBuffer):
             for parameter, view in zip(stage.parameters, self.views[key], strict=True):
                 parameter.grad = view
 
-    def add(self, key: int, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients of the parameters to the row of `key`; None counts as zero."""
-        pairs = [(view, grad) for view, grad in zip(self.views[key], grads, strict=True) if grad is not None]
-        if pairs:
-            views, summands = zip(*pairs, strict=True)
-            torch._foreach_add_(views, summands)
-
     def message(self) -> tuple[Tensor, Act | None]:
         """All rows as they lie."""
         return self.data, None

@@ -5,30 +5,40 @@ Beside the path hang branches from which only parameters can be reached. The fir
 gradients that arrive at each node with a branch. The second half runs the branches from there. Nothing is computed
 twice [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.1; the cut is that of
 torch.distributed.pipelining].
+
+Autograd goes through all that can be reached from where it begins, and from a node of the path the rest of the path
+can be reached. So the second half does not begin there. The nodes with branches are called one by one, during a call of
+autograd for which nothing but the branches is needed: then they compute nothing else. Another call begins with what
+they gave, at the first nodes of the branches, and adds to the parameters' gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+
+_LEAF = torch.zeros((), device="cpu", requires_grad=True)
+_CALL: Any = _LEAF.view_as(_LEAF).grad_fn  # a graph of one node, to call others within
 
 
 class Branch(NamedTuple):
-    """A node of the path, the gradients that arrived at it, and the parameters that hang on it."""
+    """A node of the path with what hangs on it."""
 
-    node: Node
-    arrived: list[Tensor | None]
+    node: Any  # of autograd, and callable
+    hanging: list[int]  # which of its results lead to parameters and to no input
+    begins: list[GradientEdge]  # where each of them goes
     parameters: list[nn.Parameter]
 
 
 class WeightHalf(NamedTuple):
     """What the second half needs: branches or, where the graph cannot be cut, its roots and their gradients."""
 
-    branches: list[Branch]
+    branches: list[tuple[Branch, list[Tensor | None]]]  # with the gradients that have arrived, none if none has
     uncut: tuple[Sequence[GradientEdge], Sequence[Tensor]] | None
 
 
@@ -37,89 +47,112 @@ def input_half(
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
-) -> tuple[list[Tensor | None], WeightHalf]:
+) -> tuple[Sequence[Tensor | None], WeightHalf]:
     """The gradients of `inputs`, which are leaves, from those of the roots; and what `weight_half` continues with."""
     if not inputs:
         return [], WeightHalf([], (roots, gradients))
     branches = _branches([root.node for root in roots], inputs, parameters)
-    hooks = [branch.node.register_prehook(_keep_arrived(branch)) for branch in branches or ()]
-    grads = torch.autograd.grad(roots, inputs, gradients, retain_graph=True, allow_unused=True)
-    for hook in hooks:
-        hook.remove()
-    return list(grads), WeightHalf(branches or [], (roots, gradients) if branches is None else None)
+    half = WeightHalf([], (roots, gradients) if branches is None else None)
+    for branch in reversed(branches or ()):
+        arrived: list[Tensor | None] = []
+        # Not autograd's own way to ask for them, which leaves out hooks of tensors.
+        branch.node.register_prehook(arrived.extend)
+        half.branches.append((branch, arrived))
+    return _run(roots, gradients, inputs, keep_graph=True), half
 
 
-def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of `parameters`; None for those that are not used."""
+def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
+    """Add the gradients of `parameters` to their `grad`."""
     if half.uncut is not None:
-        roots, gradients = half.uncut
-        return list(torch.autograd.grad(roots, parameters, gradients, allow_unused=True)) if parameters else []
-    by_parameter: dict[nn.Parameter, Tensor] = {}
-    for node, arrived, hanging in half.branches:
-        edges = [GradientEdge(node, index) for index, gradient in enumerate(arrived) if gradient is not None]
-        gradients = [gradient for gradient in arrived if gradient is not None]
-        if edges:
-            grads = torch.autograd.grad(edges, hanging, gradients, allow_unused=True)
-            by_parameter |= {p: grad for p, grad in zip(hanging, grads, strict=True) if grad is not None}
-    return [by_parameter.get(parameter) for parameter in parameters]
+        _add_gradients(*half.uncut, parameters)
+        return
+    reached = deque(pair for pair in half.branches if any(gradient is not None for gradient in pair[1]))
+    half.branches.clear()
+    begins = [edge for branch, _ in reached for edge in branch.begins]
+    to = [parameter for branch, _ in reached for parameter in branch.parameters]
+    found: list[Tensor | None] = []
+
+    def call(_: Any) -> None:
+        while reached:  # node after node the graph loses what it has saved
+            branch, arrived = reached.popleft()
+            results = branch.node(*arrived)
+            found.extend(results[k] for k in branch.hanging)
+
+    hook = _CALL.register_prehook(call)
+    _run([GradientEdge(_CALL, 0)], [_LEAF.detach()], (_LEAF, *begins), keep_graph=True)
+    hook.remove()
+    pairs = [(edge, gradient) for edge, gradient in zip(begins, found, strict=True) if gradient is not None]
+    _add_gradients([edge for edge, _ in pairs], [gradient for _, gradient in pairs], to)
 
 
-def _keep_arrived(branch: Branch) -> Callable[[tuple[Any, ...]], None]:
-    def hook(gradients: tuple[Any, ...]) -> None:
-        branch.arrived[:] = gradients
+def _add_gradients(roots: Sequence[GradientEdge], gradients: Sequence[Tensor], to: Sequence[nn.Parameter]) -> None:
+    """Add to the parameters' `grad` what comes from these gradients at the roots."""
+    if to:
+        _run(roots, gradients, to, keep_graph=False, add=True)
 
-    return hook
+
+def _run(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    keep_graph: bool,
+    add: bool = False,
+) -> Sequence[Tensor | None]:
+    """torch.autograd.grad, or backward if it is to `add`, without checks that take as long as small kernels."""
+    found: Sequence[Tensor | None] = _engine_run_backward(
+        tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=add
+    )
+    return found
 
 
 def _branches(
     roots: Sequence[Node], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> list[Branch] | None:
-    """The branches of the path.
+    """The branches of the path, each behind those that can be reached from it.
 
-    None where the graph cannot be cut: a parameter hangs on several nodes of the path, or on a root beside it.
+    None where the graph cannot be cut: a parameter hangs on several nodes of the path or on a root beside it, or on a
+    torch.autograd.Function, which nobody but autograd can call.
     """
-    input_nodes = {_leaf_node(x) for x in inputs}
-    parameter_of = {_leaf_node(parameter): parameter for parameter in parameters}
-    on_path: dict[Node, bool] = {}
-    below: dict[Node, list[nn.Parameter]] = {}  # by node: parameters that it reaches by nodes beside the path only
+    is_input, by_id = {id(x) for x in inputs}, {id(parameter): parameter for parameter in parameters}
+    on_path: dict[Node, bool] = {}  # by node seen to its end
+    below: dict[Node, list[nn.Parameter]] = {}
     branches: list[Branch] = []
-    for node in _children_first(roots):
-        children = [child for child, _ in node.next_functions if child is not None]
-        on_path[node] = node in input_nodes or any(on_path[child] for child in children)
-        hanging = [parameter_of[node]] if node in parameter_of else []
-        for child in children:
-            if not on_path[child]:
-                hanging += below[child]
-        if on_path[node] and hanging:
-            branches.append(Branch(node, [], hanging))
-        below[node] = hanging
-    if any(below[root] and not on_path[root] for root in roots):
-        return None
-    all_hanging = [parameter for branch in branches for parameter in branch.parameters]
-    return branches if len(set(all_hanging)) == len(all_hanging) else None
-
-
-def _leaf_node(tensor: Tensor) -> Node:
-    """The node at which a leaf's gradient ends."""
-    return torch.autograd.graph.get_gradient_edge(tensor).node
-
-
-def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """All nodes of the graph, each after those that it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    for root in roots:
-        if root in seen:
+    entered: dict[Node, tuple[tuple[Node | None, int], ...]] = {}
+    stack = list(roots)
+    while stack:
+        node = stack[-1]
+        if node in on_path:
+            stack.pop()
             continue
-        seen.add(root)
-        stack = [(root, iter(root.next_functions))]
-        while stack:
-            node, children = stack[-1]
-            child = next((c for c, _ in children if c is not None and c not in seen), None)
+        if node not in entered:
+            entered[node] = following = node.next_functions
+            if following:
+                stack += [child for child, _ in following if child is not None]
+                continue
+        stack.pop()
+        if not entered[node]:  # a leaf's
+            leaf = id(getattr(node, "variable", None))
+            on_path[node] = leaf in is_input
+            if leaf in by_id:
+                below[node] = [by_id[leaf]]
+            continue
+        hanging, begins, found = [], [], []
+        on_path[node] = False
+        for k, (child, number) in enumerate(entered[node]):
             if child is None:
-                order.append(node)
-                stack.pop()
-            else:
-                seen.add(child)
-                stack.append((child, iter(child.next_functions)))
-    return order
+                continue
+            if on_path[child]:
+                on_path[node] = True
+            elif child in below:
+                hanging.append(k)
+                begins.append(GradientEdge(child, number))
+                found += below[child]
+        if on_path[node] and hanging:
+            branches.append(Branch(node, hanging, begins, found))
+        elif hanging:
+            below[node] = found
+    if any(root in below for root in roots):
+        return None
+    all_found = [parameter for branch in branches for parameter in branch.parameters]
+    once = len(set(all_found)) == len(all_found)
+    return branches if once and all(callable(branch.node) for branch in branches) else None

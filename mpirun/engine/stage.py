@@ -210,9 +210,10 @@ class LocalStage:
             leaf.grad = grad
         return half
 
-    def backward_weight(self, half: WeightHalf | None) -> Sequence[Tensor | None]:
-        """The gradients of `parameters`; None for one that is not used."""
-        return [None] * len(self.parameters) if half is None else weight_half(half, self.parameters)
+    def backward_weight(self, half: WeightHalf | None) -> None:
+        """The gradients of the parameters are added to their `grad`."""
+        if half is not None:
+            weight_half(half, self.parameters)
 
 
 def _differentiable_outputs(
