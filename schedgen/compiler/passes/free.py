@@ -1,8 +1,9 @@
 """FREE behind the last use of every x, g and dw; weight_fetch and weight_versions free weights where they put them.
 
-Where the last use is a SEND, the FREE, which waits for it, stands behind the rank's next compute instruction, or at the
-end of its list: the message has that long to leave. Ranks do not matter to one another here, so this pass works on the
-projected program.
+Where the last use is a SEND, the FREE, which waits for it, stands behind the second compute instruction that follows on
+the rank, or at the end of its list: the message has that long to leave. MPI may deliver it only when the receiver's job
+ends, and that may last longer than the sender's next one. Ranks do not matter to one another here, so this pass works
+on the projected program.
 """
 
 from __future__ import annotations
@@ -65,5 +66,5 @@ def _last_uses(
             seen[slot], place[slot] = rank[row], count
             buffer[count], named[count] = kind[a], number[a]
             count += 1
-        after[place[slot]] = next_compute[row] if effect[a] == Effect.SEND else row
+        after[place[slot]] = next_compute[next_compute[row]] if effect[a] == Effect.SEND else row
     return buffer[:count], named[:count], after[:count]

@@ -103,7 +103,7 @@ def test_an_output_is_freed_where_the_loss_has_been_read():
         assert ops[at + 1 : at + 3] == [(Op.FREE, f"x.2.{b}"), (Op.FREE, f"x.3.{b}")]
     memory = check(program)
     assert memory.saved.max() == 0
-    assert memory.activation.tolist() == check(forward_list(one_f_one_b(16))).activation.tolist() == [2, 5, 5, 4]
+    assert memory.activation.tolist() == check(forward_list(one_f_one_b(16))).activation.tolist() == [3, 6, 6, 4]
 
 
 def test_forwards_of_forwards_are_the_same():

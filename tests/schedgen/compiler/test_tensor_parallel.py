@@ -66,11 +66,11 @@ def test_a_shard_is_a_stage_of_its_own_and_exchanges_what_it_gives():
         '{"op": "SEND", "buf": "x.1.0", "to": 3}',
         '{"op": "RECV", "buf": "g.1.0", "from": 3}',
         '{"op": "BWD", "stage": 1, "mb": 0}',
-        '{"op": "FREE", "buf": "x.1.0"}',
         '{"op": "FREE", "buf": "g.1.0"}',
         '{"op": "ALLREDUCE", "buf": "t.0", "group": 1}',
         '{"op": "NORM", "group": 0}',
         '{"op": "STEP", "stage": 1}',
+        '{"op": "FREE", "buf": "x.1.0"}',
         '{"op": "FREE", "buf": "dw.1"}',
     ]
 

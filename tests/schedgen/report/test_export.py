@@ -166,7 +166,8 @@ def test_edges_say_what_is_read_and_what_stood_before(exported, golden):
 
     assert behind("FWD 1 0") == [["RECV x.0.0"], []]
     assert behind("SEND x.1.0") == [["FWD 1 0"], []]
-    assert behind("FWD 1 2") == [["RECV x.0.2"], ["SEND x.1.0", "FWD 1 1"]]  # FREE x.1.0 waits for the SEND
+    assert behind("FWD 1 2") == [["RECV x.0.2"], ["FWD 1 1"]]
+    assert behind("BWD 1 0")[1] == ["SEND x.1.0", "FWD 1 2"]  # FREE x.1.0 waits for the SEND
     assert behind("BWD 1 1")[0] == ["RECV x.0.1", "FWD 1 1", "BWD 1 0", "RECV g.1.1"]
     assert behind("STEP 1") == [["BWD 1 7"], ["NORM"]]
     assert [by_name[name].duration for name in ("FWD 1 0", "BWD 1 0", "STEP 1")] == [10, 20, 0]
