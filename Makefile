@@ -57,7 +57,7 @@ venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	@echo "installing torch, mpi4py and what else is needed into $(VENV), which may take minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint .ci/constraints.txt \
 	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,search,dev]'
 	touch $@
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from processes import mpiexec
+from warm_ranks import IN_THE_WAY
 
 import schedgen.util.jit
 
@@ -25,12 +26,23 @@ os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 schedgen.util.jit.SMALL = 0
 
+WARM = "WARM_RANKS"  # the folder of the servers that all workers share
+SERVERS = Path(__file__).parent / "helpers" / "warm_ranks.py"
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before there are workers, two processes compile the kernels: each worker and rank would compile all of them."""
+    """Before there are workers: the kernels are compiled, and the servers of warm ranks are there."""
+    if not hasattr(config, "workerinput"):
+        if config.getoption("numprocesses", None):
+            compile_kernels()
+        start_servers(config)
+
+
+def compile_kernels() -> None:
+    """Two processes compile them, or each worker and rank would compile all of them."""
     kept = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
     newest = max(file.stat().st_mtime for file in Path(schedgen.util.jit.__file__).parents[1].rglob("*.py"))
-    if not config.getoption("numprocesses", None) or (kept.exists() and kept.stat().st_mtime > newest):
+    if kept.exists() and kept.stat().st_mtime > newest:
         return
     program = Path(__file__).parent / "helpers" / "programs" / "compile_kernels.py"
     with tempfile.TemporaryDirectory() as folder:
@@ -42,27 +54,40 @@ def pytest_configure(config: pytest.Config) -> None:
     kept.touch()
 
 
+def start_servers(config: pytest.Config) -> None:
+    """Those of helpers/warm_ranks.py, until the end of the session; they import nothing before a rank asks."""
+    folder = tempfile.TemporaryDirectory()
+    os.environ[WARM] = folder.name
+    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    servers = [
+        subprocess.Popen(
+            [sys.executable, str(SERVERS), "serve", folder.name, name], stdin=subprocess.PIPE, env=environment
+        )
+        for name in ("0", "1")
+    ]
+
+    def stop() -> None:
+        for server in servers:
+            server.communicate()
+        folder.cleanup()
+
+    config.add_cleanup(stop)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The two longest files first: a worker that began one of them last would end long after the others."""
     items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_benchmarks.py"))
 
 
 @pytest.fixture(scope="session")
-def warm_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Whatever is started by $MPIEXEC has imported torch: helpers/warm_ranks.py. COLD_RANKS=1: it imports torch."""
-    program, folder = str(Path(__file__).parent / "helpers" / "warm_ranks.py"), str(tmp_path_factory.mktemp("warm"))
-    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
-    servers = [
-        subprocess.Popen(
-            [sys.executable, program, "serve", folder, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        for name in ("0", "1")
-    ]
+def warm_ranks() -> Iterator[list[str]]:
+    """Whatever is started by $MPIEXEC has imported torch: helpers/warm_ranks.py. COLD_RANKS=1: it imports torch.
+
+    The value is what starts a process that has imported torch, too, and then does what Python would do.
+    """
+    folder, program = os.environ[WARM], [sys.executable, "-I", "-S", str(SERVERS)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPIEXEC", shlex.join([sys.executable, "-I", "-S", program, "mpiexec", folder, *mpiexec()]))
-        yield
-    in_the_way = {server.communicate()[0] for server in servers}
-    assert in_the_way == {b""}, f"variables that no rank was forked with: {in_the_way}"
+        patch.setenv("MPIEXEC", shlex.join([*program, "mpiexec", folder, *mpiexec()]))
+        yield [*program, "rank", folder]
+    in_the_way = Path(folder, IN_THE_WAY)
+    assert not in_the_way.exists(), f"variables that no rank was forked with: {in_the_way.read_text()}"

@@ -22,8 +22,11 @@ COMMANDS = list(dict.fromkeys(line for kind, text in BLOCKS if kind == "sh" for 
 LEFT_OUT = {"make test"}  # what runs this
 Place = tuple[Path, dict[str, str]]  # a folder and an environment
 TRAIN = "mpiexec -n 4 python -m "
-# One golden schedule of each kind of command; test_traces.py compiles all of them.
-MORE = {"make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor'"}
+# One golden schedule of each kind of command; test_traces.py compiles all of them. One epoch of three.
+MORE = {
+    "make traces": " GOLDEN='lpp-g4 zb-v 1f1b-tied 1f1b-rr fsdp-sharded 1f1b-tensor'",
+    f"{TRAIN}mpirun.examples.digits zb-h1.json": " 1",
+}
 LAST = {"make run": next(text for _, text in BLOCKS if text.startswith("verify: "))}  # what a command ends with
 EXIT = {"schedgen diff 1f1b.json mine.json": 1}  # asked to find differences
 
@@ -43,7 +46,7 @@ class Done(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Place:
+def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Place:
     """A copy of the repository, and an environment in which the README's commands find what they need."""
     copy = tmp_path_factory.mktemp("readme") / "repository"
     skip = shutil.ignore_patterns(".venv*", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
@@ -53,8 +56,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Place:
         (copy / name).symlink_to(venv)
     tools = copy / "build" / "tools"
     tools.mkdir(parents=True)
-    (tools / "srun").write_text(SRUN)
-    (tools / "srun").chmod(0o755)
+    for name, text in {"srun": SRUN, "python": f'#!/bin/sh\nexec {shlex.join(warm_ranks)} "$@"\n'}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
     (copy / "vee.py").write_text(next(text for kind, text in BLOCKS if kind == "python" and "def w(" in text))
     mpiexec = os.environ.get("MPIEXEC", str(venv / "bin" / "mpiexec"))
     path = os.pathsep.join([str(tools), str(venv / "bin"), os.environ["PATH"]])
@@ -90,13 +94,13 @@ def shell(command: str, place: Place) -> Done:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in LEFT_OUT])
 def test_a_command_of_the_readme_runs(command: str, place: Place, four: Callable[[str], Done]) -> None:
-    last = LAST.get(command, "")
+    more = MORE.get(command, "")
     if command.startswith("make"):
-        command += MORE.get(command, "") + " VENV=.venv --old-file=.venv/installed"  # nothing is to be installed
-    done = four(command) if command.startswith(TRAIN) else shell(command, place)
+        more += " VENV=.venv --old-file=.venv/installed"  # nothing is to be installed
+    done = four(command + more) if command.startswith(TRAIN) else shell(command + more, place)
     assert done.code == EXIT.get(command, 0), done.out + done.err
     assert "Traceback" not in done.err
-    assert done.out.endswith(last)
+    assert done.out.endswith(LAST.get(command, ""))
 
 
 def test_the_readme_quotes_the_golden_1f1b_file() -> None:

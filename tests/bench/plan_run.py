@@ -23,9 +23,10 @@ from sizes import LAYERED
 
 HERE = Path(__file__).parent
 QUICK = "--quick" in sys.argv
-LAYERS = len(LAYERED["uneven"].blocks)
+NAME = "quick_layers" if QUICK else "uneven"
+LAYERS = len(LAYERED[NAME].blocks)
 ROUNDS, STEPS, MICROBATCHES = (1, 3, 2) if QUICK else (3, 10, 16)
-MODEL = ["--model", "cases:uneven", "--threads", "1", "--steps", str(STEPS)]
+MODEL = ["--model", f"cases:{NAME}", "--threads", "1", "--steps", str(STEPS)]
 
 
 class Plan(NamedTuple):

@@ -61,8 +61,8 @@ class Crasher:
         self.seconds = time.monotonic() - begin
         self.end = self.result(folder / "undisturbed")
 
-    def start(self, save: Path, marker: str = "") -> subprocess.Popen[bytes]:
-        """A run that goes on from what is saved."""
+    def start(self, save: Path, marker: str = "", cold: bool = True) -> subprocess.Popen[bytes]:
+        """A run that goes on from what is saved; `cold`: each rank is a process that imports torch."""
         command = [*mpiexec(), "-n", self.ranks, sys.executable, "-m", "mpirun", str(self.schedule)]
         command += [
             "--model",
@@ -77,7 +77,10 @@ class Crasher:
             str(save),
         ]
         return subprocess.Popen(
-            command, env=environment(marker, {"COLD_RANKS": "1"}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            env=environment(marker, {"COLD_RANKS": "1"} if cold else {}),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
     def result(self, save: Path) -> dict[str, bytes]:
@@ -118,7 +121,7 @@ class Crasher:
             os.kill(pid, signal.SIGKILL)
         job.wait()
         steps, whole = newest(save), all_whole(save)
-        ended_well = self.start(save).wait() == 0
+        ended_well = self.start(save, cold=False).wait() == 0
         return Crash(lasted, steps, whole and steps >= had, ended_well and self.result(save) == self.end)
 
     def in_the_launch(self) -> Callable[[], bool]:

@@ -1,14 +1,15 @@
 """Ranks that need not import torch: mpiexec starts them as ever, and each is forked from a process that has done it.
 
-    python warm_ranks.py serve FOLDER NAME                    imports torch, and forks for who asks on FOLDER/NAME
+    python warm_ranks.py serve FOLDER NAME                    is asked on FOLDER/NAME, then imports torch; forks
     python warm_ranks.py mpiexec FOLDER MPIEXEC ARGUMENTS     executes MPIEXEC ARGUMENTS; their Python asks to be forked
     python warm_ranks.py rank FOLDER ARGUMENTS                does what `python ARGUMENTS` does
 
 A rank has the environment, folder, open files and exit code that it would have, MPI starts in it alone, signals sent to
-it arrive, and where its end of the socket closes it is killed. There are two servers, for odd and for even ranks: the
-hashes of strings differ between ranks, as they do between processes. What a server cannot stand in for is started as
-Python: ranks of another MPI than MPICH, other options than -c and -m, and variables that are read when a library is
-loaded, of which the server prints the names. With COLD_RANKS=1 all is.
+it arrive, and where its end of the socket closes it is killed. A process that no mpiexec starts may be a rank, too,
+the only one. There are two servers, for odd and for even ranks: the hashes of strings differ between ranks, as they do
+between processes. What a server cannot stand in for is started as Python: ranks of another MPI than MPICH, other
+options than -c and -m, and variables that are read when a library is loaded, of which the server notes the names in
+FOLDER/in-the-way. With COLD_RANKS=1 all is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import shutil
 import signal
@@ -31,11 +33,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 COLD = "COLD_RANKS"
+OTHER_MPI = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"}  # in the ranks of Open MPI
 READ_AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "NUMBA_", "LD_", "MALLOC_")  # libraries set others themselves
+IN_THE_WAY = "in-the-way"  # a file
 OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")
 PRELOADED = (
     "numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor",
-    "transformers.models.gpt2.modeling_gpt2",
+    "torch.export._trace", "transformers.models.gpt2.modeling_gpt2",
 )  # fmt: skip
 RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -55,12 +59,19 @@ def mpiexec(folder: str, words: list[str]) -> None:
     os.execvp(words[0], words)
 
 
+def rank_here() -> int:
+    """By MPICH's variable; 0 where nothing launched this process. OSError where a server cannot stand in for it."""
+    if COLD in os.environ or OTHER_MPI & os.environ.keys():
+        raise OSError("a rank of another MPI, or one that should be cold")
+    return int(os.environ.get("PMI_RANK", 0))
+
+
 def rank(folder: str, words: list[str]) -> None:
     """Stand for a rank that is elsewhere until it ends, and end in the same way."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         try:
-            server.connect(f"{folder}/{int(os.environ['PMI_RANK']) % 2}")
-        except (KeyError, OSError):
+            server.connect(f"{folder}/{rank_here() % 2}")
+        except OSError:
             os.execv(sys.executable, [sys.executable, *words])
         numbers = [int(file.name) for file in Path("/proc/self/fd").iterdir() if file.exists()]
         files = {number: number for number in numbers if number != server.fileno()}
@@ -106,13 +117,15 @@ class Server:
     """Forks for who asks at `path`, until stdin is closed."""
 
     def __init__(self, path: str) -> None:
-        """Import what ranks need; who asks meanwhile waits."""
+        """Import what ranks need, when the first asks; who asks meanwhile waits."""
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(path)
         self.listener.listen(64)
+        self.in_the_way = Path(path).with_name(IN_THE_WAY)
         self.variables = read_at_import(os.environ)
-        for module in PRELOADED:
-            importlib.import_module(module)
+        if self.listener not in select.select([0, self.listener], [], [])[0]:
+            sys.exit()
+        warm_up()
         gc.collect()
         gc.freeze()
         self.ended, end = os.pipe()  # somebody has
@@ -146,7 +159,8 @@ class Server:
         request = Request.receive(connection)
         other = read_at_import(request.environment).items() ^ self.variables.items()
         if other:
-            print(*sorted({name for name, _ in other}), flush=True)
+            with self.in_the_way.open("a") as names:
+                print(*sorted({name for name, _ in other}), file=names)
         if other or not can_be_forked(request.words):
             answer(connection, 0)
             connection.close()
@@ -177,6 +191,20 @@ class Server:
                     answer(connection, status)
                     with contextlib.suppress(KeyError):
                         self.selector.unregister(connection)
+
+
+def warm_up() -> None:
+    """Import what ranks need, and do once what takes seconds the first time: numba's tables, torch's fake tensors."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    import torch
+    from numba.core.registry import cpu_target
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
+    with FakeTensorMode():
+        torch.nn.functional.linear(torch.empty(1, 1), torch.empty(1, 1))
 
 
 def answer(connection: socket.socket, number: int) -> None:

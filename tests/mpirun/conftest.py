@@ -44,7 +44,7 @@ class LaunchResult(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Callable[..., LaunchResult]:
+def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> Callable[..., LaunchResult]:
     """`mpiexec -n RANKS python -m mpirun ARGUMENTS`, in the folder of models_for_tests.py.
 
     ranks=None: without mpiexec. program: what follows `python` instead of `-m mpirun`.
@@ -59,8 +59,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Callab
         limit: float = 300,
     ) -> LaunchResult:
         marker = uuid.uuid4().hex
-        command = [] if ranks is None else [*mpiexec(), "-n", str(ranks)]
-        command += [sys.executable, *program, *map(str, arguments)]
+        command = warm_ranks if ranks is None else [*mpiexec(), "-n", str(ranks), sys.executable]
+        command = [*command, *program, *map(str, arguments)]
         folder = tmp_path_factory.mktemp("launch")
         # Files, not pipes: a process left behind must not keep us reading.
         with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
@@ -102,7 +102,9 @@ MOST = 100  # runs of one launch: what a run leaves behind, communicators and al
 
 
 @pytest.fixture(scope="session")
-def in_one_launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: None) -> Iterator[Callable[..., list[Any]]]:
+def in_one_launch(
+    tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]
+) -> Iterator[Callable[..., list[Any]]]:
     """What programs/run_server.py answers to each of a list of runs, one after the other in one launch.
 
     The launch is one that has done others before, unless it should be `fresh`.

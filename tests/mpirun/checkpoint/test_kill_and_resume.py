@@ -10,7 +10,7 @@ from kill_and_resume import KINDS, Crasher
 
 
 @pytest.fixture(scope="module")
-def crasher(tmp_path_factory) -> Crasher:
+def crasher(tmp_path_factory, warm_ranks) -> Crasher:
     return Crasher(tmp_path_factory.mktemp("crash"), seed=1, ranks=2, steps=12)
 
 

@@ -13,12 +13,12 @@ MODEL = dict.fromkeys(GOLDEN, "mpirun.examples.mlp:tiny") | {
     "1f1b-tied": "models_for_tests:gpt_tied",
     "1f1b-tensor": "models_for_tests:gpt_tensor",
 }
-HOW = ({}, {"delay": 1}, {"calls": "hooks"}, {"calls": "thread"})
+HOW = ({}, {"delay": 1, "calls": "hooks"}, {"delay": 2, "calls": "thread"})
 
 
 @pytest.fixture(scope="module")
 def runs(inside, text):
-    """A short training by every golden schedule, undisturbed, with delays and with calls of MPI; all in one launch."""
+    """A short training by every schedule, undisturbed, and twice with delays and calls of MPI; all in one launch."""
     cases = [(name, how) for name in GOLDEN for how in range(len(HOW))]
     common = ["--text", text, "--steps", 2]
     seen = inside(
