@@ -73,4 +73,4 @@ def main(schedule: str, epochs: int = EPOCHS, checkpoints: str | None = None, **
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else EPOCHS)
