@@ -1,11 +1,16 @@
-"""A campaign of the fuzzer over schedgen with a bug put into it: `python planted.py BUG`, in a folder of its own.
+"""Campaigns of the fuzzer over schedgen with a bug put into it: `python planted.py BUG ...`, in a folder of their own.
 
-A process each, since a bug may take all memory or never come back to Python.
+A process each, since a bug may take all memory or never come back to Python: it is forked from one that has loaded the
+kernels, and its stderr goes to the file BUG. On stdout come the exit codes, by bug, in JSON; -N: ended by signal N.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import fuzz
@@ -64,6 +69,29 @@ def a_checker_that_accepts_all() -> None:
     )
 
 
+def run(bug: str) -> int:
+    """The exit code of a campaign with this bug."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        with Path(bug).open("w") as err:
+            os.dup2(err.fileno(), 2)
+        try:
+            globals()[bug]()
+            Path(f"{bug}-files").mkdir()
+            fuzz.campaign(1500, 2, Path(f"{bug}-files"), shrink=False)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-    fuzz.campaign(1500, 2, Path.cwd(), shrink=False)
+    parser = schedgen.cli.main.parser
+    with tempfile.TemporaryDirectory() as name:
+        fuzz.campaign(0, 0, Path(name))  # what it loads, no bug has to load
+    schedgen.cli.main.parser = parser  # not the campaign's, which keeps the commands
+    print(json.dumps({bug: run(bug) for bug in sys.argv[1:]}))
