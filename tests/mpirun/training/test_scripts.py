@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,17 +20,13 @@ def test_the_benchmark_of_a_script_s_loop_runs(launch):
 @pytest.mark.parametrize("name", ["plain", "by_mpirun", "by_ddp", "by_pipelining"])
 def test_a_script_trains_wherever_it_is_moved(name, tmp_path, launch):
     """One step on 2 ranks; losses begin where those of untrained bytes do."""
-    script = str(BENCH / "moved" / f"{name}.py")
-    if name in ("plain", "by_mpirun"):
-        done = launch(2 if name == "by_mpirun" else None, script, 1, program=("-c", RUN.format(folder=str(tmp_path))))
-        code, out, err = done.code, done.out, done.err
-    else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        ended = subprocess.run([*torchrun, script, "1"], cwd=tmp_path, capture_output=True, text=True, check=False)
-        code, out, err = ended.returncode, ended.stdout, ended.stderr
-    assert code == 0, err
-    (loss,) = re.findall(r"^step 1: loss (.*)$", out, re.M)
-    assert 5 < float(loss) < 10 and "test loss" in out
+    script, program = str(BENCH / "moved" / f"{name}.py"), RUN.format(folder=str(tmp_path))
+    if name in ("by_ddp", "by_pipelining"):
+        program = LIKE_TORCHRUN + program
+    done = launch(None if name == "plain" else 2, script, 1, program=("-c", program))
+    assert done.code == 0, done.err
+    (loss,) = re.findall(r"^step 1: loss (.*)$", done.out, re.M)
+    assert 5 < float(loss) < 10 and "test loss" in done.out
     assert list(tmp_path.glob("model*"))
 
 
@@ -41,6 +35,15 @@ import os, runpy, sys
 os.chdir({folder!r})
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# Sets what torchrun sets, which would start three processes that import torch.
+LIKE_TORCHRUN = """
+import os, socket
+from mpi4py import MPI
+rank, size, host = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "127.0.0.1"
+with socket.create_server((host, 0)) as server:
+    port = MPI.COMM_WORLD.bcast(server.getsockname()[1])
+os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=str(port))
 """
 
 
