@@ -97,7 +97,7 @@ def test_memory_between_the_halves_of_a_backward_is_proved_as_it_is_searched(hal
     pytest.importorskip("ortools")
     sizes, machine = Sizes(2, 2, 2), Machine(activation=0, weight=0, saved=2, half=half)
     cost = {"F": 2, "I": 3, "W": 1}
-    best = found("zb-h1", sizes, cost, machine, 50, objective="makespan", bytes=limit)
+    best = found("zb-h1", sizes, cost, machine, 1, objective="makespan", bytes=limit)
     placed = refine(place(_as_placement(load("zb-h1", sizes), True), sizes, Options()))
     problem = _problem(placed, cost, machine, Limits(bytes=limit))._replace(capacity=np.full(2, float(limit)))
     run, values = new_run(problem), []
