@@ -9,6 +9,7 @@ import numpy as np
 from schedgen.ir.effects import COLLECTIVES, RECEIVERS, SENDERS
 from schedgen.ir.instructions import AnyInts, Kind, Numbers
 from schedgen.ir.program import Program
+from schedgen.util.sort import stable_order
 
 
 class Messages(NamedTuple):
@@ -34,12 +35,10 @@ def match_messages(program: Program) -> Messages:
 
     def by_channel(rows: Numbers, source: AnyInts, to: AnyInts) -> Numbers:
         channel = (source[rows].astype(np.int64) * workers + to[rows]) * len(Kind) + table.kind[rows]
-        if workers * workers * len(Kind) <= 2**16:  # numpy sorts 16 bits in linear time
-            channel = channel.astype(np.uint16)
-        return rows[np.argsort(channel, kind="stable")]
+        return rows[stable_order(channel)]
 
-    sends = by_channel(np.flatnonzero(np.isin(table.op, SENDERS)), table.rank, table.peer)
-    receives = by_channel(np.flatnonzero(np.isin(table.op, RECEIVERS)), table.peer, table.rank)
+    sends = by_channel(program.rows_of(*SENDERS), table.rank, table.peer)
+    receives = by_channel(program.rows_of(*RECEIVERS), table.peer, table.rank)
     length = min(len(sends), len(receives))
     a, b = sends[:length], receives[:length]
     same = (table.rank[a] == table.peer[b]) & (table.peer[a] == table.rank[b])
@@ -50,7 +49,7 @@ def match_messages(program: Program) -> Messages:
 
 def entries(program: Program) -> list[tuple[int, Numbers]]:
     """(group, the rows that enter a collective of it), by group; rows ascend, so they stand rank by rank."""
-    rows = np.flatnonzero(np.isin(program.rows.op, COLLECTIVES))
+    rows = program.rows_of(*COLLECTIVES)
     rows = rows[np.argsort(program.rows.group[rows], kind="stable")]
     groups, begin = np.unique(program.rows.group[rows], return_index=True)
     return list(zip(groups.tolist(), np.split(rows, begin[1:]), strict=False))

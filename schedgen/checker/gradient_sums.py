@@ -77,7 +77,8 @@ def rule_5(proof: Proof) -> None:
 
 def _ties(proof: Proof) -> Numbers:
     """The rows that sum up a tie."""
-    return np.flatnonzero((proof.op == Op.ALLREDUCE) & (proof.kind == Kind.T))
+    sums = proof.rows_of(Op.ALLREDUCE)
+    return sums[proof.kind[sums] == Kind.T]
 
 
 def _said(proof: Proof, unit: int) -> str:

@@ -38,12 +38,14 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
     job = proof.stage[rows].astype(np.int64) * proof.header.microbatches + proof.mb[rows]
     for row in rows[worker.ravel()[job] != proof.rank[rows]][:1]:
         proof.refuse(1, int(row), f"w puts this job on worker {worker[proof.stage[row], proof.mb[row]]}")
-    order = np.argsort(job, kind="stable")
-    again = order[1:][job[order][1:] == job[order][:-1]]
-    if len(again):
-        proof.refuse(1, int(rows[again].min()), "this job is there twice")
-    if every and len(rows) < worker.size:
-        s, b = divmod(int(np.setdiff1d(np.arange(worker.size), job)[0]), proof.header.microbatches)
+    there = np.zeros(worker.size, bool)
+    there[job] = True
+    jobs = np.count_nonzero(there)
+    if jobs < len(rows):
+        again = np.delete(rows, np.unique(job, return_index=True)[1])
+        proof.refuse(1, int(again.min()), "this job is there twice")
+    if every and jobs < worker.size:
+        s, b = divmod(int(np.argmin(there)), proof.header.microbatches)
         proof.refuse_rank(1, int(worker[s, b]), f"{ops[0].name} of stage {s}, microbatch {b} is missing")
 
 

@@ -44,7 +44,7 @@ class Touches(NamedTuple):
     def last(self, shape: tuple[int, int]) -> Ints:
         """The last row for every (rank, number), as an array of that shape; -1 where there is none."""
         last = np.full(shape, -1, np.int32)
-        np.maximum.at(last, (self.rank, self.number), self.rows)
+        last[self.rank, self.number] = self.rows  # rows ascend: the last stays
         return last
 
 
@@ -59,9 +59,7 @@ class Proof:
 
     def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""
-        wanted = np.zeros(len(Op), bool)
-        wanted[list(ops)] = True
-        return np.flatnonzero(wanted[self.op])
+        return self.program.rows_of(*ops)
 
     def touches(self, buffer: Buffer, *effects: Effect) -> Touches:
         """What has one of these effects on buffers of a kind."""

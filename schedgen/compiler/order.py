@@ -23,6 +23,7 @@ from schedgen.ir.instructions import DIRECTIONS, B, Ints
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import pop, push, set_leaf, time_of
 from schedgen.util.jit import kernel
+from schedgen.util.sort import stable_order
 
 Times = NDArray[np.float64]
 Numbers = NDArray[np.int64]
@@ -63,7 +64,7 @@ def greedy(
     """When each job starts. `caps`: by stage, the most microbatches in flight on a worker; `memory`: saved forwards."""
     jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
-    by_rank = np.lexsort((np.arange(jobs), n))
+    by_rank = stable_order(n)
     rank = np.empty(jobs, np.int64)
     rank[by_rank] = np.arange(jobs)
     limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
@@ -115,10 +116,8 @@ def _edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
 
 def by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
     """The jobs sorted by worker and then by key."""
-    order = np.argsort(key, kind="stable")
-    fits = len(worker) == 0 or worker.max() < 2**16  # numpy sorts 16 bits in linear time
-    sorted_worker = worker[order].astype(np.uint16) if fits else worker[order]
-    return order[np.argsort(sorted_worker, kind="stable")]
+    order = stable_order(key)
+    return order[stable_order(worker[order])]
 
 
 @kernel

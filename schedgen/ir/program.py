@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, AnyInts, Instruction, Ints, Kind, Op, Small
+from schedgen.util.sort import stable_order
 
 
 class Rows(NamedTuple):
@@ -109,7 +110,7 @@ class Program:
         """Put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
         order: slice | NDArray[np.int64] = slice(None)
         if (after[1:] < after[:-1]).any():
-            order = np.argsort(after, kind="stable")
+            order = stable_order(after)
             after = after[order]
         places = after + 1 + np.arange(len(after))
         is_old = np.ones(len(self) + len(after), bool)
@@ -128,14 +129,22 @@ class Program:
 
     def project(self) -> Program:
         """The same instructions grouped by rank, each rank in global order."""
-        few = self.header.workers < 2**16  # numpy sorts 16 bits in linear time
-        rank = self.rows.rank.astype(np.uint16) if few else self.rows.rank
-        return Program(self.header, self.rows.take(np.argsort(rank, kind="stable")))
+        return Program(self.header, self.rows.take(stable_order(self.rows.rank)))
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
         """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1]."""
         return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
+
+    def is_one_of(self, *ops: Op) -> NDArray[np.bool_]:
+        """By row, whether its opcode is one of these."""
+        wanted = np.zeros(len(Op), bool)
+        wanted[list(ops)] = True
+        return wanted[self.rows.op]  # a tenth of the time of np.isin
+
+    def rows_of(self, *ops: Op) -> NDArray[np.int64]:
+        """The rows with one of these opcodes, ascending."""
+        return np.flatnonzero(self.is_one_of(*ops))
 
     def instruction(self, row: int) -> Instruction:
         """The instruction of one row."""
@@ -143,7 +152,8 @@ class Program:
 
     def exchanges(self) -> NDArray[np.int64]:
         """The rows of sums over shards: every member's ALLREDUCE of an x or a g."""
-        return np.flatnonzero((self.rows.op == Op.ALLREDUCE) & np.isin(self.rows.kind, EXCHANGED))
+        sums = self.rows_of(Op.ALLREDUCE)
+        return sums[np.isin(self.rows.kind[sums], EXCHANGED)]
 
     def instructions(self, rank: int) -> list[Instruction]:
         """Projected only: the list of one rank."""

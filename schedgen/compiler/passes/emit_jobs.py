@@ -13,6 +13,7 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, Op, W
 from schedgen.ir.program import Program, rows
+from schedgen.util.sort import stable_order
 
 OPS = {1: (Op.FWD,), 2: (Op.FWD, Op.BWD), 3: (Op.FWD, Op.BWD_I, Op.BWD_W)}
 
@@ -21,13 +22,14 @@ def emit_jobs(header: Header, start: Times, placed: PlacedScheme) -> Program:
     """The program of all jobs; `start`: when every job starts, flat over (direction, stage, microbatch)."""
     d, s, b = (index.ravel() for index in np.indices(header.compute.shape, np.int32))
     worker = header.compute.ravel()
-    order = np.lexsort((worker, start))
+    order = stable_order(worker)
+    order = order[stable_order(start[order])]
     ops = np.array(OPS[len(header.compute)], np.int32)[d]
     if placed.unsplit_backward.any():
         unsplit = placed.unsplit_backward[s, b]
         ops[(d == B) & unsplit] = Op.BWD
         order = order[~((d == W) & unsplit)[order]]
     program = Program(header, rows(ops[order], worker[order], stage=s[order], mb=b[order]), start[order])
-    redone = np.flatnonzero(placed.redone[s[order], b[order]] & (d[order] == B))
+    redone = np.flatnonzero(placed.redone[program.rows.stage, program.rows.mb] & (d[order] == B))
     job = order[redone]
     return program.insert(rows(Op.RECOMPUTE, worker[job], stage=s[job], mb=b[job]), after=redone - 1)

@@ -16,7 +16,7 @@ def job_rows(program: Program, *ops: Op) -> RowNumbers:
     """The row of each job (s, b) under one of `ops`, shape (S, B); -1 where there is none."""
     header = program.header
     by_job = np.full((header.stages, header.microbatches), -1, np.int64)
-    jobs = np.flatnonzero(np.isin(program.rows.op, ops))
+    jobs = program.rows_of(*ops)
     by_job[program.rows.stage[jobs], program.rows.mb[jobs]] = jobs
     return by_job
 
@@ -26,7 +26,8 @@ def defining_rows(
 ) -> RowNumbers:
     """The rows behind which x or g of these names are complete: of their jobs, or the last ALLREDUCE over shards."""
     header, table = program.header, program.rows
-    sums = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+    sums = program.rows_of(Op.ALLREDUCE)
+    sums = sums[table.kind[sums] == kind]
     if not len(sums):
         return job
 
@@ -61,7 +62,7 @@ def rows_at_end(program: Program, backward: RowNumbers) -> RowNumbers:
 
 def earlier_compute(program: Program, row: RowNumbers, count: int) -> RowNumbers:
     """The `count`-th compute row before a row on its rank; the first if there are fewer; the row if there is none."""
-    is_compute = np.isin(program.rows.op, COMPUTE)
+    is_compute = program.is_one_of(*COMPUTE)
     return _earlier_compute.sized(len(program))(program.rows.rank, is_compute, row, count, program.header.workers)
 
 
@@ -95,6 +96,6 @@ def next_compute(program: Program, row: RowNumbers, rank: Ints | None = None) ->
 
 def _compute_keys(program: Program) -> tuple[RowNumbers, int]:
     """rank * length + row of every compute row, ascending; and `length`."""
-    compute = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
+    compute = program.rows_of(*COMPUTE)
     length = len(program) + 1
     return np.sort(program.rows.rank[compute].astype(np.int64) * length + compute), length

@@ -42,14 +42,14 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     """The program with the SENDs, RECVs, ADDs and ALLREDUCEs of all weight gradients."""
     header, table, shards = program.header, program.rows, program.header.weight_shards
     groups = {group: index for index, group in enumerate(header.groups)}
-    backwards = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
+    backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
-    np.maximum.at(final, (table.stage[backwards], table.rank[backwards]), backwards)
+    final[table.stage[backwards], table.rank[backwards]] = backwards  # they ascend: the last stays
     ends = np.where(final < 0, -1, rows_at_end(program, final))
     new = Insertions()
     sums: list[tuple[int, int, slice]] = []  # ALLREDUCEs, the row behind which owners' own are there, and last ADDs
     for stage, owners in enumerate(header.owners):
-        first_add, parts = len(new.last_adds), shards.parts(stage)
+        first_add, parts, own_ends = len(new.last_adds), shards.parts(stage), ends[stage].tolist()
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
         for part in parts:
             senders: dict[int, list[int]] = {owner: [] for owner in shards.holders(stage, part)}
@@ -59,7 +59,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
                     senders[owner].append(rank)
             for owner, ranks in senders.items():
                 fan_out = placed.options.fan_out * len(parts)
-                _gather(new, stage, part, owner, ranks, ends[stage].tolist(), fan_out)
+                _gather(new, stage, part, owner, ranks, own_ends, fan_out)
         if header.several_owners[stage]:
             own, adds = int(ends[stage, list(owners)].max()), slice(first_add, len(new.last_adds))
             for owner in owners:

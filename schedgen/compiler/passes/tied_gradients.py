@@ -20,9 +20,9 @@ def tied_gradients(program: Program, _: PlacedScheme) -> Program:
     if not header.tied:
         return program
     complete = np.full(header.stages, -1, np.int64)  # by stage, the row behind which all owners have its gradient
-    backwards = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)))
+    backwards = program.rows_of(Op.BWD, Op.BWD_W)
     np.maximum.at(complete, table.stage[backwards], rows_at_end(program, backwards))
-    sums = np.flatnonzero(np.isin(table.op, (Op.ADD, Op.ALLREDUCE)) & (table.kind == Kind.DW))
+    sums = np.flatnonzero(program.is_one_of(Op.ADD, Op.ALLREDUCE) & (table.kind == Kind.DW))
     np.maximum.at(complete, table.stage[sums], sums)
     # Ascending: every rank enters its ties in the order of their numbers.
     after_tie = np.maximum.accumulate([complete[list(stages)].max() for stages in header.tied])

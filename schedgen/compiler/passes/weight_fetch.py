@@ -28,6 +28,7 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION, redo_duration
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
+from schedgen.util.sort import stable_order
 
 
 class Copy(NamedTuple):
@@ -82,8 +83,8 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
     owned = np.zeros((header.workers, header.stages), bool)  # with all parts
     for stage, ranks in enumerate(header.owners):
         owned[list(ranks), stage] = header.several_owners[stage] or len(ranks) == 1
-    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    compute = compute[np.argsort(table.rank[compute], kind="stable")]
+    compute = program.rows_of(*COMPUTE)
+    compute = compute[stable_order(table.rank[compute])]
     jobs = np.split(compute, np.searchsorted(table.rank[compute], np.arange(1, header.workers)))  # by rank
     copies: list[Copy] = []
     for rank, own_jobs in enumerate(jobs):
