@@ -18,14 +18,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.accesses import Accesses, numbers_in_all, numbers_per_size
+from schedgen.ir.accesses import Accesses, Slots, numbers_in_all, numbers_per_size, slots
 from schedgen.ir.effects import RECEIVERS, Buffer, Effect
 from schedgen.ir.instructions import Ints, Numbers, Small
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)  # codes of faults
-_NEW, _ALIVE, _ENDED = range(3)  # states of a buffer
+_NEW, _ENDED, _KEPT = -1, -2, -3  # in place of a life: there is none yet, it has ended, its owner has it throughout
+_RANK, _LIFE, _ARRIVING, _SENT = range(4)  # what is known of a buffer's slot
 
 
 class Fault(NamedTuple):
@@ -110,7 +111,10 @@ class Lifetimes:
         """The most of each kind at once: in bytes, `sizes` as for `amounts`; without, in numbers of buffers."""
         amounts = np.ones(len(self.buffer), np.int64) if sizes is None else self.amounts(sizes)
         peak = np.zeros((self.program.header.workers, len(Buffer)), np.int64)
-        _peaks.sized(2 * len(self.program))(self.program.rows.rank, self.buffer, amounts, self.begin, self.end, peak)
+        _peaks.sized(2 * len(self.program))(
+            self.program.rows.rank, self.buffer, amounts, self.begin, self.end, np.zeros(len(Buffer), np.int64),
+            np.full(len(self.program), -1, np.int32), np.empty(len(amounts), np.int32), peak,
+        )  # fmt: skip
         return Memory(*peak.T)
 
 
@@ -118,12 +122,12 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     """Follow every buffer of every rank, up to the first fault; `accesses` are the program's."""
     header, number = program.header, accesses.number
     owner, versions = header.weight_shards.is_owner(header.workers), max(header.weight_versions.count, 1)
-    slots = numbers_in_all(header)
-    slots[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
+    numbers = numbers_in_all(header)
+    numbers[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
     # Of the partials that there might be few are there: they are numbered anew.
     partial = np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
     partials, numbered = np.unique(number[partial], return_inverse=True)
-    slots[Buffer.PARTIAL] = len(partials)
+    numbers[Buffer.PARTIAL] = len(partials)
     if len(partials):
         number = number.copy()
         number[partial] = np.where(partials < 0, -1, np.arange(len(partials)))[numbered]
@@ -132,9 +136,10 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     rank, named, begin, end = np.empty((4, most), np.int32)
     buffer, (users, received) = np.empty(most, np.int8), np.empty((2, begins[0]), np.int32)
     send_before = np.full(len(program), -1, np.int32)
+    places = slots(numbers)
     code, access, lives, uses = _follow.sized(4 * len(program))(
-        program.rows.rank, accesses.row, accesses.effect, accesses.buffer, number, np.cumsum([0, *slots]), owner,
-        versions, rank, buffer, named, begin, end, users, received, send_before,
+        program.rows.rank, *accesses[:3], number, places, np.zeros((places.count, 4), np.int32),
+        np.zeros(len(Buffer), np.int64), owner, versions, rank, buffer, named, begin, end, users, received, send_before,
     )  # fmt: skip
     of_partial = np.flatnonzero(buffer[:lives] == Buffer.PARTIAL)
     named[of_partial] = partials[named[of_partial]]
@@ -176,84 +181,88 @@ def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:
 
 @kernel
 def _follow(
-    rank: Ints, of_row: Ints, effect: Small, kind: Small, number: Ints, base: Numbers, owner: NDArray[np.bool_],
-    versions: int, of_rank: Ints, buffer: Small, named: Ints, begin: Ints, end: Ints, users: Ints, received: Ints,
-    send_before: Ints,
+    rank: Ints, of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots, known: NDArray[np.int32],
+    alive: Numbers, owner: NDArray[np.bool_], versions: int, of_rank: Ints, buffer: Small, named: Ints, begin: Ints,
+    end: Ints, users: Ints, received: Ints, send_before: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Fill the columns of `Lifetimes`: (fault, its access, how many lives and uses there are); fault 0: none."""
-    slots = base[len(base) - 1]
-    seen = np.full(slots, -1, np.int32)  # the rank that a slot's entries speak of
-    state, life = np.empty(slots, np.int8), np.empty(slots, np.int32)
-    arriving, sent = np.empty(slots, np.int32), np.empty(slots, np.int32)  # the row that receives it; its last SEND
-    alive = np.zeros(len(base) - 1, np.int64)
+    """Fill the columns of `Lifetimes`: (fault, its access, how many lives and uses there are); fault 0: none.
+
+    `known`, zeros, by slot: the rank + 1 that the others speak of; the life; the row that receives it, until it is
+    used; its last SEND. `alive`: zeros, by kind.
+    """
     lives, uses = 0, 0
     for a in range(len(of_row)):
         row, does, thing = of_row[a], effect[a], kind[a]
         r = rank[row]
         if number[a] < 0:
             return NOTHING, a, lives, uses
-        slot = base[thing] + number[a]
+        slot = places.begin[thing] + places.step[thing] * number[a]
         own = thing == Buffer.W and owner[r, number[a] // versions] and number[a] % versions == 0
         since = -2  # where a life begins, if one does
-        if seen[slot] != r:
-            seen[slot], state[slot] = r, _ALIVE if own else _NEW
-            arriving[slot], sent[slot] = -1, -1
+        if known[slot, _RANK] != r + 1:
+            known[slot, _RANK], known[slot, _LIFE] = r + 1, _KEPT if own else _NEW
+            known[slot, _ARRIVING], known[slot, _SENT] = -1, -1
             if own and versions > 1:
                 since = -1
-        now, fault = state[slot], 0
+        life, arriving, fault = known[slot, _LIFE], known[slot, _ARRIVING], 0
+        is_alive = life >= 0 or life == _KEPT
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # the version before
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
         several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one behind the other
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
-        elif now == _ALIVE and begins:
+        elif is_alive and begins:
             fault = TWICE
-        elif now == _ENDED and not (several and (begins or does == Effect.ADD)):
+        elif life == _ENDED and not (several and (begins or does == Effect.ADD)):
             fault = AGAIN
-        elif now == _NEW and not (begins or does == Effect.ADD):
+        elif life == _NEW and not (begins or does == Effect.ADD):
             fault = UNDEFINED
         if fault:
             return fault, a, lives, uses
-        if now != _ALIVE and replaces:
-            state[slot], state[slot - 1] = _ALIVE, _ENDED
-            life[slot] = life[slot - 1]
-            named[life[slot]] = number[a]
-        elif now != _ALIVE:
-            since, state[slot] = row, _ALIVE
-            arriving[slot] = row if does == Effect.RECEIVE else -1
-        elif arriving[slot] >= 0:
-            users[uses], received[uses] = row, arriving[slot]
+        if not is_alive and replaces:
+            life = known[slot - 1, _LIFE]
+            known[slot, _LIFE], known[slot - 1, _LIFE] = life, _ENDED
+            named[life] = number[a]
+        elif not is_alive:
+            since = row
+            known[slot, _ARRIVING] = row if does == Effect.RECEIVE else -1
+        elif arriving >= 0:
+            users[uses], received[uses] = row, arriving
             uses += 1
-            arriving[slot] = -1
+            known[slot, _ARRIVING] = -1
         if since > -2:
-            life[slot] = lives
+            life = known[slot, _LIFE] = lives
             of_rank[lives], buffer[lives], named[lives] = r, thing, number[a]
             begin[lives], end[lives] = since, -1
             lives += 1
             alive[thing] += since >= 0
         if does == Effect.SEND or does == Effect.CHANGE or does == Effect.END:
-            send_before[row] = sent[slot]
-            sent[slot] = row if does == Effect.SEND else -1
+            send_before[row] = known[slot, _SENT]
+            known[slot, _SENT] = row if does == Effect.SEND else -1
         if does == Effect.END:
-            state[slot], end[life[slot]] = _ENDED, row
+            known[slot, _LIFE], end[life] = _ENDED, row
             alive[thing] -= 1
         if a + 1 == len(of_row) or rank[of_row[a + 1]] != r:
-            if alive.max() > 0:
-                return LEFT, a, lives, uses
-            alive[:] = 0
+            for each in range(len(alive)):
+                if alive[each] > 0:
+                    return LEFT, a, lives, uses
+                alive[each] = 0
     return 0, 0, lives, uses
 
 
 @kernel
-def _peaks(rank: Ints, buffer: Small, amount: Numbers, begin: Ints, end: Ints, peak: Numbers) -> None:
-    """Fill `peak`, (workers, kinds): the most of each kind that is alive on a rank at once."""
-    ends = np.full(len(rank), -1, np.int32)  # by row: the lives that end there, as a list
-    following = np.empty(len(begin), np.int32)
+def _peaks(
+    rank: Ints, buffer: Small, amount: Numbers, begin: Ints, end: Ints, alive: Numbers, ends: Ints, following: Ints,
+    peak: Numbers,
+) -> None:  # fmt: skip
+    """Fill `peak`, (workers, kinds): the most of each kind that is alive on a rank at once.
+
+    `alive`: by kind, zeros. `ends`: by row, of the lives that end there the last, -1 as yet; `following` it by life.
+    """
     for life in range(len(begin)):
         if end[life] >= 0:
             following[life] = ends[end[life]]
             ends[end[life]] = life
-    alive = np.zeros(peak.shape[1], np.int64)
     life = 0
     for row in range(len(rank)):
         while life < len(begin) and begin[life] <= row:

@@ -19,8 +19,8 @@ from schedgen.ir.program import Program
 class Waits(NamedTuple):
     """The graph as arrays by row, -1 where a row has none; for programs with rules 3, 6 and 7 proved."""
 
-    first: Numbers  # row r is the first to use what the SENDs in sends[first[r] : first[r + 1]] brought; (rows + 1,)
-    sends: Numbers
+    first: Ints  # row r is the first to use what the SENDs in sends[first[r] : first[r + 1]] brought; (rows + 1,)
+    sends: Ints
     receiver: Ints  # of a SEND: the RECV or FETCH_W
     collective: Ints  # of an ALLREDUCE or NORM: the number of the collective it enters ...
     members: Numbers  # ... and by that number, how many rows enter it
@@ -31,7 +31,8 @@ def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Wa
     length = len(program)
     receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends
-    first = np.append(0, np.cumsum(np.bincount(lifetimes.users, minlength=length)))
+    first = np.zeros(length + 1, np.int32)
+    np.cumsum(np.bincount(lifetimes.users, minlength=length), out=first[1:])
     collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
     begin = 0
     for group, rows in entries(program):
@@ -40,4 +41,4 @@ def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Wa
         collective[rows] = np.tile(np.arange(begin, begin + rounds), size)
         members.append(np.full(rounds, size))
         begin += rounds
-    return Waits(first, sender[lifetimes.received].astype(np.int64), receiver, collective, np.concatenate(members))
+    return Waits(first, sender[lifetimes.received], receiver, collective, np.concatenate(members))

@@ -18,7 +18,12 @@ SHOWN = 4  # rows of a circle that are named
 
 def rule_4(proof: Proof, waits: Waits) -> None:
     """Refuse a program with rules 3, 6 and 7 proved whose ranks wait for one another in a circle."""
-    reached = _advance.sized(len(proof.program))(proof.rank, proof.program.bounds, *waits)
+    length, collectives, workers = len(proof.program), len(waits.members), proof.header.workers
+    reached = proof.program.bounds[:-1].copy()
+    _advance.sized(length)(
+        proof.rank, proof.program.bounds, *waits[:4], waits.members.copy(), reached, np.zeros(workers, np.int64),
+        np.full(length + collectives, -1, np.int32), np.full(workers, -1, np.int32), np.arange(workers),
+    )  # fmt: skip
     circle = _circle(proof, waits, reached)
     if circle:
         others = "; ".join(f"line {proof.where(row)}" for row in circle[1:SHOWN])
@@ -28,25 +33,23 @@ def rule_4(proof: Proof, waits: Waits) -> None:
 
 @kernel
 def _advance(
-    rank: Ints, bounds: Numbers, first: Numbers, sends: Numbers, receiver: Ints, collective: Ints, members: Numbers
-) -> Numbers:
-    """Take every rank as far as it gets; the row each ends up at."""
-    workers = len(bounds) - 1
-    at = bounds[:-1].copy()
-    left = first.copy()  # of each row, the first of its sends that may not be past
-    outside = members.copy()  # of each collective, members still to arrive
-    # Ranks asleep on a row (or, behind all rows, on a collective), as linked lists.
-    asleep = np.full(len(rank) + len(members), -1, np.int32)
-    next_asleep = np.full(workers, -1, np.int32)
-    runnable = np.arange(workers)
-    top = workers
+    rank: Ints, bounds: Numbers, first: Ints, sends: Ints, receiver: Ints, collective: Ints, outside: Numbers,
+    at: Numbers, left: Numbers, asleep: Ints, next_asleep: Ints, runnable: Numbers,
+) -> None:  # fmt: skip
+    """Take every rank as far as it gets: `at` becomes the row that each ends up at.
+
+    `outside`: by collective, members still to arrive. `left`: by rank, of the sends of its row the first that may not
+    be past. `asleep`: by row, and behind all rows by collective, the first rank that sleeps on it, and `next_asleep`
+    the one behind each. `runnable`: a stack of ranks, at first of all.
+    """
+    top = len(runnable)
     while top:
         top -= 1
         r = runnable[top]
         while at[r] < bounds[r + 1]:
             row = at[r]
-            wait = -1
-            entered = collective[row]
+            wait, entered = -1, collective[row]
+            left[r] = max(left[r], first[row])
             if entered >= 0:
                 outside[entered] -= 1
                 if outside[entered] > 0:
@@ -59,10 +62,10 @@ def _advance(
                         top += 1
                         woken = next_asleep[woken]
             else:
-                while left[row] < first[row + 1] and at[rank[sends[left[row]]]] > sends[left[row]]:
-                    left[row] += 1
-                if left[row] < first[row + 1]:
-                    wait = sends[left[row]]
+                while left[r] < first[row + 1] and at[rank[sends[left[r]]]] > sends[left[r]]:
+                    left[r] += 1
+                if left[r] < first[row + 1]:
+                    wait = sends[left[r]]
                 elif receiver[row] >= 0 and at[rank[receiver[row]]] <= receiver[row]:
                     wait = receiver[row]
             if wait >= 0:

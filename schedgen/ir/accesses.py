@@ -56,13 +56,37 @@ def numbers_in_all(header: Header) -> Numbers:
     return columns * numbers_per_size(header)
 
 
+class Slots(NamedTuple):
+    """A place for every buffer in one array: that of number k of a kind is begin[kind] + step[kind] * k.
+
+    What jobs of one stage and microbatch have stands side by side, in one line of the cache.
+    """
+
+    begin: Numbers
+    step: Numbers
+    count: int
+
+
+def slots(numbers: Numbers) -> Slots:
+    """The places for so many `numbers` by kind of buffer."""
+    of_jobs = [kind for kind in (Buffer.X, Buffer.G, Buffer.SAVED, Buffer.HALF) if numbers[kind]]
+    begin, step = np.zeros(len(Buffer), np.int64), np.ones(len(Buffer), np.int64)
+    begin[of_jobs], step[of_jobs] = np.arange(len(of_jobs)), len(of_jobs)
+    count = len(of_jobs) * int(numbers[of_jobs].max(initial=0))
+    for kind in (Buffer.W, Buffer.DW, Buffer.PARTIAL):
+        begin[kind] = count
+        count += int(numbers[kind])
+    return Slots(begin, step, count)
+
+
 def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, Ints, Ints]:
     """Stage, microbatch and consumer or part of buffers, as instructions name them; -1 where a name has none."""
     stage, mb, via = np.full((3, len(number)), -1, np.int32)
     edges, units = np.array(header.graph.edges).reshape(-1, 2), np.array(header.weight_shards.units)
     for thing, count in zip(Buffer, numbers_per_size(header).tolist(), strict=True):
         at = np.flatnonzero(buffer == thing)
-        column, rest = np.divmod(number[at], count)
+        column = number[at] // count
+        rest = number[at] - column * count
         if thing in (Buffer.W, Buffer.DW, Buffer.PARTIAL):
             stage[at], via[at] = units[column].T
             continue

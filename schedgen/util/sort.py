@@ -21,7 +21,8 @@ DIGIT = 11  # bits: so many places to write to at once fit into the nearest cach
 
 def stable_order(keys: NDArray[Any]) -> Numbers:
     """The places of the keys in ascending order, equal ones in the order in which they stand; shape as `keys`, (n,)."""
-    if not len(keys) or keys.dtype.kind not in "iuf" or keys.dtype.itemsize > 8 or keys.min() < 0:
+    sortable = keys.dtype.kind in "iuf" and keys.dtype.itemsize <= 8 and keys.dtype != np.uint64
+    if not sortable or not len(keys) or keys.min() < 0:
         return np.argsort(keys, kind="stable")
     if keys.dtype.kind != "f" and keys.max() < 2**16:  # NumPy sorts these by radix
         return np.argsort(keys.astype(np.uint16), kind="stable")

@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.accesses import accesses, numbers_in_all, operands
+from schedgen.ir.accesses import Slots, accesses, numbers_in_all, operands, slots
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import COMPUTE, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op, Small
 from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel
+from schedgen.util.sort import stable_order
 
 FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
@@ -25,46 +26,47 @@ def free(program: Program) -> Program:
     header, table = program.header, program.rows
     kinds = [buffer for buffer in FREED if buffer != Buffer.DW or not header.weight_versions]
     done = accesses(program, kinds)
-    slots = np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0)
     # Every x and g begins once on a rank, and every dw is sent or stepped with in the end.
     begins = (done.effect == Effect.DEFINE) | (done.effect == Effect.RECEIVE)
     most = int((begins | (done.buffer == Buffer.DW) & (done.effect != Effect.ADD)).sum())
-    compute = np.isin(np.arange(len(Op)), COMPUTE)
-    buffer, number, after = _last_uses.sized(4 * len(program))(
-        table.rank, table.op, compute, done.row, done.effect, done.buffer, done.number, np.cumsum([0, *slots]), most
-    )
-    order = np.argsort(after, kind="stable")
+    places = slots(np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0))
+    buffer, (number, after) = np.empty(most, np.int8), np.empty((2, most), np.int32)
+    count = _last_uses.sized(4 * len(program))(
+        table.rank, program.is_one_of(*COMPUTE), *done, places, np.zeros((places.count, 2), np.int32),
+        np.empty(len(program), np.int32), buffer, number, after,
+    )  # fmt: skip
+    del done, begins  # a third of the memory at hand
+    order = stable_order(after[:count])
     buffer, number, after = buffer[order], number[order], after[order]
     stage, mb, via = operands(header, buffer, number)
-    kind = np.select([buffer == freed for freed in FREED], [Kind[freed.name] for freed in FREED])
-    new = rows(Op.FREE, table.rank[after], kind=kind, stage=stage, mb=mb, via=via)
+    kind_of = np.zeros(len(Buffer), np.int8)
+    kind_of[list(FREED)] = [Kind[freed.name] for freed in FREED]
+    new = rows(Op.FREE, table.rank[after], kind=kind_of[buffer], stage=stage, mb=mb, via=via)
+    del buffer, number, order, stage, mb, via
     return program.insert(new, after=after.astype(np.int64))
 
 
 @kernel
 def _last_uses(
-    rank: Ints, op: Small, compute: NDArray[np.bool_], of_row: Ints, effect: Small, kind: Small, number: Ints,
-    base: Numbers, most: int,
-) -> tuple[Small, Ints, Ints]:  # fmt: skip
-    """(buffer, number, row behind which to free it), rank by rank in the order of first uses.
+    rank: Ints, is_compute: NDArray[np.bool_], of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots,
+    first_use: NDArray[np.int32], next_compute: Ints, buffer: Small, named: Ints, after: Ints,
+) -> int:  # fmt: skip
+    """Fill the last three, what is freed behind which row, rank by rank in the order of first uses; how many they are.
 
-    `compute`: by opcode, whether it is a job. `base`: by kind of buffer, where its slots begin.
+    `first_use`, zeros, by slot: a rank + 1, and the place among the last three of what that rank has there.
+    `next_compute` becomes the row of the next job behind each row, or else the rank's last row.
     """
-    length, slots = len(rank), base[len(base) - 1]
-    next_compute = np.empty(length, np.int32)  # behind each row, or else the rank's last row
+    length, count = len(rank), 0
     for row in range(length - 1, -1, -1):
         if row + 1 == length or rank[row + 1] != rank[row]:
             next_compute[row] = row
         else:
-            next_compute[row] = row + 1 if compute[op[row + 1]] else next_compute[row + 1]
-    seen, place = np.full(slots, -1, np.int32), np.empty(slots, np.int32)  # the rank that place[slot] is for
-    buffer, named, after = np.empty(most, np.int8), np.empty(most, np.int32), np.empty(most, np.int32)
-    count = 0
+            next_compute[row] = row + 1 if is_compute[row + 1] else next_compute[row + 1]
     for a in range(len(of_row)):
-        row, slot = of_row[a], base[kind[a]] + number[a]
-        if seen[slot] != rank[row]:
-            seen[slot], place[slot] = rank[row], count
+        row, slot = of_row[a], places.begin[kind[a]] + places.step[kind[a]] * number[a]
+        if first_use[slot, 0] != rank[row] + 1:
+            first_use[slot, 0], first_use[slot, 1] = rank[row] + 1, count
             buffer[count], named[count] = kind[a], number[a]
             count += 1
-        after[place[slot]] = next_compute[next_compute[row]] if effect[a] == Effect.SEND else row
-    return buffer[:count], named[:count], after[:count]
+        after[first_use[slot, 1]] = next_compute[next_compute[row]] if effect[a] == Effect.SEND else row
+    return count

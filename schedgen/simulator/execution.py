@@ -1,0 +1,205 @@
+"""The execution of a program, event by event: the loop in which `simulate` spends its time.
+
+In: the list, what its rows wait for and how long things take, as arrays. Out: a `Run`, filled in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.instructions import Ints, Kind, Numbers, Op, Small
+from schedgen.ir.program import Program
+from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, Times
+from schedgen.util.heap import least_leaf, set_leaf
+from schedgen.util.jit import kernel
+
+
+class Listed(NamedTuple):
+    """What the execution reads of a program."""
+
+    op: Small
+    rank: Ints
+    kind: Small
+    peer: Ints
+    row_offsets: Numbers  # by rank, and the end
+
+
+class Waiting(NamedTuple):
+    """What rows wait for, apart from the row before: as in `Waits`, and more by row; -1: none."""
+
+    first: Ints
+    sends: Ints
+    receiver: Ints
+    collective: Ints  # of ALLREDUCE and NORM, the one that they enter; of STEP, the one that it waits for
+    send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
+
+
+class Run(NamedTuple):
+    """What the execution fills in. NumPy makes it: for large arrays it asks the system for large pages."""
+
+    start: Times  # by row, as in `Simulation`
+    arrival: Times  # of SEND rows; -1 until it is known
+    idle: Times
+    cause: Small
+    sender: Ints  # of a receive; -1 until it is known
+    reached: NDArray[np.bool_]  # of SEND, receiving and collective rows
+    asleep: Ints  # by row, and behind all rows by collective: the first rank that sleeps on it; -1: none
+    complete: Times  # by collective: when the last member has come to it, then when it is done
+    outside: Numbers  # by collective: how many members are still to come
+    # By rank.
+    next_asleep: Ints  # the next that sleeps on the same; -1: none
+    at: Numbers  # its row
+    clock: Times
+    out_free: Times  # when its links are
+    in_free: Times
+    left: Numbers  # of `sends`: the first of what its row uses that may not have arrived
+    sent: Numbers  # of what its row frees or changes: a SEND that may not have arrived; -1: none
+    last: Times  # the last arrival of what has, and why that was waited for
+    last_cause: Numbers
+    tree: Times  # leaf by rank: when it acts next
+
+
+def new_run(program: Program, members: Numbers) -> Run:
+    """Before anything has happened. `members`: of each collective."""
+    rows, workers, collectives = len(program), program.header.workers, len(members)
+    leaves = 1 << max(workers - 1, 0).bit_length()
+    return Run(
+        start=np.zeros(rows),
+        arrival=np.full(rows, -1.0),
+        idle=np.zeros((workers, len(CAUSES))),
+        cause=np.full(rows, -1, np.int8),
+        sender=np.full(rows, -1, np.int32),
+        reached=np.zeros(rows, np.bool_),
+        asleep=np.full(rows + collectives, -1, np.int32),
+        complete=np.zeros(collectives),
+        outside=members.copy(),
+        next_asleep=np.full(workers, -1, np.int32),
+        at=program.bounds[:-1].copy(),
+        clock=np.zeros(workers),
+        out_free=np.zeros(workers),
+        in_free=np.zeros(workers),
+        left=np.zeros(workers, np.int64),
+        sent=np.full(workers, -1),
+        last=np.full(workers, -1.0),
+        last_cause=np.full(workers, -1),
+        tree=np.full(2 * leaves, np.inf),
+    )
+
+
+@kernel
+def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: bool, run: Run) -> None:
+    """Fill in `run`. `ring`: how long each collective takes; `free`: messages take no time and wait for nobody.
+
+    Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
+    what has no time yet sleeps on it: on a SEND's row, or on a collective, numbered behind all rows.
+    """
+    op, rank, kind, peer, row_offsets = listed
+    first, sends, receiver, collective, send_before = waiting
+    (
+        start, arrival, idle, cause, sender, reached, asleep, complete, outside, next_asleep, at, clock, out_free,
+        in_free, left, sent, last, last_cause, tree,
+    ) = run  # fmt: skip
+    rows, workers, leaves = len(op), len(row_offsets) - 1, len(tree) // 2
+    for row in range(rows):
+        if receiver[row] >= 0:
+            sender[receiver[row]] = row
+    for r in range(workers):
+        if at[r] < row_offsets[r + 1]:
+            left[r], sent[r] = first[at[r]], send_before[at[r]]
+            set_leaf(tree, leaves + r, 0.0)
+    reduced = 0.0  # when the last reduction is done
+    while tree[1] < np.inf:
+        r, now = least_leaf(tree, leaves), tree[1]
+        again = np.inf
+        while at[r] < row_offsets[r + 1]:
+            row = at[r]
+            o, entered, awaited = op[row], collective[row], -1
+            if o == Op.STEP or (o == Op.ALLREDUCE and (kind[row] == Kind.X or kind[row] == Kind.G)):
+                awaited = entered
+            if o == Op.STEP:
+                entered = -1
+            # What it waits for: a SEND or collective that has no time yet, or a time.
+            unknown, until, why = -1, clock[r], REDUCTION
+            while left[r] < first[row + 1] and arrival[sends[left[r]]] >= 0:
+                send = sends[left[r]]
+                if arrival[send] > last[r]:
+                    last[r], last_cause[r] = arrival[send], kind[send] - 1
+                left[r] += 1
+            if left[r] < first[row + 1]:
+                unknown = sends[left[r]]
+            elif receiver[row] < 0 and not free:  # what ends or changes a buffer waits for the SENDs of it
+                while sent[r] >= 0 and arrival[sent[r]] >= 0:
+                    send = sent[r]
+                    if arrival[send] > last[r]:
+                        last[r], last_cause[r] = arrival[send], SEND_CAUSE
+                    sent[r] = send_before[send]
+                unknown = sent[r]
+            if last[r] > until:
+                until, why = last[r], last_cause[r]
+            if entered >= 0 and not reached[row]:
+                reached[row] = True
+                outside[entered] -= 1
+                complete[entered] = max(complete[entered], clock[r])
+                if outside[entered] == 0:
+                    all_there = complete[entered]
+                    if o == Op.ALLREDUCE:
+                        begin = max(all_there, reduced) if kind[row] == Kind.T else all_there
+                        complete[entered] = begin + ring[entered]
+                    if awaited != entered:
+                        reduced = max(reduced, complete[entered])
+                    _wake(asleep, next_asleep, rows + entered, tree, leaves, all_there)
+            if o == Op.NORM:  # waits for every rank, and all of them have started their reductions
+                if outside[entered] > 0:
+                    unknown = rows + entered
+                elif reduced > until:
+                    until, why = reduced, REDUCTION
+            if awaited >= 0:
+                if outside[awaited] > 0:
+                    unknown = rows + awaited
+                elif complete[awaited] > until:
+                    until, why = complete[awaited], REDUCTION
+            if unknown >= 0:
+                next_asleep[r] = asleep[unknown]
+                asleep[unknown] = r
+                break
+            if until > now:
+                idle[r, why] += until - clock[r]
+                cause[row] = why
+                clock[r] = again = until
+                break
+            if now > clock[r]:  # woken: it stood still since its clock
+                idle[r, why] += now - clock[r]
+                cause[row] = why
+                clock[r] = now
+            start[row] = clock[r]
+            if o != Op.SEND:
+                clock[r] += lasts[row]
+            at[r] = row + 1
+            last[r] = -1.0
+            if row + 1 < row_offsets[r + 1]:
+                sent[r] = send_before[row + 1]
+            if receiver[row] >= 0 or sender[row] >= 0:
+                reached[row] = True
+                send = row if receiver[row] >= 0 else sender[row]
+                if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
+                    source, to = rank[send], peer[send]
+                    begin = start[send] if free else max(now, out_free[source], in_free[to])
+                    arrival[send] = out_free[source] = in_free[to] = begin + lasts[send]
+                    _wake(asleep, next_asleep, send, tree, leaves, arrival[send])
+            if clock[r] > now:
+                again = clock[r]
+                break
+        set_leaf(tree, leaves + r, again)
+
+
+@kernel
+def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, leaves: int, time: float) -> None:
+    """The ranks asleep on a row or collective act again at `time`."""
+    r = asleep[awaited]
+    asleep[awaited] = -1
+    while r >= 0:
+        set_leaf(tree, leaves + r, time)
+        r = next_asleep[r]
