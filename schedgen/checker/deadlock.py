@@ -20,7 +20,7 @@ def rule_4(proof: Proof, waits: Waits) -> None:
     """Refuse a program with rules 3, 6 and 7 proved whose ranks wait for one another in a circle."""
     length, collectives, workers = len(proof.program), len(waits.members), proof.header.workers
     reached = proof.program.bounds[:-1].copy()
-    _advance.sized(length)(
+    _advance.sized(2 * length)(
         proof.rank, proof.program.bounds, *waits[:4], waits.members.copy(), reached, np.zeros(workers, np.int64),
         np.full(length + collectives, -1, np.int32), np.full(workers, -1, np.int32), np.arange(workers),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def greedy(
     rank = np.empty(jobs, np.int64)
     rank[by_rank] = np.arange(jobs)
     limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
-    start = _greedy.sized(jobs)(
+    start = _greedy.sized(16 * jobs)(
         worker.astype(np.int64), rank, by_rank, *_edges(graph), length, graph.stages, graph.microbatches, limits,
         jobs if memory is None else memory,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def strict(
     delayed = np.zeros(len(worker), bool) if delayed_send is None else delayed_send & (following >= 0)
     ready = np.flatnonzero(waits == 0)
     stack = np.concatenate([ready, np.empty(len(worker) - len(ready), np.int64)])
-    run = _strict.sized(len(worker))
+    run = _strict.sized(4 * len(worker))
     start: Times = run(
         following, previous, delayed, waits, first_after, after, length, graph.microbatches, stack, len(ready)
     )

@@ -92,17 +92,16 @@ EMPTY = rows(0, np.zeros(0, np.int32))
 
 def write_lines(table: Rows, begin: int, end: int, last: bool, out: Bytes) -> int:
     """Write the lines of rows begin to end - 1, the last of all without its comma; the number of bytes."""
-    write = _write.sized(8 * len(table.op))
-    return write(*table[1:], begin, end, last, out, *TEMPLATES[:5], TEMPLATES.name_begin, TEMPLATES.name_length)
+    write = _write.sized(8 * (end - begin), ahead=8 * (len(table.op) - end))
+    return write(*table[1:], begin, end, last, out, 0, *TEMPLATES[:5], TEMPLATES.name_begin, TEMPLATES.name_length)
 
 
 @kernel
 def _write(
     op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, first_row: int, end_row: int, last: bool,
-    out: Bytes, letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers, name_begin: Numbers,
-    name_length: Numbers,
+    out: Bytes, at: int, letters: Bytes, begin: Numbers, length: Numbers, fields: Numbers, field: Numbers,
+    name_begin: Numbers, name_length: Numbers,
 ) -> int:  # fmt: skip
-    at = 0
     for row in range(first_row, end_row):
         o = op[row]
         for k in range(fields[o] + 1):
@@ -187,21 +186,21 @@ def read_lines(data: Bytes, state: State, limits: Limits) -> Taken:
     """
     most = len(data) // SHORTEST_LINE + 1
     columns: list[NDArray[Any]] = [np.empty(most, column.dtype) for column in EMPTY]
-    read = _read.sized(len(data) // 4)
+    read = _read.sized(len(data) // 2)
     sizes, divided = np.array(limits[:6], np.int64), np.array(limits.parts, np.int64)
-    taken, count, length, rank, inside, before, wrong = read(data, *state, sizes, divided, *columns, *TEMPLATES)
+    taken, count, length, rank, inside, before, wrong = read(data, 0, 0, *state, sizes, divided, *columns, *TEMPLATES)
     table = Rows(*(column[:length] for column in columns))
     return Taken(table, int(taken), int(count), State(int(rank), bool(inside), int(before)), bool(wrong))
 
 
 @kernel
 def _read(
-    data: Bytes, r: int, inside: bool, before: int, sizes: Numbers, divided: Numbers, rank: Ints, op: Small,
-    kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, letters: Bytes, begin: Numbers, length: Numbers,
+    data: Bytes, here: int, row: int, r: int, inside: bool, before: int, sizes: Numbers, divided: Numbers, rank: Ints,
+    op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, letters: Bytes, begin: Numbers, length: Numbers,
     fields: Numbers, field: Numbers, limit: Numbers, kinds: NDArray[np.bool_], name_begin: Numbers,
     name_length: Numbers, fewest: Numbers, most: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
-    row, count, here = 0, 0, 0
+    count = 0
     while r < sizes[WORKERS] and here < len(data):
         end = here
         while end < len(data) and data[end] != NEWLINE:

@@ -64,9 +64,13 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
         gradients._replace(pool=gradients.size),
         _Claims(lifetimes.begin[versions], lifetimes.end[versions], stage, sizes.weight[stage]),
     )
-    slot_of_claim, counts = _assign_slots.sized(len(program))(
-        program.bounds, _by_row(claims.begin, len(program)), _by_row(claims.end, len(program)), claims.pool
-    )
+    slot_of_claim, below = np.full((2, len(claims.pool)), -1, np.int32)
+    top, rank_of = np.full((2, int(claims.pool.max(initial=-1)) + 1), -1, np.int32)
+    counts = np.zeros(header.workers, np.int64)
+    _assign_slots.sized(len(program))(
+        program.bounds, _by_row(claims.begin, len(program)), _by_row(claims.end, len(program)), claims.pool,
+        slot_of_claim, below, top, rank_of, counts,
+    )  # fmt: skip
     slot, slotted = np.full(len(program), -1, np.int32), slot_of_claim >= 0
     slot[claims.begin[slotted]] = slot_of_claim[slotted]
     slot[lifetimes.begin[fetched]] = slot_of_claim[copy_of_part]
@@ -135,12 +139,14 @@ def _continue_versions(program: Program, begins: Ints, slot: Ints) -> None:
 
 
 @kernel
-def _assign_slots(row_offsets: Numbers, begins: Ints, ends: Ints, pool: Numbers) -> tuple[Ints, Numbers]:
-    """(slot by claim, how many slots each rank has), from the claim that begins, and that ends, at every row."""
-    slot, below = np.full(len(pool), -1, np.int32), np.full(len(pool), -1, np.int32)
-    pools = pool.max() + 1 if len(pool) else 0
-    top, rank_of = np.full(pools, -1, np.int32), np.full(pools, -1, np.int32)  # of a pool: the claim freed last
-    counts = np.zeros(len(row_offsets) - 1, np.int64)
+def _assign_slots(
+    row_offsets: Numbers, begins: Ints, ends: Ints, pool: Numbers, slot: Ints, below: Ints, top: Ints, rank_of: Ints,
+    counts: Numbers,
+) -> None:  # fmt: skip
+    """Fill `slot`, by claim, and how many each rank has, from the claim that begins, and that ends, at every row.
+
+    `top`: of a pool, on rank `rank_of`, the claim freed last, and `below`, by claim, the one freed before it; all -1.
+    """
     for rank in range(len(counts)):
         for row in range(row_offsets[rank], row_offsets[rank + 1]):
             for claim in (begins[row], ends[row]):
@@ -157,7 +163,6 @@ def _assign_slots(row_offsets: Numbers, begins: Ints, ends: Ints, pool: Numbers)
             if claim >= 0:
                 below[claim] = top[pool[claim]]
                 top[pool[claim]] = claim
-    return slot, counts
 
 
 def _shared_slots(program: Program, copies: _Claims) -> Numbers:

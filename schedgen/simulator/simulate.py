@@ -102,7 +102,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
             waits.first, waits.sends, waits.receiver, _awaited(program, waits), analysis.lifetimes.send_before
         )
         run = new_run(program, waits.members)
-        step(execute.sized(len(program)), listed, waiting, lasts, _rings(program, waits, sizes, machine),
+        step(execute.sized(4 * len(program)), listed, waiting, lasts, _rings(program, waits, sizes, machine),
              machine.has_free_messages, run)  # fmt: skip
         np.maximum(run.arrival, 0.0, out=run.arrival)
     return Simulation(program, sizes, run.start, run.arrival, run.idle, run.cause, lasts)

@@ -1,8 +1,11 @@
 """`kernel`: a decorator for loops that numba compiles when their input is large.
 
-A kernel takes only numbers and NumPy arrays, and may call other kernels. On small inputs it runs as plain Python, so
-that small commands do not wait for numba. On large inputs it is compiled, once per machine, because numba keeps the
-result on disk. Both ways give the same results, bit for bit.
+A kernel takes only numbers and NumPy arrays, and may call other kernels. While its work is small it runs as plain
+Python, so that small commands wait neither for numba nor for its compiler, which takes a second for a long kernel. Then
+it is compiled, once per machine, because numba keeps the result on disk. Both ways give the same results, bit for bit.
+
+numba compiles every NumPy function that a kernel calls, and a kernel again for a variable that begins as a constant: so
+kernels make no arrays, and get such numbers as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SMALL = 20_000  # elements of work: interpreting so many takes about as long as importing numba
+SMALL = 100_000  # elements of work, of a kernel in a process: interpreting so many takes a tenth of a second or two
 
 _compile_always = False  # set by compiled_always
 
@@ -38,16 +41,21 @@ class kernel(Generic[P, T]):
 
     def __init__(self, function: Callable[P, T]) -> None:
         """Nothing is compiled yet; `function` uses only what numba's nopython mode supports."""
-        self.function = function
+        self.function, self.done = function, 0
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the Python function; in a kernel that `sized` gave, the name of another one means what it gives."""
         return self.function(*args, **kwargs)
 
-    def sized(self, work: int) -> Callable[..., T]:
-        """The function to call on `work` elements: interpreted below SMALL, else compiled."""
-        small = work < SMALL and not _compile_always
+    def sized(self, work: int, ahead: int = 0) -> Callable[..., T]:
+        """The function to call on `work` elements, a microsecond of Python each, where calls for `ahead` will follow.
+
+        It is compiled when these and the work of all calls before add up to SMALL: so no number of calls takes twice
+        the time that it would take if it were known.
+        """
+        self.done += work
+        small = self.done + ahead < SMALL and not _compile_always
         return cast(Callable[..., T], (_interpreted if small else _compiled)(self.function))
 
 
