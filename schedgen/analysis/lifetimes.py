@@ -138,7 +138,7 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     send_before = np.full(len(program), -1, np.int32)
     places = slots(numbers)
     code, access, lives, uses = _follow.sized(4 * len(program))(
-        program.rows.rank, *accesses[:3], number, places, np.zeros((places.count, 4), np.int32),
+        program.rows.rank, *accesses[:3], number, places, np.zeros((places.total, 4), np.int32),
         np.zeros(len(Buffer), np.int64), owner, versions, rank, buffer, named, begin, end, users, received, send_before,
     )  # fmt: skip
     of_partial = np.flatnonzero(buffer[:lives] == Buffer.PARTIAL)

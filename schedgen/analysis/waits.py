@@ -32,7 +32,7 @@ def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Wa
     receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends
     first = np.zeros(length + 1, np.int32)
-    np.cumsum(np.bincount(lifetimes.users, minlength=length), out=first[1:])
+    first[1:] = np.cumsum(np.bincount(lifetimes.users, minlength=length))
     collective, members = np.full(length, -1, np.int32), [np.zeros(0, np.int64)]
     begin = 0
     for group, rows in entries(program):

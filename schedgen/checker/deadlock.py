@@ -79,7 +79,6 @@ def _advance(
                 runnable[top] = woken
                 top += 1
                 woken = next_asleep[woken]
-    return at
 
 
 def _circle(proof: Proof, waits: Waits, at: Numbers) -> list[int]:

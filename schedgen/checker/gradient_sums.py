@@ -78,7 +78,8 @@ def rule_5(proof: Proof) -> None:
 def _ties(proof: Proof) -> Numbers:
     """The rows that sum up a tie."""
     sums = proof.rows_of(Op.ALLREDUCE)
-    return sums[proof.kind[sums] == Kind.T]
+    ties: Numbers = sums[proof.kind[sums] == Kind.T]
+    return ties
 
 
 def _said(proof: Proof, unit: int) -> str:

@@ -64,7 +64,7 @@ def greedy(
     """When each job starts. `caps`: by stage, the most microbatches in flight on a worker; `memory`: saved forwards."""
     jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
-    by_rank = stable_order(n)
+    by_rank = np.argsort(n, kind="stable")
     rank = np.empty(jobs, np.int64)
     rank[by_rank] = np.arange(jobs)
     limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
@@ -116,7 +116,7 @@ def _edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
 
 def by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
     """The jobs sorted by worker and then by key."""
-    order = stable_order(key)
+    order = np.argsort(key, kind="stable")
     return order[stable_order(worker[order])]
 
 

@@ -64,7 +64,7 @@ class Slots(NamedTuple):
 
     begin: Numbers
     step: Numbers
-    count: int
+    total: int
 
 
 def slots(numbers: Numbers) -> Slots:

@@ -196,8 +196,8 @@ def read_lines(data: Bytes, state: State, limits: Limits) -> Taken:
 @kernel
 def _read(
     data: Bytes, here: int, row: int, r: int, inside: bool, before: int, sizes: Numbers, divided: Numbers, rank: Ints,
-    op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, letters: Bytes, begin: Numbers, length: Numbers,
-    fields: Numbers, field: Numbers, limit: Numbers, kinds: NDArray[np.bool_], name_begin: Numbers,
+    op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, letters: Bytes, begin: Numbers,
+    length: Numbers, fields: Numbers, field: Numbers, limit: Numbers, kinds: NDArray[np.bool_], name_begin: Numbers,
     name_length: Numbers, fewest: Numbers, most: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
     count = 0

@@ -110,7 +110,7 @@ class Program:
         """Put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
         order: slice | NDArray[np.int64] = slice(None)
         if (after[1:] < after[:-1]).any():
-            order = stable_order(after)
+            order = np.argsort(after, kind="stable")
             after = after[order]
         places = after + 1 + np.arange(len(after))
         is_old = np.ones(len(self) + len(after), bool)

@@ -23,7 +23,7 @@ def emit_jobs(header: Header, start: Times, placed: PlacedScheme) -> Program:
     d, s, b = (index.ravel() for index in np.indices(header.compute.shape, np.int32))
     worker = header.compute.ravel()
     order = stable_order(worker)
-    order = order[stable_order(start[order])]
+    order = order[np.argsort(start[order], kind="stable")]
     ops = np.array(OPS[len(header.compute)], np.int32)[d]
     if placed.unsplit_backward.any():
         unsplit = placed.unsplit_backward[s, b]

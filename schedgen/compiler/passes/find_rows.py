@@ -21,9 +21,7 @@ def job_rows(program: Program, *ops: Op) -> RowNumbers:
     return by_job
 
 
-def defining_rows(
-    program: Program, kind: Kind, job: RowNumbers, stage: RowNumbers | Ints, mb: RowNumbers, consumer: RowNumbers
-) -> RowNumbers:
+def defining_rows(program: Program, kind: Kind, job: RowNumbers, stage: Ints, mb: Ints, consumer: Ints) -> RowNumbers:
     """The rows behind which x or g of these names are complete: of their jobs, or the last ALLREDUCE over shards."""
     header, table = program.header, program.rows
     sums = program.rows_of(Op.ALLREDUCE)
@@ -31,7 +29,7 @@ def defining_rows(
     if not len(sums):
         return job
 
-    def key(stage: RowNumbers | Ints, mb: RowNumbers | Ints, consumer: RowNumbers | Ints) -> RowNumbers:
+    def key(stage: Ints, mb: Ints, consumer: Ints) -> RowNumbers:
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
     keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])

@@ -16,7 +16,6 @@ from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op, Small
 from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel
-from schedgen.util.sort import stable_order
 
 FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
@@ -32,11 +31,11 @@ def free(program: Program) -> Program:
     places = slots(np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0))
     buffer, (number, after) = np.empty(most, np.int8), np.empty((2, most), np.int32)
     count = _last_uses.sized(4 * len(program))(
-        table.rank, program.is_one_of(*COMPUTE), *done, places, np.zeros((places.count, 2), np.int32),
+        table.rank, program.is_one_of(*COMPUTE), *done, places, np.zeros((places.total, 2), np.int32),
         np.empty(len(program), np.int32), buffer, number, after,
     )  # fmt: skip
     del done, begins  # a third of the memory at hand
-    order = stable_order(after[:count])
+    order = np.argsort(after[:count], kind="stable")
     buffer, number, after = buffer[order], number[order], after[order]
     stage, mb, via = operands(header, buffer, number)
     kind_of = np.zeros(len(Buffer), np.int8)

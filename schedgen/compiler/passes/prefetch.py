@@ -18,12 +18,16 @@ def prefetch(program: Program, placed: PlacedScheme) -> Program:
     """The program with its RECVs earlier, each directly before the compute instruction that many jobs back."""
     if not placed.options.prefetch:
         return program
-    receives = np.flatnonzero(program.rows.op == Op.RECV)
+    receives = program.rows_of(Op.RECV)
     behind = earlier_compute(program, receives, placed.options.prefetch) - 1
-    rest = np.ones(len(program), bool)
-    rest[receives] = False
-    kept_until = np.zeros(len(program) + 1, np.int64)  # by row + 1: how many of the rows up to it stay
-    np.cumsum(rest, out=kept_until[1:])
-    assert program.time is not None
-    kept = Program(program.header, program.rows.take(np.flatnonzero(rest)), program.time[rest])
-    return kept.insert(program.rows.take(receives), after=kept_until[behind + 1] - 1)
+    stays = ~program.is_one_of(Op.RECV)
+    kept_until = np.zeros(len(program) + 1, np.int32)  # by row + 1: how many of the rows up to it stay
+    kept_until[1:] = np.cumsum(stays)
+    after = kept_until[behind + 1]
+    order = np.argsort(after, kind="stable")
+    places = after[order] + np.arange(len(receives))
+    is_moved = np.zeros(len(program), bool)
+    is_moved[places] = True
+    source = np.empty(len(program), np.int64)  # by row: the row that it was
+    source[places], source[~is_moved] = receives[order], np.flatnonzero(stays)
+    return Program(program.header, program.rows.take(source))

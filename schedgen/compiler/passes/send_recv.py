@@ -11,7 +11,8 @@ import numpy as np
 
 from schedgen.compiler.passes.find_rows import RowNumbers, defining_rows, job_rows, next_compute
 from schedgen.compiler.place import Flags, PlacedScheme
-from schedgen.ir.instructions import AnyInts, B, F, Ints, Kind, Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import B, F, Ints, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
@@ -27,57 +28,57 @@ def send_recv(program: Program, placed: PlacedScheme) -> Program:
 
 def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, RowNumbers]:
     header, graph = program.header, program.header.graph
-    b = np.arange(header.microbatches)
-    outputs = header.stages + 1 if graph.per_consumer else 1  # of a stage: consumer + 1, or 0 where all read the same
-    keys = [np.empty(0, np.int64)]  # (producer, output, microbatch, worker) as one number
+    readers: dict[tuple[int, int], list[int]] = {}  # by producer and output, the stages that read it
     for producer, consumer in graph.edges:
-        key = producer * outputs + graph.output_consumer(producer, consumer) + 1
-        job = (key * header.microbatches + b) * header.workers
-        places = header.compute[: B + 1, consumer]  # of the forward, and of the backward if there is one
-        keys += [job + place for place in (places if (places != places[F]).any() else places[:1])]
-    messages = np.concatenate(keys)
-    if (messages[1:] <= messages[:-1]).any():
-        messages = np.unique(messages)
-    message, to = np.divmod(messages, header.workers)
-    buffer, mb = np.divmod(message, header.microbatches)
-    stage, output = np.divmod(buffer, outputs)
+        readers.setdefault((producer, graph.output_consumer(producer, consumer)), []).append(consumer)
+    messages = [np.empty((2, 0), np.int32), *(_receivers(header, *output) for output in sorted(readers.items()))]
+    lengths = [message.shape[1] for message in messages[1:]]
+    stage, consumer = np.repeat(np.array(sorted(readers), np.int32).reshape(-1, 2), lengths, axis=0).T
+    mb, to = np.concatenate(messages, axis=1)
     source = header.compute[F, stage, mb]
-    far = source != to
-    stage, mb, consumer, to, source = stage[far], mb[far], output[far] - 1, to[far], source[far]
     forward = job_rows(program, Op.FWD)[stage, mb]
     after = defining_rows(program, Kind.X, forward, stage, mb, consumer)
-    delayed = delayed_send[stage, mb]
-    after[delayed] = np.maximum(after[delayed], next_compute(program, forward[delayed]))
+    if delayed_send.any():
+        delayed = delayed_send[stage, mb]
+        after[delayed] = np.maximum(after[delayed], next_compute(program, forward[delayed]))
     return _pairs(Kind.X, stage, mb, consumer, source, to, after)
+
+
+def _receivers(header: Header, output: tuple[int, int], readers: list[int]) -> Ints:
+    """(microbatch, worker) of all messages of one output of a stage, in this order; shape (2, messages)."""
+    # Of the readers' forwards, and of their backwards if there are any: by microbatch, ascending.
+    places = np.sort(header.compute[: B + 1, readers].reshape(-1, header.microbatches), axis=0)
+    far = places != header.compute[F, output[0]]
+    far[1:] &= places[1:] != places[:-1]  # once to each
+    mb, place = np.nonzero(far.T)
+    return np.array([mb, places[place, mb]], np.int32)
 
 
 def _gradients(program: Program) -> tuple[Rows, RowNumbers]:
     header, graph = program.header, program.header.graph
     producer, consumer = np.array(graph.edges, np.int64).reshape(-1, 2).T
-    operand = np.array([graph.gradient_consumer(p, c) for p, c in graph.edges], np.int64)
+    operand = np.array([graph.gradient_consumer(p, c) for p, c in graph.edges], np.int32)
     source, to = header.compute[B, consumer], header.compute[B, producer]
-    edge, mb = np.nonzero(source != to)
+    edge, mb = (index.astype(np.int32) for index in np.nonzero(source != to))
+    stage, via = producer.astype(np.int32)[edge], operand[edge]
     backward = job_rows(program, Op.BWD, Op.BWD_I)[consumer[edge], mb]
-    after = defining_rows(program, Kind.G, backward, producer[edge], mb, operand[edge])
-    return _pairs(Kind.G, producer[edge], mb, operand[edge], source[edge, mb], to[edge, mb], after)
+    after = defining_rows(program, Kind.G, backward, stage, mb, via)
+    return _pairs(Kind.G, stage, mb, via, source[edge, mb], to[edge, mb], after)
 
 
 def _pairs(
-    kind: Kind, stage: RowNumbers, mb: RowNumbers, consumer: RowNumbers, source: RowNumbers | Ints,
-    to: RowNumbers | Ints, after: RowNumbers,
-) -> tuple[Rows, RowNumbers]:  # fmt: skip
+    kind: Kind, stage: Ints, mb: Ints, consumer: Ints, source: Ints, to: Ints, after: RowNumbers
+) -> tuple[Rows, RowNumbers]:
     """A SEND and its RECV for every message, one after the other, in the order of `after`."""
     order = np.argsort(after, kind="stable")
-    stage, mb, consumer = stage[order], mb[order], consumer[order]
 
-    def interleaved(of_send: AnyInts, of_recv: AnyInts) -> Ints:
+    def interleaved(of_send: Ints, of_recv: Ints) -> Ints:
         both = np.empty(2 * len(order), np.int32)
-        both[::2], both[1::2] = of_send, of_recv
+        both[::2], both[1::2] = of_send[order], of_recv[order]
         return both
 
     ops = np.tile(np.array([Op.SEND, Op.RECV], np.int8), len(order))
     stages, mbs, consumers = (interleaved(column, column) for column in (stage, mb, consumer))
-    sender, receiver = source[order], to[order]
-    rank, peer = interleaved(sender, receiver), interleaved(receiver, sender)
+    rank, peer = interleaved(source, to), interleaved(to, source)
     new = rows(ops, rank, kind=kind, stage=stages, mb=mbs, consumer=consumers, peer=peer)
     return new, np.repeat(after[order], 2)
