@@ -26,7 +26,9 @@ class Run:
         """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
         file = read_schedule(comm, options.file)
-        self.session = Session(comm, file if options.trace else file._replace(all_ranks=None), options.timeout)
+        if not options.trace:
+            file = file._replace(all_ranks=None)  # now the rows of other ranks can go
+        self.session = Session(comm, file, options.timeout)
         with contextlib.ExitStack() as end:
             end.push(self.session.end)  # if the set-up fails; else in the end of the run
             self._set_up()

@@ -16,12 +16,13 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS, Instruction, Ints
 from schedgen.ir.limits import MOST_ROWS, Limits
 from schedgen.ir.line_codec import LONGEST_LINE, NO_COMMA, State, read_lines, write_lines
-from schedgen.ir.program import Program, Rows, concatenate, rows
+from schedgen.ir.program import Program, Rows, rows
 from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
 from schedgen.util.errors import RefusedFile, clip
@@ -251,14 +252,15 @@ class _Lines:
 def _read_programs(lines: _Lines, limits: Limits) -> Rows:
     """Every rank's list, up to and with the bracket that ends them all."""
     state = State()
-    blocks: list[Rows] = []
+    blocks: list[list[NDArray[Any]]] = [[] for _ in Rows._fields]  # by column
     length = 0
     with counted("read", None, " instructions") as done:
         while state.rank < limits.workers:
             more = lines.read_block()
             taken = read_lines(np.frombuffer(lines.rest, np.uint8), state, limits)
             state = taken.state
-            blocks.append(taken.rows)
+            for column, block in zip(blocks, taken.rows.columns(), strict=True):
+                column.append(block.copy())  # of what was made for the shortest lines
             length += len(taken.rows.op)
             if length > MOST_ROWS:
                 raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
@@ -268,7 +270,7 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
             done(len(taken.rows.op))
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
-    return concatenate(blocks)
+    return Rows(*(np.concatenate(blocks.pop(0)) for _ in Rows._fields))  # each column's blocks go when it is whole
 
 
 def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:

@@ -11,15 +11,21 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import pickle
+import re
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+import schedgen.util.jit
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.ir.file import read, write
@@ -29,6 +35,8 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
+P = ParamSpec("P")
+T = TypeVar("T")
 CASES = (("interleaved-1f1b", "Interleaved1F1B"), ("zb-v", "ZBVZeroBubble"))
 
 
@@ -134,24 +142,69 @@ def keep(file: Path, microbatches: int) -> None:
 
 
 def large(workers: int, microbatches: int) -> None:
-    """Many workers: there and back through a file in memory."""
-    begin = time.perf_counter()
-    sizes = Sizes(workers, microbatches)
-    program = compile(load("1f1b", sizes), sizes)
-    check(program)
-    file = io.BytesIO()
-    write(program, file)
-    length, size = len(program), file.tell()
-    del program
-    file.seek(0)
-    again, fault = read(file, "file")
+    """LPP of at most 64 stages on many workers: compiled, checked and written here, then read by another process."""
+    sizes = lpp(workers, microbatches)
+    warm_up()
+    laps = Laps()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        program = laps.time("compile", compile, load("lpp", sizes), sizes)
+        laps.time("check", check, program)
+        laps.time("write", write, program, file)
+        file.flush()
+        size = f"{len(program):,} instructions, {file.tell() / 1e6:,.0f} MB"
+        print(f"lpp, {workers:,} workers, {size}: us of CPU an instruction", flush=True)
+        laps.show(len(program))
+        del program
+        subprocess.run([sys.executable, __file__, "--read", file.name], check=True)
+
+
+def read_alone(name: str) -> None:
+    """What rank 0 does with a file, and simulate: read, check, pickle every rank's part."""
+    warm_up()
+    laps = Laps()
+    with Path(name).open("rb") as file:
+        program, fault = laps.time("read", read, file, name)
     assert fault is None
-    simulate(again, again.header.cost)
-    seconds = time.perf_counter() - begin
-    print(
-        f"{workers:,} workers, {length:,} instructions, {size / 1e6:.0f} MB: compiled, checked, written, read back "
-        f"and simulated in {seconds:.0f} s"
-    )
+    laps.time("check", check, program)
+    laps.time("parts", lambda: [len(pickle.dumps(program.rows.take(slice(a, b)))) for a, b in pairwise(program.bounds)])
+    laps.show(len(program))
+    laps.time("simulate", simulate, program, program.header.cost)
+    laps.show(len(program))
+
+
+def lpp(workers: int, microbatches: int) -> Sizes:
+    """Sizes of groups of at most 64 workers, with a stage each."""
+    return Sizes(min(64, workers), microbatches, workers, groups=max(workers // 64, 1))
+
+
+def warm_up() -> None:
+    """Load, or compile, all kernels."""
+    schedgen.util.jit.SMALL = 0
+    sizes, file = lpp(4, 8), io.BytesIO()
+    write(compile(load("lpp", sizes), sizes), file)
+    file.seek(0)
+    program, _ = read(file, "file")
+    check(program)
+    simulate(program, program.header.cost)
+
+
+class Laps:
+    """CPU seconds by part, and the most memory so far."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        begin = time.process_time()
+        result = function(*args, **kwargs)
+        self.seconds[name] = time.process_time() - begin
+        return result
+
+    def show(self, length: int) -> None:
+        # Not ru_maxrss, which begins with that of the process that started this one.
+        peak = 1024 * int(re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[0])
+        parts = "  ".join(f"{name} {1e6 * seconds / length:.3f}" for name, seconds in self.seconds.items())
+        print(f"  {parts}  |  peak memory {peak / 1e6:,.0f} MB, {peak / length:.0f} bytes an instruction", flush=True)
 
 
 def main() -> None:
@@ -161,10 +214,18 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--history", type=Path, help="measure compile, check and simulate, and append a line to it")
+    parser.add_argument("--large", type=int, metavar="WORKERS", help="only LPP on so many workers, part by part")
+    parser.add_argument("--read", metavar="FILE", help="only what a reader of a file does")
     parser.add_argument("--quick", action="store_true", help="few ranks and microbatches: whether it runs at all")
     options = parser.parse_args()
     if options.one:
         one(options.ranks, options.one)
+        return
+    if options.large:
+        large(options.large, options.microbatches)
+        return
+    if options.read:
+        read_alone(options.read)
         return
     if options.history:
         keep(options.history, 4 if options.quick else 4000)
@@ -172,11 +233,11 @@ def main() -> None:
     if options.quick:
         beside_torch(4, 8, 1)
         growth(4, [4])
-        large(8, 4)
+        large(128, 4)
         return
     beside_torch(options.ranks, options.microbatches, options.runs)
     growth(64, [160, 1600, 16000])
-    large(4096, 256)
+    large(4096, 1600)
 
 
 if __name__ == "__main__":
