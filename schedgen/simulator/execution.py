@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.instructions import Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program
@@ -21,7 +20,6 @@ class Listed(NamedTuple):
     """What the execution reads of a program."""
 
     op: Small
-    rank: Ints
     kind: Small
     peer: Ints
     row_offsets: Numbers  # by rank, and the end
@@ -32,7 +30,7 @@ class Waiting(NamedTuple):
 
     first: Ints
     sends: Ints
-    receiver: Ints
+    partner: Ints  # of a SEND: the RECV or FETCH_W; of these: the SEND
     collective: Ints  # of ALLREDUCE and NORM, the one that they enter; of STEP, the one that it waits for
     send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
 
@@ -44,14 +42,13 @@ class Run(NamedTuple):
     arrival: Times  # of SEND rows; -1 until it is known
     idle: Times
     cause: Small
-    sender: Ints  # of a receive; -1 until it is known
-    reached: NDArray[np.bool_]  # of SEND, receiving and collective rows
     asleep: Ints  # by row, and behind all rows by collective: the first rank that sleeps on it; -1: none
     complete: Times  # by collective: when the last member has come to it, then when it is done
     outside: Numbers  # by collective: how many members are still to come
     # By rank.
     next_asleep: Ints  # the next that sleeps on the same; -1: none
     at: Numbers  # its row
+    came: Numbers  # the last row with which it has come to a collective
     clock: Times
     out_free: Times  # when its links are
     in_free: Times
@@ -71,13 +68,12 @@ def new_run(program: Program, members: Numbers) -> Run:
         arrival=np.full(rows, -1.0),
         idle=np.zeros((workers, len(CAUSES))),
         cause=np.full(rows, -1, np.int8),
-        sender=np.full(rows, -1, np.int32),
-        reached=np.zeros(rows, np.bool_),
         asleep=np.full(rows + collectives, -1, np.int32),
         complete=np.zeros(collectives),
         outside=members.copy(),
         next_asleep=np.full(workers, -1, np.int32),
         at=program.bounds[:-1].copy(),
+        came=np.full(workers, -1),
         clock=np.zeros(workers),
         out_free=np.zeros(workers),
         in_free=np.zeros(workers),
@@ -96,16 +92,13 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
     Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
     what has no time yet sleeps on it: on a SEND's row, or on a collective, numbered behind all rows.
     """
-    op, rank, kind, peer, row_offsets = listed
-    first, sends, receiver, collective, send_before = waiting
+    op, kind, peer, row_offsets = listed
+    first, sends, partner, collective, send_before = waiting
     (
-        start, arrival, idle, cause, sender, reached, asleep, complete, outside, next_asleep, at, clock, out_free,
-        in_free, left, sent, last, last_cause, tree,
+        start, arrival, idle, cause, asleep, complete, outside, next_asleep, at, came, clock, out_free, in_free,
+        left, sent, last, last_cause, tree,
     ) = run  # fmt: skip
     rows, workers, leaves = len(op), len(row_offsets) - 1, len(tree) // 2
-    for row in range(rows):
-        if receiver[row] >= 0:
-            sender[receiver[row]] = row
     for r in range(workers):
         if at[r] < row_offsets[r + 1]:
             left[r], sent[r] = first[at[r]], send_before[at[r]]
@@ -130,7 +123,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 left[r] += 1
             if left[r] < first[row + 1]:
                 unknown = sends[left[r]]
-            elif receiver[row] < 0 and not free:  # what ends or changes a buffer waits for the SENDs of it
+            elif o != Op.SEND and not free:  # what ends or changes a buffer waits for the SENDs of it
                 while sent[r] >= 0 and arrival[sent[r]] >= 0:
                     send = sent[r]
                     if arrival[send] > last[r]:
@@ -139,8 +132,8 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
                 unknown = sent[r]
             if last[r] > until:
                 until, why = last[r], last_cause[r]
-            if entered >= 0 and not reached[row]:
-                reached[row] = True
+            if entered >= 0 and came[r] != row:
+                came[r] = row
                 outside[entered] -= 1
                 complete[entered] = max(complete[entered], clock[r])
                 if outside[entered] == 0:
@@ -181,11 +174,11 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
             last[r] = -1.0
             if row + 1 < row_offsets[r + 1]:
                 sent[r] = send_before[row + 1]
-            if receiver[row] >= 0 or sender[row] >= 0:
-                reached[row] = True
-                send = row if receiver[row] >= 0 else sender[row]
-                if arrival[send] < 0 and reached[send] and (free or reached[receiver[send]]):
-                    source, to = rank[send], peer[send]
+            other = partner[row]
+            if other >= 0:
+                is_send, met = o == Op.SEND, at[peer[row]] > other
+                send, source, to = (row, r, peer[row]) if is_send else (other, peer[row], r)
+                if arrival[send] < 0 and (met or (free and is_send)):
                     begin = start[send] if free else max(now, out_free[source], in_free[to])
                     arrival[send] = out_free[source] = in_free[to] = begin + lasts[send]
                     _wake(asleep, next_asleep, send, tree, leaves, arrival[send])

@@ -97,10 +97,10 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
         analysis = analyse(program)
         waits = step(lambda: analysis.waits)
         lasts = step(_durations, program, cost, machine, sizes)
-        listed = Listed(table.op, table.rank, table.kind, table.peer, program.bounds)
-        waiting = Waiting(
-            waits.first, waits.sends, waits.receiver, _awaited(program, waits), analysis.lifetimes.send_before
-        )
+        partner = waits.receiver.copy()
+        partner[analysis.messages.receives] = analysis.messages.sends
+        listed = Listed(table.op, table.kind, table.peer, program.bounds)
+        waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
         run = new_run(program, waits.members)
         step(execute.sized(4 * len(program)), listed, waiting, lasts, _rings(program, waits, sizes, machine),
              machine.has_free_messages, run)  # fmt: skip

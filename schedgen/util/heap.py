@@ -63,7 +63,10 @@ def set_leaf(tree: Times, node: int, key: float) -> None:
     tree[node] = key
     while node > 1:
         node //= 2
-        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+        least = min(tree[2 * node], tree[2 * node + 1])
+        if tree[node] == least:
+            return
+        tree[node] = least
 
 
 @kernel
