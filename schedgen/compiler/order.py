@@ -11,7 +11,7 @@ Messages take no time here (Rahimi 2025, section "Latency, network, and memory u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,14 +68,47 @@ def greedy(
     rank = np.empty(jobs, np.int64)
     rank[by_rank] = np.arange(jobs)
     limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
-    start = _greedy.sized(16 * jobs)(
-        worker.astype(np.int64), rank, by_rank, *_edges(graph), length, graph.stages, graph.microbatches, limits,
-        jobs if memory is None else memory,
-    )  # fmt: skip
+    most = jobs if memory is None else memory
+    start, queues = np.full(jobs, -1.0), _queues(graph, worker, most < jobs or bool(limits.min() < jobs))
+    _greedy.sized(16 * jobs)(
+        worker, rank, by_rank, *_edges(graph), length, graph.stages, graph.microbatches, limits, most, queues, start
+    )
     if (start < 0).any():
         what = "cap" if memory is None else "memory limit" if caps is None else "cap and memory limit"
         raise UsageError(f"{what} stops the schedule: {_cycle(graph, worker, start, np.full(jobs, -1))}")
     return start
+
+
+class _Queues(NamedTuple):
+    """What `_greedy` has of each worker, one behind the other: worker v's heaps begin at base[v]."""
+
+    limited: bool
+    base: Numbers
+    now: Numbers  # a heap of jobs that may start now, by rank
+    later: Numbers  # a heap of jobs that may start later, by time and rank
+    blocked: Numbers  # forwards beyond a limit
+    now_size: Numbers
+    later_size: Numbers
+    blocked_size: Numbers
+    saved: Numbers  # forwards in flight: of all stages ...
+    in_flight: Numbers  # ... and by stage, (workers, stages)
+    ready: Times  # by job, and behind that of the room that each makes: when it is there
+    free_at: Times
+    tree: Times  # leaf by worker: when it can start a job
+
+
+def _queues(graph: JobGraph, worker: Ints, limited: bool) -> _Queues:
+    """Empty ones; `limited`: room is needed for what jobs make room for."""
+    jobs, workers = len(worker), int(worker.max()) + 1
+    most = np.bincount(worker, minlength=workers)
+    if limited:
+        most += 2 * np.bincount(worker[: graph.stages * graph.microbatches], minlength=workers)
+    heaps, sizes = np.empty((3, int(most.sum())), np.int64), np.zeros((4, workers), np.int64)
+    leaves = 1 << (workers - 1).bit_length()
+    return _Queues(
+        limited, np.append(0, np.cumsum(most)), *heaps, *sizes, np.zeros((workers, graph.stages), np.int64),
+        np.zeros(2 * jobs), np.zeros(workers), np.full(2 * leaves, np.inf),
+    )  # fmt: skip
 
 
 def strict(
@@ -158,42 +191,26 @@ def _strict(
 
 @kernel
 def _greedy(
-    worker: Numbers, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers,
-    length: Times, stages: int, batches: int, caps: Numbers, memory: int,
-) -> Times:  # fmt: skip
-    """When each job starts; -1 for those that a limit holds back for ever.
+    worker: Ints, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers, length: Times,
+    stages: int, batches: int, caps: Numbers, memory: int, queues: _Queues, start: Times,
+) -> None:  # fmt: skip
+    """Fill in when each job starts; what a limit holds back for ever stays -1.
 
-    Each worker has two heaps in one segment of an array: jobs that may start now, by rank, and jobs that may start
-    later, by time and rank. A tree over the workers finds the worker v that can start a job first. Forwards beyond a
-    limit lie in `blocked`; a backward that makes room for them is an item of its own in `later`, numbered from `jobs`
-    up, and returns them to `now`.
+    A tree over the workers finds the worker v that can start a job first. Forwards beyond a limit lie in `blocked`; a
+    backward that makes room for them is an item of its own in `later`, numbered from `jobs` up, and returns them to
+    `now`.
     """
-    jobs, workers = len(worker), worker.max() + 1
-    limited = memory < jobs or caps.min() < jobs
+    limited, base, now, later, blocked, now_size, later_size, blocked_size, saved, in_flight, ready, free_at, tree = (
+        queues
+    )
+    jobs, workers, leaves = len(worker), len(free_at), len(tree) // 2
     last = jobs // (stages * batches) - 1  # the direction that ends a microbatch on a stage
-    start = np.full(jobs, -1.0)
-    ready = np.zeros(2 * jobs)  # of jobs, and of the room they make
-    free_at = np.zeros(workers)
-    base = np.zeros(workers + 1, np.int64)
-    for job in range(jobs):
-        base[worker[job] + 1] += 1
-        if limited and job < stages * batches:
-            base[worker[job] + 1] += 2
-    base = np.cumsum(base)
-    now, later, blocked = np.empty(base[-1], np.int64), np.empty(base[-1], np.int64), np.empty(base[-1], np.int64)
-    now_size, later_size = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
-    blocked_size, saved = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
-    in_flight = np.zeros((workers, stages), np.int64)
-    no_time = np.zeros(0)
+    no_time = start[:0]
     for job in range(jobs):
         if waits[job] == 0:
             v = worker[job]
             push(later[base[v] : base[v + 1]], later_size[v], rank[job], ready, by_rank)
             later_size[v] += 1
-    leaves = 1
-    while leaves < workers:
-        leaves *= 2
-    tree = np.full(2 * leaves, np.inf)  # tree[leaves + v]: when worker v can start a job
     for v in range(workers):
         set_leaf(tree, leaves + v, 0.0 if later_size[v] else np.inf)
     while tree[1] < np.inf:
@@ -263,7 +280,6 @@ def _greedy(
         elif later_size[v]:
             key = max(free_at[v], time_of(later_v[0], ready, by_rank))
         set_leaf(tree, leaves + v, key)
-    return start
 
 
 def _cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:

@@ -17,6 +17,7 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.jit import kernel
 
 # Numbers of three digits and more, several owners, relays, splits, limits.
 CASES = [
@@ -93,3 +94,14 @@ def test_numbers_of_every_size_are_read_alike(monkeypatch):
     first, second = both(monkeypatch, lambda: read(io.BytesIO(file.getvalue()), "file")[0])
     assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))
     assert first.rows.mb.max() == 299
+
+
+def test_a_kernel_is_compiled_when_its_work_adds_up(monkeypatch):
+    monkeypatch.setattr(schedgen.util.jit, "SMALL", 10)
+
+    def is_compiled(function):
+        return hasattr(function, "signatures")
+
+    often, one_of_many = kernel(lambda a: a + 1), kernel(lambda a: a + 2)
+    assert [is_compiled(often.sized(work)) for work in (4, 5, 1, 0)] == [False, False, True, True]
+    assert [is_compiled(one_of_many.sized(1, ahead)) for ahead in (8, 9)] == [False, True]
