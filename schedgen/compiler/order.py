@@ -103,11 +103,12 @@ def _queues(graph: JobGraph, worker: Ints, limited: bool) -> _Queues:
     most = np.bincount(worker, minlength=workers)
     if limited:
         most += 2 * np.bincount(worker[: graph.stages * graph.microbatches], minlength=workers)
-    heaps, sizes = np.empty((3, int(most.sum())), np.int64), np.zeros((4, workers), np.int64)
-    leaves = 1 << (workers - 1).bit_length()
+    now, later, blocked = np.empty((3, int(most.sum())), np.int64)
+    now_size, later_size, blocked_size, saved = np.zeros((4, workers), np.int64)
+    in_flight, tree = np.zeros((workers, graph.stages), np.int64), np.full(2 << (workers - 1).bit_length(), np.inf)
     return _Queues(
-        limited, np.append(0, np.cumsum(most)), *heaps, *sizes, np.zeros((workers, graph.stages), np.int64),
-        np.zeros(2 * jobs), np.zeros(workers), np.full(2 * leaves, np.inf),
+        limited, np.append(0, np.cumsum(most)), now, later, blocked, now_size, later_size, blocked_size, saved,
+        in_flight, np.zeros(2 * jobs), np.zeros(workers), tree,
     )  # fmt: skip
 
 
