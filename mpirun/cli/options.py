@@ -130,6 +130,11 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
         metavar="S",
         help="seconds after which a run in which nothing moves is ended; 0: never; default: 600",
     )
+    add(
+        "--graphs",
+        action="store_true",
+        help="capture the kernels of each job once, on a GPU, and replay them; not seen on a GPU yet",
+    )
     add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
     add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
@@ -211,6 +216,11 @@ def _common(parser: Parser) -> None:
         default="auto",
         help="messages from GPU memory as it is, or by way of the host's; default: as it is where MPI can and a trial "
         "shows that it does",
+    )
+    add(
+        "--stream-words",
+        action="store_true",
+        help="words in memory order a GPU's kernels and messages, in place of events; not seen on a GPU yet",
     )
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")

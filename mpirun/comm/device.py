@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -19,7 +20,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.cuda_graph import CudaGraph, memory_at
 from mpirun.comm.gpu_trial import messages_arrive
+from mpirun.comm.stream_words import CudaStreamOperations, StreamWords
 from schedgen.util.errors import UsageError
 
 WAYS = ("auto", "direct", "host")  # of --gpu-messages
@@ -35,15 +38,31 @@ class Mark(Protocol):
         """Kernels launched from now on into the current stream run after it; the host does not wait."""
 
 
+class Graph(Protocol):
+    """Kernels that are captured once, in the current stream, and launched together from then on."""
+
+    def capturing(self) -> contextlib.AbstractContextManager[None]:
+        """In it, what is launched into the stream is captured and not executed."""
+
+    def draw(self, number: int) -> None:
+        """In the capture: the draws that follow are from generator `number` of the graph."""
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        """Launch the kernels; `seeds`: of the generators."""
+
+
 class Device:
     """The CPU, and the interface of all devices."""
 
     kind: ClassVar[str] = "cpu"  # torch's type of device
     direct = True  # MPI takes its tensors as they are
+    has_graphs = False
 
     def __init__(self) -> None:
         """Nothing needs to be prepared on a CPU."""
         self.torch = torch.device("cpu")
+        self.words: StreamWords | None = None  # what orders transfers and kernels now, in place of events
+        self.all_words: StreamWords | None = None
 
     @property
     def description(self) -> str:
@@ -53,6 +72,10 @@ class Device:
     def mark(self) -> Mark | None:
         """A mark behind all work launched so far into the current stream; None if that is done already."""
         return None
+
+    def use_words(self, ready: bool) -> None:
+        """Use words from now on, if there are any; `ready`: nothing has to be allocated or loaded in a step."""
+        self.words = self.all_words if ready else None
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
         """In it, this thread launches into the stream of copies to the host (`out`) or from it."""
@@ -68,6 +91,28 @@ class Device:
 
     def finish(self) -> None:
         """Wait for all work launched so far."""
+
+    def release(self) -> None:
+        """Give back what the allocator keeps to use again."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in its memory."""
+        return tensor.device.type == self.kind
+
+    def graph(self, draws: int) -> Graph:
+        """An empty graph; `draws`: of how many generators. What it allocates is of a pool that all graphs share."""
+        raise NotImplementedError
+
+    def at(self, tensor: Tensor) -> Tensor:
+        """The memory of a tensor as another that does not keep it, with the same shape and type."""
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+        if not tensor.numel():
+            return torch.empty_like(tensor)
+        memory = self._memory(tensor.data_ptr(), extent * tensor.element_size())
+        return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride())
+
+    def _memory(self, address: int, size: int) -> Tensor:
+        raise NotImplementedError
 
     def use_in_thread(self) -> None:
         """Prepare a thread in which MPI will be called."""
@@ -99,15 +144,19 @@ class Cuda(Device):
     """One GPU, chosen by the rank's number on its host; several ranks may share one."""
 
     kind: ClassVar[str] = "cuda"
+    has_graphs = True
 
-    def __init__(self, comm: MPI.Intracomm, messages: str) -> None:
-        """`messages`: one of WAYS. Collective."""
+    def __init__(self, comm: MPI.Intracomm, messages: str, words: bool = False) -> None:
+        """`messages`: one of WAYS; `words`: of streams, in place of events. Collective."""
+        self.words = None
+        self.all_words = StreamWords(self.host, CudaStreamOperations()) if words else None
         same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
         number = same_host.rank
         self.torch = torch.device("cuda", number % torch.cuda.device_count())
         torch.cuda.set_device(self.torch)
         # The default stream waits for what others launch, MPI too, and they for it.
         torch.cuda.set_stream(torch.cuda.Stream(self.torch))
+        self.pool: tuple[int, int] | None = None  # of graphs
         self.copy_streams = torch.cuda.Stream(self.torch), torch.cuda.Stream(self.torch)
         gpus = [str(each) for each in same_host.allgather(torch.cuda.get_device_properties(self.torch).uuid)]
         same_host.Free()
@@ -124,8 +173,8 @@ class Cuda(Device):
         return f"device: {torch.cuda.get_device_name(self.torch)}{self.shared}; {how}"
 
     def mark(self) -> Mark | None:
-        """An event in the current stream."""
-        return _Event()
+        """An event in the current stream, or a word that it writes."""
+        return _Event() if self.words is None else self.words.mark()
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
         """One stream for each direction: a GPU copies both ways at once."""
@@ -143,6 +192,19 @@ class Cuda(Device):
     def finish(self) -> None:
         """Wait for all kernels launched so far."""
         torch.cuda.synchronize(self.torch)
+
+    def release(self) -> None:
+        """That of torch's caching allocator."""
+        torch.cuda.empty_cache()
+
+    def graph(self, draws: int) -> Graph:
+        """A CUDA graph."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        return CudaGraph(self.torch, self.pool, draws)
+
+    def _memory(self, address: int, size: int) -> Tensor:
+        return memory_at(self.torch, address, size)
 
     def use_in_thread(self) -> None:
         """A thread begins with another GPU."""
@@ -186,12 +248,18 @@ def mpi_libraries(maps: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", maps, re.M)))
 
 
-def choose_device(comm: MPI.Intracomm, name: str, messages: str) -> Device:
+def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = False) -> Device:
     """`name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS. Collective.
 
-    UsageError if there is no GPU for cuda.
+    `words`: of streams, in place of events. UsageError if there is no GPU for cuda, or none for words.
     """
     available = bool(comm.allreduce(torch.cuda.is_available(), MPI.LAND))
     if name == "cuda" and not available:
         raise UsageError("--device cuda: torch finds no GPU on every host")
-    return Cuda(comm, messages) if available and name != "cpu" else Device()
+    if not available or name == "cpu":
+        if words:
+            raise UsageError("--stream-words: a CPU has no streams of kernels")
+        return Device()
+    if words and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise UsageError("--stream-words: this MPI lets one thread in only, and another has to write the words")
+    return Cuda(comm, messages, words)

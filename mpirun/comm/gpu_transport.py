@@ -4,6 +4,7 @@
 2. If MPI cannot read the GPU's memory, messages go through pinned host memory, by copies in streams of their own. A
    send's copy waits for the kernels before the call, and the send for the copy.
 3. What has arrived *arrives* in the stream of who asks: kernels launched from then on wait for its copy, not the host.
+   With words (`stream_words`) the host does not wait for the message either: the stream waits for both.
 
 A thread asks for marks and messages, so that a transfer begins when its kernels end whatever the launching thread
 does. Where MPI lets one thread in only, the launching thread asks, whenever it polls.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from mpirun.comm.device import Device, Mark
 from mpirun.comm.message import mpi_buffer
+from mpirun.comm.stream_words import Number, Word
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import NAP, Done, punctual_naps
 
@@ -55,7 +57,7 @@ class Mirror:
 class Transfer:
     """A message under way: `begin` starts it once `mark` is reached, `end` is called when MPI is done with it."""
 
-    __slots__ = ("arrived", "begin", "done", "end", "mark", "request")
+    __slots__ = ("arrived", "begin", "done", "end", "mark", "promise", "request")
     request: MPI.Request
 
     def __init__(
@@ -65,6 +67,7 @@ class Transfer:
         self.mark, self.begin, self.end = mark, begin, end
         self.done = False  # as far as the host is concerned
         self.arrived: Mark | None = None
+        self.promise: Number | None = None  # that it will have arrived
 
     def begun(self) -> bool:
         """Whether it has begun; it begins if it may."""
@@ -126,6 +129,7 @@ class QueuedTransport(Transport):
         target: Tensor | None = None
         request: MPI.Prequest | None = None
         transfer: Transfer | None = None
+        word: Word | None = None
 
         def begin() -> MPI.Request:
             nonlocal request, target
@@ -135,19 +139,32 @@ class QueuedTransport(Transport):
             request.Start()
             return request
 
-        def end() -> Mark | None:
+        def end(promise: Number | None) -> Mark | None:
             if mirror is None or target is None:
+                if promise is not None:
+                    promise.keep()
                 return None
             with self.device.copies(out=False):  # kernels that read what was there are done: `begin` was behind them
                 into.copy_(target, non_blocking=True)
-                return self.device.mark()
+                if promise is None:
+                    return self.device.mark()
+                promise.keep_in_stream()
+                return None
 
         def start() -> None:
-            nonlocal transfer
-            transfer = Transfer(self.device.mark(), begin, end)
+            nonlocal transfer, word
+            promise = None
+            if self.device.words is not None:
+                word = word or self.device.words.word()
+                promise = word.next()
+            transfer = Transfer(self.device.mark(), begin, lambda: end(promise))
+            transfer.promise = promise
             self._enqueue(self.receives_to_begin, transfer)
 
         def done() -> bool:
+            if transfer is not None and transfer.promise is not None:
+                transfer.promise.arrive()
+                return True
             if transfer is None or not transfer.done:
                 return False
             if transfer.arrived is not None:

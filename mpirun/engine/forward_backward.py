@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,20 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
+from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.loss import MinibatchLoss, loss_gradient
 from mpirun.engine.split_backward import WeightHalf
-from mpirun.engine.stage import LocalStage, LossFunction, SavedForward
+from mpirun.engine.stage import LocalStage, SavedForward
+from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from mpirun.model.frozen_statistics import frozen_statistics
 from mpirun.model.loss import loss_and_metrics, loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op
+
+Scored = tuple[Tensor, dict[str, Tensor]]  # a microbatch's loss and its metrics, by name
+# What computes the loss of the last stage's outputs, and what is recorded of it, if it is recorded here.
+Score = Callable[[list[Tensor], Microbatch], tuple[Tensor, Scored | None]]
 
 
 class PendingBackward:
@@ -34,9 +40,9 @@ class PendingBackward:
 class ForwardBackward:
     """Prepares the jobs. A method takes the row of an instruction and the instruction, and returns the act."""
 
-    def __init__(self, context: Context, versions: StageVersions) -> None:
-        """`versions`: of the stages' weights."""
-        self.context, self.versions, self.buffers = context, versions, context.buffers
+    def __init__(self, context: Context, versions: StageVersions, graphs: JobGraphs | None = None) -> None:
+        """`versions`: of the stages' weights; `graphs`: what captures and replays jobs, None: nothing does."""
+        self.context, self.versions, self.buffers, self.graphs = context, versions, context.buffers, graphs
         header, setup = context.header, context.setup
         self.header, self.setup, self.position, self.dataflows = header, setup, context.position, setup.dataflows
         self.device = setup.device.torch
@@ -84,15 +90,7 @@ class ForwardBackward:
 
     def recompute(self, row: int, i: Instruction) -> Act:
         """RECOMPUTE: do the forward again, only for what its backward needs."""
-        forward, stage = self._forward(i, save=True), self.stage_of(i)
-        if not stage.shape.overwrites_buffers:
-            return forward
-
-        def act() -> None:
-            with frozen_statistics(stage.module):
-                forward()
-
-        return act
+        return self._forward(i, save=True)
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         """What computes the outputs of a forward job, and saves for its backward if `save`."""
@@ -105,9 +103,35 @@ class ForwardBackward:
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         read = self._microbatch_reader(mb, save) if arguments.reads_input else None
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
-        loss = self._loss(i, save) if has_loss else None
+        read_target = self._microbatch_reader(mb, save) if has_loss else None
+        score, divided = self._score(i, save) if has_loss else None, not self.header.weight_versions
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
-        microbatches = self.header.microbatches
+        losses, metrics, microbatches, device = self.losses, self.metrics, self.header.microbatches, self.device
+
+        def compute(
+            values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
+        ) -> tuple[list[Tensor], Scored | None]:
+            scored = None
+
+            def loss(outputs: list[Tensor]) -> Tensor:
+                nonlocal scored
+                assert score is not None and batch is not None
+                value, scored = score(outputs, batch)
+                return value
+
+            outputs, saved = stage.forward(
+                values, None if score is None else loss, save, lambda values: arguments(values, leaves), specs
+            )
+            if saved is not None:
+                pending.saved = saved
+            return outputs, scored
+
+        def compute_again(*inputs: Any) -> tuple[list[Tensor], Scored | None]:
+            with frozen_statistics(stage.module):
+                return compute(*inputs)
+
+        freezes = i.op == Op.RECOMPUTE and stage.shape.overwrites_buffers
+        run = self._job(i, compute_again if freezes else compute)
 
         def forward() -> list[Tensor]:
             weights()
@@ -116,38 +140,38 @@ class ForwardBackward:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             leaves = () if read is None else read().leaves
             stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
-            outputs, saved = stage.forward(values, loss, save, lambda values: arguments(values, leaves), specs)
-            if saved is not None:
-                pending.saved = saved
+            batch = None if read_target is None else read_target()
+            outputs, scored = run(values, leaves, batch)
+            if scored is not None:
+                losses[mb], metrics[mb] = scored
+            if save and batch is not None:
+                divisor = batch.loss_divisor if divided else 1
+                pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
             return outputs
 
         return forward
 
-    def _loss(self, i: Instruction, save: bool) -> LossFunction:
+    def _score(self, i: Instruction, save: bool) -> Score:
         """The loss of a microbatch; of several shards, the first records it."""
-        mb, losses, all_metrics, names = i.mb, self.losses, self.metrics, self.setup.shapes[-1].metrics
+        names = self.setup.shapes[-1].metrics
         records = i.op == Op.FWD and i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
-        read, pending, function = self._microbatch_reader(mb, save), self._pending(i), self.setup.model.loss
-        device, has_versions = self.device, bool(self.header.weight_versions)
+        function, has_versions = self.setup.model.loss, bool(self.header.weight_versions)
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
-        loss_gradient(torch.float32, 1 if has_versions else self.setup.microbatches.count, device)
+        loss_gradient(torch.float32, 1 if has_versions else self.setup.microbatches.count, self.device)
 
-        def loss_of_outputs(outputs: list[Tensor]) -> Tensor:
-            batch = read()
+        def score(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, Scored | None]:
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
-            if save:
-                if not loss.requires_grad:
-                    raise ValueError("the loss has no gradient: it depends on no parameter")
-                pending.loss_gradient = loss_gradient(loss.dtype, 1 if has_versions else batch.loss_divisor, device)
-            if records:
-                if tuple(sorted(metrics)) != names and (batch.padding < batch.size or not batch.size):
-                    raise ValueError(
-                        f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
-                    )
-                losses[mb], all_metrics[mb] = loss.detach(), metrics
-            return loss
+            if save and not loss.requires_grad:
+                raise ValueError("the loss has no gradient: it depends on no parameter")
+            if not records:
+                return loss, None
+            if tuple(sorted(metrics)) != names and (batch.padding < batch.size or not batch.size):
+                raise ValueError(
+                    f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
+                )
+            return loss, (loss.detach(), metrics)
 
-        return loss_of_outputs
+        return score
 
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return self.setup.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
@@ -187,92 +211,74 @@ class ForwardBackward:
 
     def bwd(self, row: int, i: Instruction) -> Act:
         """BWD: the gradients of the inputs go into buffers g, those of the weights are added to dw."""
-        stage, pending, weights = self.stage_of(i), self._pending(i), self._wait_for_weights(i)
-        output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
+        stage, pending, take_gradients = self.stage_of(i), self._pending(i), gradient_taker(self.context, i)
         gradient, key = self.context.grad_buffers.of_stage(i.stage), self.context.slots.row_key(i.mb)
 
-        def act() -> None:
-            gradients, saved = output_gradients(), pending.saved
-            weights()
+        def compute(gradients: list[Tensor | None]) -> list[Tensor]:
+            saved = pending.saved
             gradient.attach(key, stage)
             stage.backward(saved, gradients)
             del pending.saved
-            give_gradients(saved)
+            return take_gradients(saved)
 
-        return act
+        return self._backward(i, compute)
 
     def bwd_i(self, row: int, i: Instruction) -> Act:
         """BWD_I: the gradients of the inputs only; BWD_W continues with what it leaves."""
-        stage, pending, weights = self.stage_of(i), self._pending(i), self._wait_for_weights(i)
-        output_gradients, give_gradients = self._output_gradients(i), self._give_gradients(i)
+        stage, pending, take_gradients = self.stage_of(i), self._pending(i), gradient_taker(self.context, i)
 
-        def act() -> None:
-            gradients, saved = output_gradients(), pending.saved
-            weights()
+        def compute(gradients: list[Tensor | None]) -> list[Tensor]:
+            saved = pending.saved
             pending.half = stage.backward_input(saved, gradients)
             del pending.saved
-            give_gradients(saved)
+            return take_gradients(saved)
 
-        return act
+        return self._backward(i, compute)
 
     def bwd_w(self, row: int, i: Instruction) -> Act:
         """BWD_W: the gradients of the weights, added to dw."""
         stage, pending, weights = self.stage_of(i), self._pending(i), self._wait_for_weights(i)
         gradient, key = self.context.grad_buffers.of_stage(i.stage), self.context.slots.row_key(i.mb)
 
-        def act() -> None:
-            weights()
+        def compute() -> None:
             gradient.attach(key, stage)
             stage.backward_weight(pending.half)
             del pending.half
 
+        run = self._job(i, compute)
+
+        def act() -> None:
+            weights()
+            run()
+
+        return act
+
+    def _backward(self, i: Instruction, compute: Callable[[list[Tensor | None]], list[Tensor]]) -> Act:
+        """BWD or BWD_I, given what computes the inputs' gradients from the outputs'."""
+        run, weights = self._job(i, compute), self._wait_for_weights(i)
+        given, give = self._output_gradients(i), gradient_giver(self.context, i)
+
+        def act() -> None:
+            gradients = given()
+            weights()
+            give(run(gradients))
+
         return act
 
     def _output_gradients(self, i: Instruction) -> Callable[[], list[Tensor | None]]:
-        """What gives the gradients of the stage's outputs: the sums of its consumers' g, in their order."""
-        graph = self.header.graph
-        consumers = graph.consumers[i.stage]
+        """What gives the gradients of the stage's outputs."""
         if self._has_minibatch_loss(i):
             return lambda: self.minibatch_loss.take_gradients(i.mb)
-        if not consumers:
-            pending = self._pending(i)
-            return lambda: [pending.loss_gradient]
-        buffers = [self.buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
-        bundles = [self.dataflows[i.mb].g(i.stage, c) for c in consumers]
-        wait_value, count = self.buffers.wait_value, len(self.setup.shapes[i.stage].outputs)
-        if len(buffers) == count == len(bundles[0].indices) == 1:
-            return lambda: [wait_value(buffers[0])]
-
-        def added() -> list[Tensor | None]:
-            sums: list[Tensor | None] = [None] * count
-            for buffer, bundle in zip(buffers, bundles, strict=True):
-                for index, gradient in zip(bundle.indices, bundle.unpack(wait_value(buffer)), strict=True):
-                    before = sums[index]
-                    sums[index] = gradient if before is None else before + gradient
-            return sums
-
-        return added
-
-    def _give_gradients(self, i: Instruction) -> Callable[[SavedForward], None]:
-        """What puts the gradients of a job's inputs into the buffers g of its producers."""
-        graph, dataflow, device = self.header.graph, self.dataflows[i.mb], self.device
-        producers = graph.producers[i.stage]
-        buffers = [self.buffers.get(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in producers]
-        bundles = [dataflow.g(p, i.stage) for p in producers]
-        is_floating_point = [
-            dataflow.outputs[p][index].dtype.is_floating_point
-            for p in producers
-            for index in dataflow.x(p, i.stage).indices
-        ]
-
-        def give_gradients(saved: SavedForward) -> None:
-            gradients = iter(saved.take_gradients(is_floating_point) if buffers else ())
-            for buffer, bundle in zip(buffers, bundles, strict=True):
-                buffer.value = bundle.pack(list(itertools.islice(gradients, len(bundle.indices))), device)
-
-        return give_gradients
+        if self.header.graph.consumers[i.stage]:
+            return output_gradients(self.context, i)
+        pending = self._pending(i)
+        return lambda: [pending.loss_gradient]
 
     # Both
+
+    def _job(self, i: Instruction, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute`, or what captures it as a graph and replays that."""
+        return compute if self.graphs is None else self.graphs.job(i, self.stage_of(i).layer_rng, compute)
 
     def stage_of(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""

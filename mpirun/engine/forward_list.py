@@ -19,12 +19,12 @@ from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act, Position
 from mpirun.engine.buffers import LocalBuffers
 from mpirun.engine.context import Context
-from mpirun.engine.forward_backward import ForwardBackward
+from mpirun.engine.forward_backward import ForwardBackward, Score
 from mpirun.engine.messages import Transfers
 from mpirun.engine.planned_memory import MemorySlots
 from mpirun.engine.setup import Setup
 from mpirun.engine.shard_allreduce import ShardAllreduce
-from mpirun.engine.stage import LocalStage, LossFunction
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input
 from schedgen.ir.instructions import Instruction, Op
@@ -54,6 +54,7 @@ class ForwardList:
                 self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
                 self.moved.append((run.stages[index], self.stages[index]))
         self.training: dict[nn.Module, bool] = {}  # the modes of modules in the run, while they are here
+        self.device = setup.device
         self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)
         self.position = Position(setup.passes)
         context = replace(
@@ -73,6 +74,7 @@ class ForwardList:
 
     def begin(self) -> None:
         """Put modules into eval mode, and point them to this list's memory."""
+        self.device.use_words(ready=False)
         for stage in self.stages.values():
             self.training |= {module: module.training for module in stage.module.modules()}
             stage.module.eval()
@@ -81,6 +83,7 @@ class ForwardList:
 
     def end(self) -> None:
         """Give modules back to the run."""
+        self.device.use_words(ready=True)
         for in_run, _ in self.moved:
             in_run.use_weights()
         for module, training in self.training.items():
@@ -106,15 +109,14 @@ class _Forwards(ForwardBackward):
     def _has_minibatch_loss(self, i: Instruction) -> bool:
         return False
 
-    def _loss(self, i: Instruction, save: bool) -> LossFunction:
+    def _score(self, i: Instruction, save: bool) -> Score:
         first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
-        read, first, mb = self._microbatch_reader(i.mb, save), self.header.microbatches, i.mb
+        first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)
 
-        def give(outputs: list[Tensor]) -> Tensor:
-            batch = read()
+        def give(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, None]:
             if first_shard:
                 self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
-            return zero
+            return zero, None
 
         return give

@@ -15,6 +15,7 @@ from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
 from mpirun.engine.act import Act, in_order
 from mpirun.engine.context import Context
 from mpirun.engine.forward_backward import ForwardBackward
+from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.messages import Transfers
 from mpirun.engine.optimizer_step import OptimizerStep, StepResult
 from mpirun.engine.owner_allreduce import OwnerAllreduce
@@ -44,7 +45,9 @@ class Interpreter:
         self.under_way = under_way
         self.timed = False  # whether it has done its first step
         self.versions = StageVersions(context)
-        self.forward_backward = ForwardBackward(context, self.versions)
+        blocks, rank = context.slots.blocks, transport.comm.rank
+        self.graphs = JobGraphs(device, rank, blocks) if context.setup.graphs else None
+        self.forward_backward = ForwardBackward(context, self.versions, self.graphs)
         messages = Transfers(context)
         self.owner_allreduce = OwnerAllreduce(context, messages.partial_sums)
         self.shard_allreduce = ShardAllreduce(context)
@@ -96,6 +99,8 @@ class Interpreter:
         metrics: list[dict[str, float]] = []
         for number in range(self.position.passes):
             self.position.accumulation_pass = number
+            if self.graphs is not None:
+                self.graphs.begin_pass()
             self.execute_list()
             losses += self.optimizer_step.result.losses
             metrics += self.optimizer_step.result.metrics
@@ -114,7 +119,8 @@ class Interpreter:
 
         Jobs that take long while messages are under way let MPI go on with these from then on.
         """
-        acts, self.timed = self.code, True
+        acts, self.timed, device = self.code, True, self.context.setup.device
+        device.use_words(ready=False)
         seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
         def timed(act: Act, i: Instruction) -> Act:
@@ -130,12 +136,13 @@ class Interpreter:
         self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
         result = self.run(step)
         self.code = acts
+        device.use_words(ready=True)
         self._let_mpi_go_on(seconds)
         return result
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""
-        if self.transport.moves_alone:
+        if self.transport.moves_alone or self.graphs is not None:  # nor is a rank in a job for long that is replayed
             return
         last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch: a backward is of its layers
         for row, i in enumerate(self.context.instructions):

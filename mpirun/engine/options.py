@@ -26,4 +26,6 @@ class SetupOptions:
     on_nan: str = "stop"
     device: str = "auto"
     gpu_messages: str = "auto"
+    stream_words: bool = False
+    graphs: bool = False
     threads: int = 0  # 0: a rank's share of the cores

@@ -43,6 +43,7 @@ class StepOptions(NamedTuple):
     canonical: bool = False
     autocast_dtype: torch.dtype | None = None
     on_nan: str = "stop"  # or "skip"
+    graphs: bool = False  # jobs are captured and replayed
 
 
 class Setup(NamedTuple):
@@ -61,11 +62,12 @@ class Setup(NamedTuple):
     device: Device
     autocast_dtype: torch.dtype | None  # the type that autocast computes in
     crowded: bool  # there are more ranks on this host than cores
+    graphs: bool = False  # jobs are captured and replayed
 
 
 def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
     """The setup of a command: its model has a name, and makes microbatches of a text. Collective; Stop as `set_up`."""
-    host = use_host(comm, options.device, options.threads, options.gpu_messages)
+    host = use_host(comm, options.device, options.threads, options.gpu_messages, options.stream_words)
     with print_notes(comm):
         model = together(comm, lambda: _load_model(options, header))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
@@ -73,7 +75,9 @@ def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -
     source = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
     autocast_dtype = torch.bfloat16 if options.autocast else None
     recipe = command_line_recipe(options)
-    steps = StepOptions(recipe, options.seed, options.accumulate, options.canonical, autocast_dtype, options.on_nan)
+    steps = StepOptions(
+        recipe, options.seed, options.accumulate, options.canonical, autocast_dtype, options.on_nan, options.graphs
+    )
     return set_up(comm, header, model, source, steps, host, text)
 
 
@@ -92,7 +96,7 @@ def set_up(
     """
     if options.canonical:  # before the loss is tried on the device
         host.device.be_deterministic()
-    together(comm, lambda: _check_options(unsharded_model, options, header))
+    together(comm, lambda: _check_options(unsharded_model, options, header, host.device))
     model = together(comm, lambda: expanded_model(unsharded_model, header))
     reads = together(comm, lambda: _reads(model, header, source))
     autocast_dtype = options.autocast_dtype
@@ -107,7 +111,7 @@ def set_up(
         on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype, device))
     return Setup(
         model, unsharded_model, shapes_by_size[0], dataflows, source, text, options.seed, options.recipe,
-        options.passes, options.canonical, host.device, autocast_dtype, host.crowded,
+        options.passes, options.canonical, host.device, autocast_dtype, host.crowded, options.graphs,
     )  # fmt: skip
 
 
@@ -116,7 +120,9 @@ def _load_model(options: SetupOptions, header: Header) -> Model:
     return load_model(options.model, stages, options.seed, header.scheme.get("layers"))
 
 
-def _check_options(model: Model, options: StepOptions, header: Header) -> None:
+def _check_options(model: Model, options: StepOptions, header: Header, device: Device) -> None:
+    if options.graphs and not device.has_graphs:
+        raise UsageError("--graphs: a CPU launches no kernels that could be captured")
     if header.weight_versions:
         refused = {"clip": options.recipe.clip is not None, "accumulate": options.passes > 1}
         for option in [option for option, used in refused.items() if used]:
@@ -177,14 +183,14 @@ def _shapes(
     return [infer_shapes(model, reads, examples[number], autocast_dtype, device) for number in firsts]
 
 
-def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str) -> Host:
+def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
     """Choose this rank's device, by name, and torch's threads; 0: its share of the cores. Collective.
 
-    `gpu_messages`: auto, direct or host.
+    `gpu_messages`: auto, direct or host; `stream_words`: in place of events.
     """
     sleeping_barrier(comm)  # for ranks that still import
     same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = len(os.sched_getaffinity(0)) / same_host.size
     same_host.Free()
     torch.set_num_threads(threads or max(1, int(cores)))
-    return Host(together(comm, lambda: choose_device(comm, device, gpu_messages)), cores < 1)
+    return Host(together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words)), cores < 1)

@@ -41,19 +41,25 @@ class RandomOp(nn.Module):
 class LayerRng:
     """Seeds the generator before each forward of the layers of a stage that draw.
 
-    `at` is set before a stage's forward: the run's seed, the step, the microbatch.
+    `at` is set before a job of the stage: the run's seed, the step, the microbatch. `begin` is called with a layer's
+    name before its forward.
     """
 
     def __init__(self, module: nn.Module, stage: int, layers: Sequence[str], seed: Callable[[int], None]) -> None:
         """`layers`: names of those that draw; `seed` seeds the generator that they draw from."""
         self.at: tuple[int, ...] = ()
+        self.begin: Callable[[str], None] = lambda name: seed(self.seed(name))
         for name in layers:
             layer = module if name == WHOLE_STAGE else module.get_submodule(name)
-            layer.register_forward_pre_hook(self._hook(name or f"stage {stage}", seed))
+            layer.register_forward_pre_hook(self._hook(name or f"stage {stage}"))
 
-    def _hook(self, name: str, seed: Callable[[int], None]) -> Callable[[nn.Module, Any], None]:
+    def seed(self, name: str) -> int:
+        """What the forward of a layer draws from now."""
+        return derived_seed(*self.at, name)
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any], None]:
         def before(_: nn.Module, __: Any) -> None:
-            seed(derived_seed(*self.at, name))
+            self.begin(name)
 
         return before
 

@@ -74,6 +74,8 @@ class Engine:
         autocast: str | None = None,
         device: str = "auto",
         gpu_messages: str = "auto",
+        stream_words: bool = False,
+        graphs: bool = False,
         canonical: bool = False,
         seed: int = 0,
         weights: str | os.PathLike[str] | None = None,
@@ -98,6 +100,8 @@ class Engine:
         autocast      "bf16": forwards in mixed precision
         device        "cpu", "cuda", or "auto": a GPU where every rank has one
         gpu_messages  "direct": MPI takes GPU memory as it is; "host": messages go by way of the host's; or "auto"
+        stream_words  on a GPU, words in memory order messages and kernels, not events; not seen on a GPU yet
+        graphs        on a GPU, capture the kernels of each job once and replay them; not seen on a GPU yet
         canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
         seed          of weights, dropout and shuffling
         weights       a directory of safetensors files that parameters and buffers are read from, by their names
@@ -129,8 +133,8 @@ class Engine:
             )
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(Path(export)))
-            self.host = use_host(self.comm, device, 0, gpu_messages)
-            self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan)
+            self.host = use_host(self.comm, device, 0, gpu_messages, stream_words)
+            self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan, graphs)
             file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
             atexit.register(session.close_together)

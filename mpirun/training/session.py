@@ -197,6 +197,7 @@ class Session:
         result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
         if step == self.begun:
             check_same_data(self.comm, jobs)
+        self._say_without_graphs()
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
@@ -209,6 +210,17 @@ class Session:
         metrics = {name: mean([of_mb[name] for of_mb in result.metrics], self.weights) for name in names}
         loss = mean(result.losses, self.weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, self.tokens, result.leave)
+
+    def _say_without_graphs(self) -> None:
+        """Once it is known, which stages are not captured, and why."""
+        graphs = self.interpreter.graphs
+        if graphs is None or graphs.told or not graphs.looked:
+            return
+        graphs.told = True
+        lines = self.comm.gather(graphs.refusals())
+        if lines is not None:
+            for line in sorted({line for of_rank in lines for line in of_rank}):
+                print(f"mpirun: note: {line}", file=sys.stderr, flush=True)
 
     def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Copies of the buffers that forwards change, where a step may have to change nothing."""

@@ -4,11 +4,14 @@
     delay      a seed: before every instruction something may hold the rank up, each time for another while
     calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
     late       computes on a late device, "direct" or "staged", and fails if in a step more than NORM waits for it
-    break      of such a device: one of the ways in broken_order.py to break the order of transfers and kernels
+    break      of such a device: one of the ways in broken_order.py to break the order of transfers and kernels, or in
+               broken_graphs.py to break graphs
+    waits      of such a device: any instruction may wait for it
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
 
-What comes of it: its exit code, its stdout, and a hash of all weights in the end.
+What comes of it: its exit code, its stdout, and a hash of all weights in the end. The stdout has the refusals of
+graphs and, of a late device, how many all ranks have captured and replayed, and the bytes of the pool on each rank.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from broken_graphs import BREAKS as BROKEN_GRAPHS
 from broken_order import breaking
 from late_device import Late
 from mpi4py import MPI
@@ -62,6 +66,22 @@ def save_owned(run: Run, file: str) -> None:
         Path(file).write_text(json.dumps(by_rank))
 
 
+def print_graphs(run: Run) -> None:
+    """What is not captured and why, and how many jobs were captured and replayed. Collective."""
+    graphs, device = run.session.interpreter.graphs, run.session.setup.device
+    assert graphs is not None
+    refusals = WORLD.allgather(graphs.refusals())
+    if WORLD.rank == 0:
+        print(*sorted({line for of_rank in refusals for line in of_rank}), sep="\n")
+    if not isinstance(device, Late):
+        return
+    captures, replays = WORLD.allreduce(device.pool.captures), WORLD.allreduce(device.pool.replays)
+    sizes = WORLD.allgather(sum(map(len, device.pool.blocks.values())))
+    if WORLD.rank == 0:
+        print(f"graphs: {captures} captured, {replays} replayed")
+        print("pool:", *sizes)
+
+
 def weights(run: Run) -> str:
     """A hash of the weights of all stages, on all ranks that own them."""
     own = {
@@ -85,15 +105,16 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
 
 
 @contextlib.contextmanager
-def computing_late(how: str | None, break_: str | None) -> Iterator[None]:
+def computing_late(how: str | None, break_: str | None, words: bool) -> Iterator[None]:
     """In it, runs compute on a late device, if one is asked for."""
     if how is None:
         yield
         return
-    device = Late(how == "direct", WORLD.rank)
-    choose = mock.patch("mpirun.engine.setup.choose_device", lambda comm, name, messages: device)
+    device = Late(how == "direct", WORLD.rank, words)
+    choose = mock.patch("mpirun.engine.setup.choose_device", lambda *_: device)
     naps = [mock.patch(f"mpirun.comm.{where}.NAP", 1e-3) for where in ("waiting", "gpu_transport")]  # on few cores
-    with choose, naps[0], naps[1], breaking(break_), device.working():
+    broken = BROKEN_GRAPHS[break_] if break_ in BROKEN_GRAPHS else breaking(break_)
+    with choose, naps[0], naps[1], broken, device.working():
         yield
 
 
@@ -122,7 +143,7 @@ def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
 def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     """What comes of a run. Collective."""
     out = io.StringIO()
-    late = computing_late(request.get("late"), request.get("break"))
+    late = computing_late(request.get("late"), request.get("break"), "--stream-words" in request["arguments"])
     with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")):
         if request["arguments"][0] == "profile":
             with mock.patch("mpirun.comm.link_speed.SIZES", [8, 2**10, 2**20]):
@@ -131,7 +152,7 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
         if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
             run.session.interpreter.code = [delayed(act, rng) for act in run.session.interpreter.code]
-        if isinstance(device := run.session.setup.device, Late):
+        if isinstance(device := run.session.setup.device, Late) and not request.get("waits"):
             pairs = zip(run.session.interpreter.code, run.session.instructions, strict=True)
             run.session.interpreter.code = [
                 act if i.op == Op.NORM else without_waits(act, i.op, device) for act, i in pairs
@@ -141,6 +162,8 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
         except Stop as stop:
             code = stop.code
             print(stop)
+        if run.session.interpreter.graphs is not None:
+            print_graphs(run)
         if file := request.get("record"):
             save_record(run, file)
         if file := request.get("owned"):

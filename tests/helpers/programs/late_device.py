@@ -13,6 +13,7 @@ it likes, as it does a GPU's.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,12 +23,18 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from late_streams import COMPUTE, Event, Streams
+from late_graphs import LateGraph, Pool, bytes_at, recorded
+from late_streams import COMPUTE, Event, Streams, WordOperations
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from mpirun.comm.device import Device
+from mpirun.comm.stream_words import Number, StreamWords
 
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
@@ -82,9 +89,10 @@ class Launches(TorchDispatchMode):
 
     like: ClassVar[dict[Any, Any]] = {}  # by op and arguments without values: outputs on the meta device
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, pool: Pool) -> None:
         super().__init__()
-        self.streams = streams
+        self.streams, self.pool = streams, pool
+        self.deterministic = False  # memory without values is filled, as in torch's mode of that name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
@@ -107,7 +115,11 @@ class Launches(TorchDispatchMode):
         if func in COPIES and (len(late) < len(tensors) or to_device):
             return self.copy(func, args, kwargs)
         if func in NO_VALUES:
-            return marked(poisoned(func(*args, **kwargs)))
+            made = func(*args, **kwargs)
+            made = self.without_values(made) if self.streams.captures else marked(poisoned(made))
+            if self.deterministic and torch.utils.deterministic.fill_uninitialized_memory:
+                self.run_late(aten.fill_.Scalar, (made, math.nan if made.is_floating_point() else 1), {}, made)
+            return made
         for x in tensors:
             if not is_late(x) and x.dim():
                 raise RuntimeError(f"{func} of tensors on the device and in the host's memory")
@@ -120,8 +132,25 @@ class Launches(TorchDispatchMode):
             outputs = self.outputs(func, args, kwargs)
         except (NotImplementedError, RuntimeError):  # its shape depends on values
             return self.at_once(func, args, kwargs)
-        self.streams.launch(kernel(func, args, kwargs, outputs))
+        self.run_late(func, args, kwargs, outputs)
         return outputs
+
+    def run_late(self, *kernel: Any) -> None:
+        """Launch a kernel: function, arguments, arguments by name, outputs; in a capture it keeps their addresses."""
+        if self.streams.captures:
+            self.streams.launch(recorded(compute, kernel, self.pool, is_late))
+            return
+        with as_a_kernel():  # autograd takes a gradient for its own only if nobody else has the tensor
+            func, args, kwargs, outputs = mapped(Tensor.detach, kernel)
+            kwargs = {name: mapped(Tensor.detach, x) for name, x in kwargs.items()}
+        self.streams.launch(lambda: compute(func, args, kwargs, outputs))
+
+    def without_values(self, like: Tensor) -> Tensor:
+        """A tensor on the device; in a capture one of the pool."""
+        if not self.streams.captures:
+            return without_values(like)
+        with as_a_kernel():
+            return marked(self.pool.make(like))
 
     def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The host waits for its result."""
@@ -147,7 +176,7 @@ class Launches(TorchDispatchMode):
                 like_kwargs["device"] = torch.device("meta")
             with as_a_kernel():
                 self.like[key] = func(*like_args, **like_kwargs)
-        made = mapped(without_values, self.like[key])
+        made = mapped(self.without_values, self.like[key])
         if len(returns) == 1:
             return made
         return tuple(new if alias is None else alias for new, alias in zip(made, aliases, strict=True))
@@ -162,32 +191,28 @@ class Launches(TorchDispatchMode):
             return source.detach()
         else:
             like = on_meta(source).to(dtype=kwargs.get("dtype"), memory_format=kwargs.get("memory_format"))
-            target = without_values(like)
+            target = self.without_values(like)
         host = target if is_late(source) else source
         if source.numel() and not (late and is_late(host, PINNED)):
             self.streams.host_waits("a copy that is not of pinned memory")
             late = False
         if not is_late(target) and late:
             target.view(-1).view(torch.uint8).fill_(ONES)
-        run = kernel(aten.copy_.default, (target, source), {}, target)
+        run = aten.copy_.default, (target, source), {}, target
         if late:
-            self.streams.launch(run)
+            self.run_late(*run)
         else:
             with as_a_kernel():
-                run()
+                compute(*run)
         return target
 
 
-def kernel(func: Any, args: Any, kwargs: Any, outputs: Any) -> Callable[[], None]:
-    """What computes an op, into outputs that were made before."""
-
-    def run() -> None:
-        results = func(*args, **kwargs)
-        for output, result in zip(leaves((outputs,)), leaves((results,)), strict=True):
-            if isinstance(output, Tensor) and output is not result:
-                output.copy_(result)
-
-    return run
+def compute(func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+    """Compute an op, into outputs that were made before."""
+    results = func(*args, **kwargs)
+    for output, result in zip(leaves((outputs,)), leaves((results,)), strict=True):
+        if isinstance(output, Tensor) and output is not result:
+            output.copy_(result)
 
 
 def leaves(values: Any) -> Iterator[Any]:
@@ -269,19 +294,24 @@ class Late(Device):
     """The device. What is computed inside `working` may be computed on it."""
 
     kind: ClassVar[str] = LATE
+    has_graphs = True
 
-    def __init__(self, direct: bool, seed: int = 0) -> None:
-        """`direct`: MPI takes its memory; `seed`: of when kernels run."""
+    def __init__(self, direct: bool, seed: int = 0, words: bool = False) -> None:
+        """`direct`: MPI takes its memory; `seed`: of when kernels run; `words`: of streams, in place of events."""
         super().__init__()
         self.torch, self.direct, self.streams = torch.device(LATE, 0), direct, Streams(seed, as_a_kernel)
-        self.launches, self.calls = Launches(self.streams), Calls(self.streams)
+        self.pool = Pool()
+        self.all_words = StreamWords(self.host, WordOperations(self.streams)) if words else None
+        self.launches, self.calls = Launches(self.streams, self.pool), Calls(self.streams)
 
     @contextlib.contextmanager
     def working(self, stream: str = COMPUTE) -> Iterator[None]:
         """In it, this thread launches kernels on the device, and other threads its backwards."""
         engine = torch.autograd.Variable._execution_engine
         backwards = BackwardThread(engine, self)
-        with mock.patch.object(torch.autograd.Variable, "_execution_engine", backwards), self.in_thread(stream):
+        going_on = self.streams.going_on() if self.all_words else contextlib.nullcontext()  # nobody asks for words
+        engine_patched = mock.patch.object(torch.autograd.Variable, "_execution_engine", backwards)
+        with engine_patched, self.in_thread(stream), going_on:
             yield
             self.finish()
         backwards.calls.put(None)
@@ -297,9 +327,13 @@ class Late(Device):
         self.launches.__enter__()
         self.calls.__enter__()
 
-    def mark(self) -> Event:
-        """An event in the current stream."""
-        return self.streams.record()
+    def be_deterministic(self) -> None:
+        """As torch is then."""
+        self.launches.deterministic = True
+
+    def mark(self) -> Event | Number:
+        """An event in the current stream, or a word that it writes."""
+        return self.streams.record() if self.words is None else self.words.mark()
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[None]:
         """One stream for each direction."""
@@ -312,7 +346,20 @@ class Late(Device):
 
     def seed(self, value: int) -> None:
         """Its kernels draw from the CPU's generator, when they run."""
+        self.streams.refuse_in_capture("a seed")
         self.streams.launch(lambda: torch.default_generator.manual_seed(value))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Though torch takes it for the CPU's."""
+        return is_late(tensor)
+
+    def graph(self, draws: int) -> LateGraph:
+        """One of the pool's."""
+        return LateGraph(self.streams, self.pool, draws)
+
+    def _memory(self, address: int, size: int) -> Tensor:
+        with as_a_kernel():
+            return marked(bytes_at(address, size))
 
     def finish(self) -> None:
         """Run all."""
@@ -336,7 +383,9 @@ class BackwardThread:
         """As the engine's, in the stream of who calls."""
         if threading.current_thread() is self.thread:
             return self.engine.run_backward(*args, **kwargs)
-        self.calls.put((self.device.streams.current, args, kwargs))
+        modes = _get_current_dispatch_mode_stack()
+        others = modes[modes.index(self.device.launches) + 1 :]  # autograd's threads have the modes of who calls
+        self.calls.put((self.device.streams.current, others, args, kwargs))
         result, error = self.results.get()
         if error is not None:
             raise error
@@ -344,12 +393,14 @@ class BackwardThread:
 
     def run(self) -> None:
         while (call := self.calls.get()) is not None:
-            stream, args, kwargs = call
+            stream, modes, args, kwargs = call
             result, error = None, None
-            with self.device.in_thread(stream):
+            with self.device.in_thread(stream), contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
                 try:
                     result = self.engine.run_backward(*args, **kwargs)
                 except BaseException as raised:
                     error = raised
             self.results.put((result, error))
-            del call, args, kwargs, result, error
+            del call, modes, args, kwargs, result, error

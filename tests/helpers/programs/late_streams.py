@@ -7,13 +7,16 @@ of the other. Which stream goes on when somebody asks, and how far, is drawn at 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
 Kernel = Callable[[], object]
+NAP = 5e-4  # seconds
 DEFAULT, COMPUTE = "default", "compute"  # the stream that a thread begins with; that which the main thread computes in
 
 
@@ -37,6 +40,40 @@ class Event:
         self.streams.queues[self.streams.current].append(self)
 
 
+class WordWait(Event):
+    """What a stream waits for until a word of the host's memory is a number or above."""
+
+    def __init__(self, streams: Streams, address: int, number: int) -> None:
+        super().__init__(streams)
+        self.word, self.number = ctypes.c_uint32.from_address(address), number
+
+    @property
+    def come(self) -> bool:  # type: ignore[override]
+        return (self.word.value - self.number) % 2**32 < 2**31
+
+    @come.setter
+    def come(self, _: bool) -> None:
+        pass
+
+
+class WordOperations:
+    """As `stream_words.CudaStreamOperations`."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    def current(self) -> str:
+        return self.streams.current
+
+    def write(self, address: int, number: int) -> None:
+        self.streams.refuse_in_capture("a word")
+        self.streams.launch(lambda: setattr(ctypes.c_uint32.from_address(address), "value", number))
+
+    def wait(self, address: int, number: int) -> None:
+        self.streams.refuse_in_capture("a word")
+        WordWait(self.streams, address, number).arrive()
+
+
 class Streams:
     """The streams of one device, by name; each thread launches into one of them."""
 
@@ -51,6 +88,7 @@ class Streams:
         self.running = threading.RLock()
         self.ran = self.longest = 0  # kernels that have run; the most that were waiting at once
         self.strict = ""  # why the host must not wait for the device
+        self.captured: dict[str, list[Kernel]] = {}  # by stream that is captured: its kernels so far
 
     @property
     def current(self) -> str:
@@ -66,12 +104,36 @@ class Streams:
 
     def launch(self, kernel: Kernel) -> None:
         """Behind all that was launched into the current stream."""
+        if self.captures:
+            self.captured[self.current].append(kernel)
+            return
         queue = self.queues[self.current]
         queue.append(kernel)
         self.longest = max(self.longest, len(queue))
 
+    @property
+    def captures(self) -> bool:
+        """Whether the current stream is captured."""
+        return self.current in self.captured
+
+    @contextlib.contextmanager
+    def capturing(self, kernels: list[Kernel]) -> Iterator[None]:
+        """In it, what is launched into the current stream is put there."""
+        stream = self.current
+        self.captured[stream] = kernels
+        try:
+            yield
+        finally:
+            del self.captured[stream]
+
+    def refuse_in_capture(self, what: str) -> None:
+        """RuntimeError if the current stream is captured."""
+        if self.captures:
+            raise RuntimeError(f"{what} is not permitted while the stream is captured")
+
     def record(self) -> Event:
         """An event behind all that was launched into the current stream."""
+        self.refuse_in_capture("an event")
         event = Event(self)
         self.launch(event.set)
         return event
@@ -88,13 +150,38 @@ class Streams:
                 self.patience = int(self.rng.integers(0, 3))
 
     def synchronize(self) -> None:
-        """Run all that is launched."""
-        with self.running, self.in_kernels():
+        """Run all that is launched, when words that streams wait for have come."""
+        deadline = time.monotonic() + 60
+        while not self._all_run():
+            if time.monotonic() > deadline:
+                raise RuntimeError("a stream waits for a word that nobody writes")
+            time.sleep(NAP)
+
+    def _all_run(self) -> bool:
+        """Run what may run; whether that was all."""
+        with self.running, self.in_kernels():  # a kernel that another thread has taken from its queue has ended
             while ready := self._ready():
                 self._run(ready[0])
+            return not any(list(self.queues.values()))
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """In it, kernels run now and then, though nobody asks for an event."""
+        ended = threading.Event()
+
+        def run() -> None:
+            while not ended.wait(NAP):
+                self.turn()
+
+        thread = threading.Thread(target=run, name="late-streams", daemon=True)
+        thread.start()
+        yield
+        ended.set()
+        thread.join()
 
     def host_waits(self, what: str) -> None:
         """The host needs what the device computes. RuntimeError where it must not wait."""
+        self.refuse_in_capture(what)
         if self.strict:
             raise RuntimeError(f"{what} makes the host wait for the device, in {self.strict}")
         self.synchronize()

@@ -193,6 +193,40 @@ def test_only_norm_makes_the_host_wait(passes):
     passes(*GPT, "--steps", 4, program=("-c", NO_WAITS))
 
 
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("more", [(), ("--graphs",)], ids=["launched", "replayed"])
+def test_streams_that_wait_for_words_change_no_bit(inside, traces, name, more):
+    """With messages through host memory, or direct ones where MPI has them. Words begin with the second step."""
+    arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]
+    events, words = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words", *more]}])
+    assert events.code == words.code == 0, words.out
+    assert events.weights == words.weights
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_replayed_graphs_give_the_bits_of_launched_kernels(inside, traces, name):
+    """In steps 5 and 6; no stage is computed without."""
+    arguments = [traces / f"{name}.json", "--model", MODEL[name], "--device", "cuda", "--steps", 6, "--canonical"]
+    launched, replayed = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"]}])
+    assert launched.code == replayed.code == 0, replayed.out
+    assert "computed without" not in replayed.out
+    assert launched.weights == replayed.weights
+
+
+@pytest.mark.parametrize("model", ["dropping", "normed"])
+def test_replayed_forwards_that_are_done_again_draw_the_same_numbers(inside, compiled, model):
+    """Dropout, whose generators a graph has registered, and running statistics."""
+    schedule = compiled("1f1b", stages=4, microbatches=8, recompute="all")
+    arguments = [schedule, "--model", f"models_for_tests:{model}", "--device", "cuda", "--steps", 6, "--canonical"]
+    launched, replayed = inside(4, [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"]}])
+    assert launched.code == replayed.code == 0, replayed.out
+    assert launched.weights == replayed.weights
+
+
+def test_graphs_in_mixed_precision(passes):
+    passes(*GPT, "--steps", 6, "--verify", "--autocast", "bf16", "--graphs")
+
+
 def test_memory_is_counted_and_what_the_allocator_keeps_is_said(passes):
     out = passes(*GPT, "--steps", 2, "--memory")
     peaks, reserved = (list(map(int, line.split(":")[-1].split())) for line in re.findall("^memory: .*$", out, re.M))

@@ -28,11 +28,12 @@ def at(share: float, ascending: list[float]) -> float:
 
 
 @pytest.mark.parametrize("ms", [2, 10, 40])
+@pytest.mark.parametrize("order", [(), ("--stream-words",)], ids=["events", "words"])
 def test_a_step_of_jobs_of_some_ms_is_its_kernels(
-    passes: Any, two_ranks: Any, side_by_side: Any, tmp_path: Any, ms: int, record_property: Note
+    passes: Any, two_ranks: Any, side_by_side: Any, tmp_path: Any, order: Any, ms: int, record_property: Note
 ) -> None:
     """1F1B on 2 ranks takes (microbatches + 1) forwards and backwards: 95 % of a step of long jobs."""
-    model = ["--model", "models_for_gpus:sleeping", "--device", "cuda"]
+    model = ["--model", "models_for_gpus:sleeping", "--device", "cuda", *order]
     passes(
         *model, "--steps", 12, "--metrics", tmp_path / "steps",
         schedule=two_ranks, ranks=STAGES, env={**side_by_side, "JOB_MS": str(ms)},
@@ -65,6 +66,21 @@ def test_a_stage_of_one_compiled_module_sends_during_its_jobs(
     )
     record_property("ready, us", f"95 %: {at(0.95, found['ready']):.0f}")
     assert at(0.95, found["ready"]) < 1000
+
+
+def test_graphs_make_steps_of_small_kernels_faster(
+    passes: Any, two_ranks: Any, side_by_side: Any, tmp_path: Any, record_property: Note
+) -> None:
+    """The median of the steps that are replayed, beside that of steps of launched kernels."""
+    model = ["--model", "mpirun.examples.gpt:tiny", "--device", "cuda", "--steps", 16]
+    seconds = {}
+    for how in ((), ("--graphs",)):
+        file = tmp_path / f"steps{len(how)}"
+        passes(*model, *how, "--metrics", file, schedule=two_ranks, ranks=STAGES, env=side_by_side)
+        steps = [json.loads(line)["seconds"] for line in file.read_text().splitlines()]
+        seconds[bool(how)] = median(steps[4:])
+    record_property("launched, replayed, ms", f"{1e3 * seconds[False]:.1f}, {1e3 * seconds[True]:.1f}")
+    assert seconds[True] < seconds[False]
 
 
 def test_what_ordering_host_and_gpu_costs(launch: Any, record_property: Note) -> None:

@@ -1,0 +1,150 @@
+"""--stream-words: words in pinned memory that a GPU's streams write and wait for, in order with messages.
+
+- A *mark* is a number that the stream writes into its word when it comes there. Whoever asks reads memory, and calls
+  nothing of CUDA.
+- A *promise* is a number in a word of a receive's own. A stream can wait for it before the message has come: the host
+  launches the wait and goes on. The thread that ends the receive keeps the promise, by a store or, behind a copy, by
+  letting the copy's stream write.
+
+Numbers grow by one and begin again behind 2**32: what counts is the sign of a difference of 32 bits, as in CUDA's
+comparison. While a stream waits, some calls of CUDA would wait for it: allocations, the loading of kernels, copies of
+memory that is not pinned. So a first step does all of these before words are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from schedgen.util.errors import UsageError
+
+PAGE = 1024  # words that are allocated at once
+HALF, WHOLE = 2**31, 2**32
+AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, with its sign
+
+
+class StreamOperations(Protocol):
+    """What the current stream does when it comes to them."""
+
+    def current(self) -> Hashable:
+        """Which stream that is."""
+
+    def write(self, address: int, number: int) -> None:
+        """Write a word of 32 bits, behind all that the stream has done."""
+
+    def wait(self, address: int, number: int) -> None:
+        """Go on once the word is `number` or above."""
+
+
+class Word:
+    """A word, and the last number that somebody will write into it."""
+
+    def __init__(self, memory: np.ndarray, operations: StreamOperations) -> None:
+        """`memory`: shape (1,), uint32, pinned and zero."""
+        self.memory, self.address, self.operations = memory, int(memory.ctypes.data), operations
+        self.last = 0
+
+    def next(self) -> Number:
+        """The number that is written next."""
+        self.last = (self.last + 1) % WHOLE
+        return Number(self, self.last)
+
+
+class Number:
+    """A point in time: that at which a word gets this number. It is a `Mark`."""
+
+    __slots__ = ("number", "word")
+
+    def __init__(self, word: Word, number: int) -> None:
+        """`number`: to be written."""
+        self.word, self.number = word, number
+
+    def reached(self) -> bool:
+        """Whether it is written."""
+        return (int(self.word.memory[0]) - self.number) % WHOLE < HALF
+
+    def arrive(self) -> None:
+        """What is launched into the current stream from now on runs once it is written."""
+        self.word.operations.wait(self.word.address, self.number)
+
+    def keep(self) -> None:
+        """Write it now."""
+        self.word.memory[0] = self.number
+
+    def keep_in_stream(self) -> None:
+        """Write it behind all that was launched into the current stream."""
+        self.word.operations.write(self.word.address, self.number)
+
+
+class StreamWords:
+    """The words of a device: one of each stream, and others as they are asked for."""
+
+    def __init__(self, host: Callable[[int], Tensor], operations: StreamOperations) -> None:
+        """`host`: makes pinned memory of so many bytes."""
+        self.host, self.operations = host, operations
+        self.of_streams: dict[Hashable, Word] = {}
+        self.free: Iterator[Word] = iter(())
+        self.pages: list[np.ndarray] = []  # all memory: streams may write into it later than somebody reads
+
+    def word(self) -> Word:
+        """A new one."""
+        if (word := next(self.free, None)) is not None:
+            return word
+        memory = self.host(4 * PAGE).numpy().view(np.uint32)
+        memory[:] = 0
+        self.pages.append(memory)
+        words = [Word(memory[place : place + 1], self.operations) for place in range(PAGE)]
+        self.free = itertools.islice(words, 1, None)
+        return words[0]
+
+    def mark(self) -> Number:
+        """A mark behind all that was launched into the current stream."""
+        stream = self.operations.current()
+        if stream not in self.of_streams:
+            self.of_streams[stream] = self.word()
+        number = self.of_streams[stream].next()
+        number.keep_in_stream()
+        return number
+
+
+class CudaStreamOperations:
+    """Those of CUDA's driver."""
+
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        """UsageError where the driver has none."""
+        try:
+            driver = ctypes.CDLL(library)
+            self._write, self._wait = (self._function(driver, f"cuStream{what}Value32") for what in ("Write", "Wait"))
+        except (OSError, AttributeError) as error:
+            raise UsageError(f"--stream-words: CUDA's driver has no words of streams: {error}") from None
+
+    @staticmethod
+    def _function(driver: ctypes.CDLL, name: str) -> Any:
+        """The second version if there is one: the first needs a setting of the driver's module."""
+        function = getattr(driver, f"{name}_v2", None) or getattr(driver, name)
+        function.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
+        function.restype = ctypes.c_int
+        return function
+
+    def current(self) -> int:
+        """Its handle."""
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def write(self, address: int, number: int) -> None:
+        """cuStreamWriteValue32."""
+        self._check("cuStreamWriteValue32", self._write(self.current(), address, number, 0))
+
+    def wait(self, address: int, number: int) -> None:
+        """cuStreamWaitValue32."""
+        self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, AT_LEAST))
+
+    @staticmethod
+    def _check(name: str, code: int) -> None:
+        if code:
+            raise RuntimeError(f"--stream-words: {name} returns error {code}")

@@ -1,0 +1,85 @@
+"""A look at the operations of a job: whether a graph that replays them would do the same.
+
+What cannot be captured: operations on the host's memory, and those for whose values the host waits. What can, but would
+do something else when it is replayed: operations that differ from one time to the next, because Python decides
+otherwise or other numbers go in, and reads of tensors that are elsewhere each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpirun.comm.device import Device
+
+HOST_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+NUMBERS = (int, float, complex, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+
+
+class CaptureCheck(TorchDispatchMode):
+    """Looks at all operations while it is active; autograd's own threads have the modes of who calls it."""
+
+    def __init__(self, device: Device, given: Sequence[Tensor] | None) -> None:
+        """`device`: where the job computes; `given`: what a forward reads; None of a backward."""
+        super().__init__()
+        self.device = device
+        self.why: str | None = None  # it cannot be captured
+        self.digest = hashlib.sha256()
+        self.made: WeakSet[UntypedStorage] | None = None  # memory that may be another each time
+        if given is not None:
+            self.made = WeakSet(x.untyped_storage() for x in given)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # compiled modules do what they do without
+
+    @property
+    def operations(self) -> bytes:
+        """The same for the same operations on tensors of the same shapes and with the same numbers."""
+        return self.digest.digest()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute an operation, and note it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        read, made = [*_leaves((*args, *kwargs.values()))], [*_leaves((result,))]
+        self.digest.update(f"{func} {[self._text(x) for x in read]}\n".encode())
+        if self.made is not None:
+            self.made.update(x.untyped_storage() for x in made if isinstance(x, Tensor))
+        if self.why is None:
+            self.why = self._why_not(func, [x for x in (*read, *made) if isinstance(x, Tensor)])
+        return result
+
+    def _why_not(self, func: Any, tensors: Sequence[Tensor]) -> str | None:
+        if any(tag in func.tags for tag in HOST_WAITS):
+            return f"{func} makes the host wait for values"
+        if self.made is None and torch.Tag.nondeterministic_seeded in func.tags:
+            return f"{func} draws random numbers in a backward"
+        returns, views = func._schema.returns, not func._schema.is_mutable
+        if views and any(result.alias_info is not None for result in returns):  # it touches no values
+            return None
+        if any(x.numel() and not self.device.has(x) for x in tensors):
+            return f"{func} is computed on the host, or of its memory"
+        return None
+
+    def _text(self, x: Any) -> str:
+        """An argument; a tensor that neither the job nor its inputs brought should stay where it is."""
+        if not isinstance(x, Tensor):
+            return str(x) if isinstance(x, NUMBERS) else type(x).__name__
+        stays = self.made is not None and x.untyped_storage() not in self.made
+        return f"{x.dtype}{tuple(x.size())}{x.stride()}" + (f" at {x.data_ptr()}" if stays else "")
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    """The arguments or results of an operation, those in lists one by one."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _leaves(value)
+        else:
+            yield value

@@ -1,0 +1,204 @@
+"""--graphs: the kernels of each job are captured once, as a graph, and replayed in every later pass through the list.
+
+1. Pass 1 computes as always. Passes 2 and 3 do too, and a look at each operation finds what cannot be captured
+   (`capture_check`). Such a stage goes on as always, and one line says why.
+2. Pass 4 captures every job of the other stages, in the order of the list, and replays it at once.
+3. Later passes replay: the host launches a graph in place of its kernels.
+
+A graph uses the addresses that its capture has seen:
+- Weights, their gradients and what is received lie in memory that stays: they are used where they are.
+- What a graph computes lies in a pool that all graphs of the rank share. A tensor that dies gives its memory back to
+  the graphs that are captured later. Replays come in the order of the captures, so what held then holds always: a
+  microbatch in flight has memory of its own, and a rank needs no more than without graphs.
+- Anything else, data and values of stages that go on as always, is copied into the pool before the replay.
+- A forward and the backward of its microbatch are captured as a pair: the backward frees what the forward has saved.
+- A layer that draws has a generator of its own in each graph, which is seeded before the replay.
+
+Where the data of a microbatch have another shape than in the captures, as padded ones have, all its jobs are computed
+as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils import _pytree as pytree
+
+from mpirun.comm.device import Device, Graph
+from mpirun.engine.capture_check import CaptureCheck
+from mpirun.model.rng import LayerRng
+from schedgen.ir.instructions import Instruction, Op
+from schedgen.util.errors import raised
+
+LOOKED_AT, CAPTURED = (2, 3), 4  # passes
+PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)  # what can be compared
+FORWARDS = (Op.FWD, Op.RECOMPUTE)
+
+
+class JobGraphs:
+    """A rank's graphs, and the pass that it is in."""
+
+    def __init__(self, device: Device, rank: int, blocks: Iterable[Tensor]) -> None:
+        """`blocks`: the memory that what is received lies in, whichever pass."""
+        self.device, self.rank, self.passes = device, rank, 0
+        self.staying: WeakSet[UntypedStorage] = WeakSet(block.untyped_storage() for block in blocks)
+        self.refused: dict[int, str] = {}  # by stage: why it is not captured
+        self.seen: dict[Any, bytes] = {}  # by stage and version, opcode and what a job is given: its operations
+        self.as_always: set[tuple[int, int]] = set()  # stage and microbatch: of this pass
+        self.said: set[int] = set()  # stages of which other shapes were told
+        self.told = False  # whether `refusals` were said
+
+    def begin_pass(self) -> None:
+        """The next pass through the list begins."""
+        self.passes += 1
+        if self.passes == CAPTURED:
+            self.device.release()  # what the allocator keeps, the pool does not get
+
+    @property
+    def looked(self) -> bool:
+        """Whether all refusals are known."""
+        return self.passes >= LOOKED_AT[-1]
+
+    def job(self, i: Instruction, rng: LayerRng, compute: Callable[..., Any]) -> Job:
+        """What is called in place of `compute`; `rng`: of the stage's layers."""
+        return Job(self, i, rng, compute)
+
+    def refusals(self) -> list[str]:
+        """A line for each stage that is not captured."""
+        return [f"--graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
+
+    def say_other_shapes(self, i: Instruction) -> None:
+        """Once a stage, that a microbatch does not fit its graph."""
+        if i.stage not in self.said:
+            self.said.add(i.stage)
+            sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or weights than its graph"
+            print(f"mpirun: note: --graphs: {sentence}: computed without", file=sys.stderr, flush=True)
+
+
+class Job:
+    """A job of a stage and microbatch: computed as always, looked at, captured, or replayed."""
+
+    def __init__(self, graphs: JobGraphs, i: Instruction, rng: LayerRng, compute: Callable[..., Any]) -> None:
+        """`compute`: of pytrees of tensors, a pytree of tensors that are contiguous."""
+        self.graphs, self.i, self.rng, self.compute = graphs, i, rng, compute
+        self.device, self.name = graphs.device, f"{Op(i.op).name} of stage {i.stage}"
+        self.draws: list[str] = []  # layers that draw, in the order of their forwards
+        self.forms: list[Any] = []  # of what it was given
+        self.graph: Graph | None = None
+        self.inputs: list[Any] = []  # by leaf, where the graph reads it
+        self.outputs: Any = None  # where the graph writes them
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What `compute` gives."""
+        graphs = self.graphs
+        if self.i.stage in graphs.refused or graphs.passes < LOOKED_AT[0]:
+            return self.compute(*inputs)
+        leaves, spec = pytree.tree_flatten(inputs)
+        form = spec, [_form(leaf) for leaf in leaves]
+        if graphs.passes in LOOKED_AT:
+            return self._look(inputs, leaves, form)
+        if not self._has_graph(form):
+            return self.compute(*inputs)
+        if graphs.passes == CAPTURED:
+            self.forms = [form]
+            return self._capture(leaves, spec)
+        return self._replay(leaves)
+
+    def _look(self, inputs: Sequence[Any], leaves: Sequence[Any], form: Any) -> Any:
+        """Compute as always, and find what cannot be captured."""
+        i, graphs, begin = self.i, self.graphs, self.rng.begin
+        self.draws = []
+        self.forms.append(form)
+
+        def noted(name: str) -> None:
+            self.draws.append(name)
+            begin(name)
+
+        self.rng.begin = noted
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if i.op in FORWARDS else None
+        with CaptureCheck(self.device, given) as check:
+            outputs = self.compute(*inputs)
+        self.rng.begin = begin
+        odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+        why = check.why or (f"the batch has a {odd[0]}, which is no tensor" if odd else None)
+        before = graphs.seen.setdefault((id(self.rng), i.op, str(form)), check.operations)
+        if why is None and before != check.operations:
+            why = "it does other operations from one time to the next"
+        if why is not None:
+            graphs.refused.setdefault(i.stage, f"{self.name[: self.name.index(' ')]}: {why}")
+        return outputs
+
+    def _has_graph(self, form: Any) -> bool:
+        """Whether this pass captures or replays it: all jobs of a stage and microbatch, or none."""
+        graphs, microbatch = self.graphs, (self.i.stage, self.i.mb)
+        fits = form in self.forms and (self.graph is not None or graphs.passes == CAPTURED)
+        if self.i.op == Op.FWD:
+            graphs.as_always.discard(microbatch)
+            if not fits:
+                graphs.as_always.add(microbatch)
+                graphs.say_other_shapes(self.i)
+        if microbatch in graphs.as_always:
+            return False
+        if not fits:
+            raise RuntimeError("--graphs: this job is given what does not fit its graph, though its forward was not")
+        return True
+
+    def _capture(self, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+        begin = self.rng.begin
+        self.graph = graph = self.device.graph(len(self.draws))
+        numbers = iter(range(len(self.draws)))
+        self.rng.begin = lambda name: graph.draw(next(numbers))
+        try:
+            with graph.capturing():
+                with _without_values():
+                    read = [self._place(leaf) for leaf in leaves]
+                outputs = self.compute(*pytree.tree_unflatten(read, spec))
+        except Exception as error:
+            raise RuntimeError(f"--graphs: {self.name} cannot be captured: {raised(error)}") from error
+        finally:
+            self.rng.begin = begin
+        tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+        self.graphs.staying.update(x.untyped_storage() for x in tensors)
+        # They do not keep the memory: it is the pool's when the tensors here have died.
+        self.inputs = [self.device.at(x) if isinstance(x, Tensor) else x for x in read]
+        self.outputs = pytree.tree_map_only(Tensor, self.device.at, outputs)
+        self._replay(leaves)
+        return outputs
+
+    def _place(self, leaf: Any) -> Any:
+        """Where the graph reads what it is given: there, if that stays."""
+        if not isinstance(leaf, Tensor) or leaf.untyped_storage() in self.graphs.staying:
+            return leaf
+        return torch.empty_like(leaf)
+
+    def _replay(self, leaves: Sequence[Any]) -> Any:
+        for place, leaf in zip(self.inputs, leaves, strict=True):
+            if isinstance(leaf, Tensor) and leaf.data_ptr() != place.data_ptr():
+                place.copy_(leaf)
+        assert self.graph is not None
+        self.graph.replay([self.rng.seed(name) for name in self.draws])
+        return self.outputs
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """In it, new memory gets no values, as torch's deterministic mode gives it: a graph would set inputs to NaN."""
+    settings: Any = torch.utils.deterministic
+    before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
+
+
+def _form(leaf: Any) -> Any:
+    """What a graph relies on: shape and type of a tensor, the value of anything else."""
+    if isinstance(leaf, Tensor):
+        return leaf.size(), leaf.stride(), leaf.dtype
+    return (type(leaf), leaf) if isinstance(leaf, PLAIN) else object()

@@ -1,0 +1,74 @@
+"""Models of which a stage cannot be captured as a graph. A stage that reads values is refused anyway; a loss may."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as nnf
+from models_for_tests import WIDTH, with_stage
+from torch import Tensor
+
+from mpirun import Model
+from mpirun.examples import mlp
+
+# mlp.tiny with another loss
+
+
+def read_values(scores: Tensor, target: Tensor) -> Tensor:
+    return nnf.cross_entropy(scores, target) * (1 + float(scores.detach().mean()))
+
+
+def count_values(scores: Tensor, target: Tensor) -> Tensor:
+    return nnf.cross_entropy(scores, target) * (1 + len((scores.detach() > 0).nonzero()) / scores.numel())
+
+
+def with_loss(stages: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Model:
+    return mlp.tiny(stages)._replace(loss=loss)
+
+
+reads_values = partial(with_loss, loss=read_values)
+counts_values = partial(with_loss, loss=count_values)
+
+
+def reads_values_later(stages: int) -> Model:
+    """From its 13th call on."""
+    calls = itertools.count(1)
+
+    def loss(scores: Tensor, target: Tensor) -> Tensor:
+        return read_values(scores, target) if next(calls) > 12 else nnf.cross_entropy(scores, target)
+
+    return with_loss(stages, loss)
+
+
+# mlp.tiny with another second stage
+
+
+class Counting(mlp.Layer):
+    """Scales by the number of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 1e-3 * self.calls)
+
+
+class Remembering(mlp.Layer):
+    """Scales by a tensor that the forward before has left, which is no buffer: it is elsewhere each time."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        last, self.last = self.last, 1 + y.detach().mean()
+        return y if last is None else y * last
+
+
+counts_forwards = partial(with_stage, index=1, stage=Counting)
+remembers = partial(with_stage, index=1, stage=Remembering)

@@ -1,0 +1,147 @@
+"""Kernels of the late device captured as graphs, and the pool of memory that all graphs share.
+
+- In a capture kernels are kept, and run in none but replays. The host may not wait, ask for events or seed generators.
+- A kernel keeps addresses, not tensors. What has no memory of the pool must still be there in every replay.
+- A tensor made in a capture lies in the pool. When it dies, tensors of later captures get its memory, and replays make
+  it not a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from late_streams import Kernel, Streams
+from torch import Tensor, UntypedStorage
+
+ONES = 255
+LINE = 512  # bytes: what sizes of blocks are multiples of
+
+
+def bytes_at(address: int, size: int) -> Tensor:
+    """Memory as bytes, shape (size,), which the tensor does not keep."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+class Pool:
+    """Blocks of memory that live as long as the device."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Tensor] = {}  # by address
+        self.free: dict[int, list[int]] = {}  # by size, addresses
+        self.kernels: list[Kernel] | None = None  # of the capture
+        self.captures = self.replays = 0  # of graphs
+        self.died: set[int] = set()  # addresses of tensors that died in no capture, since the last one
+
+    def make(self, like: Tensor) -> Tensor:
+        """A tensor like another without values."""
+        size = -(-max(1, like.untyped_storage().nbytes()) // LINE) * LINE
+        addresses = self.free.setdefault(size, [])
+        if not addresses:
+            block = torch.full((size,), ONES, dtype=torch.uint8)
+            self.blocks[block.data_ptr()] = block
+            addresses.append(block.data_ptr())
+        address = addresses.pop()
+        self.died.discard(address)
+        storage = bytes_at(address, size).untyped_storage()
+        weakref.finalize(storage, self._give_back, address, size).atexit = False
+        return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.size(), like.stride())
+
+    def _give_back(self, address: int, size: int) -> None:
+        self.free[size].append(address)
+        if self.kernels is None:
+            self.died.add(address)
+        else:
+            self.kernels.append(self._emptied(address))
+
+    def _emptied(self, address: int) -> Kernel:
+        return lambda: self.blocks[address].fill_(ONES)
+
+    @contextlib.contextmanager
+    def capturing(self, kernels: list[Kernel]) -> Iterator[None]:
+        """In it, and at its end, kernels come there that take values from the memory of dead tensors."""
+        self.kernels = kernels
+        try:
+            yield
+        finally:
+            self.kernels = None
+            while self.died:  # other threads add to it
+                kernels.append(self._emptied(self.died.pop()))
+
+
+class Address:
+    """Where a tensor lies, for a kernel that is replayed."""
+
+    def __init__(self, tensor: Tensor, pool: Pool) -> None:
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.offset, storage = int(tensor.storage_offset()), tensor.untyped_storage()
+        self.address, self.bytes = storage.data_ptr(), storage.nbytes()
+        self.storage = None if self.address in pool.blocks else weakref.ref(storage)
+
+    def tensor(self) -> Tensor:
+        """The tensor. RuntimeError if its memory has been freed."""
+        storage: UntypedStorage | None
+        storage = bytes_at(self.address, self.bytes).untyped_storage() if self.storage is None else self.storage()
+        if storage is None:
+            raise RuntimeError("a kernel of a graph uses memory that has been freed since it was captured")
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+class Generator:
+    """A seed that a graph reads when it is replayed."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+
+    def use(self) -> None:
+        torch.default_generator.manual_seed(self.seed)
+
+
+class LateGraph:
+    """As `cuda_graph.CudaGraph`."""
+
+    def __init__(self, streams: Streams, pool: Pool, draws: int) -> None:
+        self.streams, self.pool = streams, pool
+        self.generators = [Generator() for _ in range(draws)]
+        self.kernels: list[Kernel] = []
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        self.pool.captures += 1
+        with self.pool.capturing(self.kernels), self.streams.capturing(self.kernels):
+            yield
+
+    def draw(self, number: int) -> None:
+        self.streams.launch(self.generators[number].use)
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        self.pool.replays += 1
+        for generator, seed in zip(self.generators, seeds, strict=True):
+            self.streams.launch(lambda generator=generator, seed=seed: setattr(generator, "seed", seed))
+        for kernel in self.kernels:
+            self.streams.launch(kernel)
+
+
+def recorded(run: Callable[..., object], values: Any, pool: Pool, late: Callable[[Tensor], bool]) -> Kernel:
+    """`run` of these arguments, nested as they are, of whose tensors on the device nothing but addresses is kept."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(kept, value))
+        if isinstance(value, dict):
+            return {name: kept(x) for name, x in value.items()}
+        return Address(value, pool) if isinstance(value, Tensor) and late(value) else value
+
+    def made(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(made, value))
+        if isinstance(value, dict):
+            return {name: made(x) for name, x in value.items()}
+        return value.tensor() if isinstance(value, Address) else value
+
+    addresses = kept(values)
+    return lambda: run(*made(addresses))

@@ -1,0 +1,156 @@
+"""--stream-words: messages and kernels ordered by words that streams write and wait for, and not by events.
+
+Trainings run on the late device, whose streams have both operations. The binding to CUDA's driver is held against a
+library with the driver's names.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from unittest import mock
+
+import pytest
+import torch
+from examples import ASKED
+from processes import ROOT
+
+from mpirun.comm.stream_words import CudaStreamOperations, StreamWords, Word
+from schedgen.util.errors import UsageError
+
+EVERY = sorted(path.stem for path in (ROOT / "traces").glob("*.json"))
+CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "direct", "zb-v": "staged"}
+MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
+    "1f1b-tied": "models_for_tests:gpt_tied",
+    "1f1b-tensor": "models_for_tests:gpt_tensor",
+}
+CASES = [(name, how) for name in EVERY for how in ("direct", "staged")] if ASKED else list(CHOSEN.items())
+
+
+@pytest.fixture(scope="module")
+def trained(inside, text, traces):
+    """Three steps by a schedule on the CPU, and by words on a late device; of these the first is by events."""
+    runs = []
+    for name, how in CASES:
+        arguments = [traces / f"{name}.json", "--model", MODEL[name], "--text", text, "--steps", 3, "--canonical"]
+        runs += [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words"], "late": how}]
+    results = inside(4, runs)
+    return dict(zip(CASES, zip(results[::2], results[1::2], strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_words_change_no_bit(trained, case):
+    by_cpu, by_words = trained[case]
+    assert by_words.code == 0, by_words.out
+    assert by_words.weights == by_cpu.weights
+
+
+def test_words_and_graphs_go_together(inside, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=4)
+    arguments = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 5, "--canonical"]
+    both = {"arguments": [*arguments, "--graphs", "--stream-words"], "late": "staged"}
+    by_cpu, by_both = inside(2, [{"arguments": arguments}, both])
+    assert "graphs: 16 captured, 32 replayed" in by_both.out
+    assert by_both.code == 0 and by_both.weights == by_cpu.weights
+
+
+# Ways to break the order of words (helpers/programs/broken_order.py), and where messages go by then.
+BREAKS = [
+    ("no stream waits for a word", "direct"),
+    ("no stream waits for a word", "staged"),
+    ("a mark's word is written at once", "direct"),
+    ("a mark's word is written at once", "staged"),
+    ("a word is written before the copy that it is of", "staged"),
+    ("a promise is kept before its message has come", "direct"),
+]
+
+
+@pytest.fixture(scope="module")
+def ended(in_one_launch, compiled, text):
+    """By how order is broken, how two steps end: exit code, hash of weights. No other test is in the launch."""
+    schedule = compiled("gpipe", stages=2, microbatches=6)
+    arguments = [str(schedule), "--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "3"]
+    arguments += ["--canonical", "--stream-words"]
+    cases = [(None, "direct"), (None, "staged"), *BREAKS]
+    runs = [{"arguments": arguments, "break": name, "late": how} for name, how in cases]
+    results = in_one_launch(2, runs, env={"ORDER": "of words"})
+    return {case: (code, weights) for case, (code, _, weights) in zip(cases, results, strict=True)}
+
+
+@pytest.mark.parametrize("case", BREAKS, ids=", ".join)
+def test_words_whose_order_is_broken_are_seen(ended, case):
+    assert ended[None, "direct"] == ended[None, "staged"] and ended[None, "direct"][0] == 0
+    assert ended[case] != ended[None, "direct"]
+
+
+def test_a_cpu_has_no_words(mistakes, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=4)
+    (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--stream-words"]])
+    assert (ended.code, ended.err) == (2, "mpirun: --stream-words: a CPU has no streams of kernels\n")
+
+
+FAKE = """
+#include <stdint.h>
+static uint32_t waited[2];
+int cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t number, unsigned flags) {
+    if (stream != (void *)7 || flags) return 1;
+    *(volatile uint32_t *)address = number;
+    return 0;
+}
+int cuStreamWaitValue32(void *stream, uint64_t address, uint32_t number, unsigned flags) {
+    if (stream != (void *)7 || flags) return 1;
+    return (int32_t)(*(volatile uint32_t *)address - number) >= 0 ? 0 : 801;
+}
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """The operations of a stream 7 in a library where a stream writes at once, and cannot wait."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler")
+    (tmp_path / "fake.c").write_text(FAKE)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "fake.so", tmp_path / "fake.c"], check=True)
+    with mock.patch.object(CudaStreamOperations, "current", lambda self: 7):
+        yield CudaStreamOperations(str(tmp_path / "fake.so"))
+
+
+def host(size):
+    return torch.full((size,), 255, dtype=torch.uint8)
+
+
+def test_the_driver_gets_addresses_and_numbers(driver):
+    words = StreamWords(host, driver)
+    first, second = words.mark(), words.mark()
+    assert first.reached() and second.reached() and first.word is second.word
+    second.arrive()
+    promise = words.word().next()
+    assert not promise.reached()
+    with pytest.raises(RuntimeError, match="cuStreamWaitValue32 returns error 801"):
+        promise.arrive()
+    promise.keep()
+    promise.arrive()
+    assert promise.reached()
+
+
+def test_numbers_begin_again_behind_the_last(driver):
+    word: Word = StreamWords(host, driver).word()
+    word.last = 2**32 - 2
+    numbers = [word.next() for _ in range(3)]
+    numbers[0].keep()
+    assert [number.number for number in numbers] == [2**32 - 1, 0, 1]
+    assert [number.reached() for number in numbers] == [True, False, False]
+    numbers[2].keep_in_stream()
+    assert all(number.reached() for number in numbers)
+    numbers[1].arrive()
+
+
+def test_every_word_has_memory_of_its_own(driver):
+    words = StreamWords(host, driver)
+    addresses = [words.word().address for _ in range(3000)]
+    assert len(set(addresses)) == 3000 and all(address % 4 == 0 for address in addresses)
+
+
+def test_a_driver_without_words_is_refused():
+    with pytest.raises(UsageError, match="--stream-words: CUDA's driver has no words of streams"):
+        CudaStreamOperations("libc.so.6")

@@ -1,0 +1,244 @@
+"""--graphs: jobs that are captured once and replayed give the bits of jobs that are launched kernel by kernel.
+
+They are captured on the late device (helpers/programs/late_graphs.py), whose graphs keep addresses: a replay that reads
+what is not there any more fails, and what a dead tensor's memory has is not a number.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from examples import ASKED
+from processes import ROOT
+
+EVERY = sorted(path.stem for path in (ROOT / "traces").glob("*.json"))
+# Whole and divided backwards, weights fetched, in parts and in versions, sums over shards, several stages a rank.
+CHOSEN = {
+    "1f1b": "staged",
+    "1f1b-tensor": "direct",
+    "fsdp-sharded": "staged",
+    "interleaved-zb": "direct",
+    "pipedream": "staged",
+    "zb-v": "direct",
+}
+MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
+    "1f1b-tied": "models_for_tests:gpt_tied",
+    "1f1b-tensor": "models_for_tests:gpt_tensor",
+}
+CASES = [(name, how) for name in EVERY for how in ("direct", "staged")] if ASKED else list(CHOSEN.items())
+STEPS = 5  # one as always, two that are looked at, one that is captured, one that is replayed
+COMPUTE = ("FWD", "RECOMPUTE", "BWD", "BWD_I", "BWD_W")
+
+
+def jobs(schedule) -> int:
+    """How many a schedule has."""
+    return sum(i["op"] in COMPUTE for rank in json.loads(schedule.read_text())["programs"] for i in rank)
+
+
+def counts(captured: int, replayed: int) -> str:
+    return f"graphs: {captured} captured, {replayed} replayed"
+
+
+@pytest.fixture(scope="module")
+def pairs(inside, text):
+    """Runs of some arguments on the CPU, and with graphs on a late device."""
+
+    def pairs(ranks, runs, **requested):
+        """`runs`: pairs of arguments and how messages go; pairs of what came of them."""
+        requests = []
+        for arguments, how in runs:
+            arguments = [*arguments, "--text", text, "--steps", STEPS, "--canonical"]
+            requests += [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"], "late": how, **requested}]
+        results = inside(ranks, requests)
+        return list(zip(results[::2], results[1::2], strict=True))
+
+    return pairs
+
+
+@pytest.fixture(scope="module")
+def trained(pairs, traces):
+    runs = [([traces / f"{name}.json", "--model", MODEL[name]], how) for name, how in CASES]
+    return dict(zip(CASES, pairs(4, runs), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_replayed_jobs_give_the_bits_of_launched_ones(trained, traces, case):
+    """Every job is captured once, and replayed then and in each later step."""
+    eager, replayed = trained[case]
+    count = jobs(traces / f"{case[0]}.json")
+    assert replayed.code == 0, replayed.out
+    assert counts(count, (STEPS - 3) * count) in replayed.out and "computed without" not in replayed.out
+    assert replayed.weights == eager.weights
+
+
+# Draws and forwards that are done again, running statistics, outputs with several consumers, passes that accumulate.
+MODELS = {
+    "models_for_tests:dropping": ({"recompute": "all"}, []),
+    "models_for_tests:normed": ({"recompute": "all"}, []),
+    "models_for_tests:fan": ({"graph": {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}}, []),
+    "mpirun.examples.gpt:tiny": ({}, ["--accumulate", 2, "--clip", 1]),
+}
+
+
+@pytest.fixture(scope="module")
+def modelled(pairs, compiled):
+    runs = []
+    for model, (options, arguments) in MODELS.items():
+        schedule = compiled("1f1b", stages=4, microbatches=4, **options)
+        runs.append(([schedule, "--model", model, *arguments], "direct"))
+    return dict(zip(MODELS, pairs(4, runs), strict=True))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_all_kinds_are_replayed(modelled, model):
+    eager, replayed = modelled[model]
+    again, twice = 3 if "recompute" in MODELS[model][0] else 2, 2 if "--accumulate" in MODELS[model][1] else 1
+    count = again * 4 * 4
+    assert replayed.code == 0, replayed.out
+    assert counts(count, (STEPS * twice - 3) * count) in replayed.out and "computed without" not in replayed.out
+    assert replayed.weights == eager.weights
+
+
+# What one of four stages does that no graph can do again.
+REFUSED = {
+    "models_for_graphs:reads_values": "3: FWD: aten._local_scalar_dense.default makes the host wait for values",
+    "models_for_graphs:counts_values": "3: FWD: aten.nonzero.default makes the host wait for values",
+    "models_for_graphs:counts_forwards": "1: FWD: it does other operations from one time to the next",
+    "models_for_graphs:remembers": "1: FWD: it does other operations from one time to the next",
+    "models_for_tests:dropping_by_host": "1: FWD: aten.rand.default is computed on the host, or of its memory",
+}
+
+
+@pytest.fixture(scope="module")
+def refused(pairs, compiled):
+    schedule = compiled("1f1b", stages=4, microbatches=4)
+    runs = [([schedule, "--model", model], "direct") for model in REFUSED]
+    return dict(zip(REFUSED, pairs(4, runs, waits=True), strict=True))
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_a_stage_that_cannot_be_captured_is_computed_as_always_and_named(refused, model):
+    eager, replayed = refused[model]
+    number, why = REFUSED[model].split(": ", 1)
+    assert f"--graphs: stage {number} is computed without: {why}\n" in replayed.out, replayed.out
+    assert counts(3 * 8, (STEPS - 3) * 3 * 8) in replayed.out
+    assert replayed.code == 0
+    # The late device seeds the generator of the CPU when its kernels run, too late for what the CPU draws.
+    assert replayed.weights == eager.weights or model == "models_for_tests:dropping_by_host"
+
+
+def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside, compiled, text):
+    """And for a line of 512 bytes for each microbatch's loss, which NORM reads."""
+    runs = []
+    for microbatches in (4, 12):
+        schedule = compiled("1f1b", stages=2, microbatches=microbatches)
+        arguments = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 4, "--graphs"]
+        runs.append({"arguments": arguments, "late": "direct"})
+    few, many = (
+        [int(size) for size in run.out.splitlines()[-1].removeprefix("pool: ").split()] for run in inside(2, runs)
+    )
+    assert many[0] == few[0] and 0 <= many[1] - few[1] <= 8 * 512
+
+
+# Ways to break graphs (helpers/programs/broken_graphs.py), and models that show them.
+BREAKS = {
+    "what a graph reads is taken to stay where it was": "mpirun.examples.mlp:tiny",
+    "what a graph reads is filled in deterministic mode": "mpirun.examples.mlp:tiny",
+    "what a graph reads is not copied": "mpirun.examples.mlp:tiny",
+    "layers draw in every step what they drew in the first": "models_for_tests:dropping",
+    "what a graph gives does not hold its memory": "mpirun.examples.mlp:tiny",
+    "nobody looks at operations": "models_for_graphs:counts_forwards",
+}
+
+
+@pytest.fixture(scope="module")
+def broken(launch, compiled, text):
+    """By model and the way to break its graphs, how a run ends. Each has a launch, which may not end well."""
+    schedule = compiled("1f1b", stages=2, microbatches=4)
+
+    @cache
+    def end(model: str, how: str | None) -> tuple[int, str]:
+        arguments = [schedule, "--model", model, "--text", text, "--steps", STEPS, "--canonical", "--graphs"]
+        run = {"arguments": list(map(str, arguments)), "late": "direct", "break": how, "waits": True}
+        done = launch(2, program=["-c", LATE, json.dumps(run)])
+        return done.code, done.out if done.code == 0 else done.err
+
+    return end
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_graphs_that_are_broken_are_seen(broken, name):
+    """Or the other tests would show nothing."""
+    whole, left_out = broken(BREAKS[name], None), broken(BREAKS[name], name)
+    assert whole[0] == 0 and left_out != whole, (whole, left_out)
+
+
+def test_a_capture_that_fails_though_nothing_was_seen_ends_the_run_in_a_sentence(launch, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=4)
+    run = {"arguments": [str(schedule), "--model", "models_for_graphs:reads_values_later", "--text", str(text)]}
+    run["arguments"] += ["--steps", "4", "--graphs"]
+    done = launch(2, program=["-c", LATE, json.dumps(run | {"late": "direct"})])
+    assert done.code != 0
+    sentence = (
+        "--graphs: FWD of stage 1 cannot be captured: RuntimeError: aten._local_scalar_dense.default is not permitted"
+    )
+    assert f"RuntimeError: {sentence} while the stream is captured" in done.err, done.err
+
+
+LATE = """
+import json, sys
+sys.path.append("programs")
+from inspected_run import execute
+code, _, weights = execute(json.loads(sys.argv[1]))
+print(weights)
+sys.exit(code)
+"""
+
+
+def test_a_cpu_has_no_graphs(mistakes, compiled, text):
+    schedule = compiled("1f1b", stages=2, microbatches=4)
+    (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--graphs"]])
+    assert (ended.code, ended.err) == (2, "mpirun: --graphs: a CPU launches no kernels that could be captured\n")
+
+
+# Ten steps of an Engine on a late device. Each fifth has three samples of eight: a microbatch and a half are padding.
+PADDED = """
+import hashlib, sys
+sys.path.append("programs")
+from unittest import mock
+import torch
+from late_device import Late
+from mpi4py import MPI
+import mpirun
+from mpirun.examples import mlp
+scheme, graphs = sys.argv[1], sys.argv[2] == "graphs"
+device = Late(direct=True)
+tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0))
+data = [(row[:-1], row[-1]) for row in tokens]
+with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
+    run = mpirun.Engine(scheme, mlp.tiny(4), stages=4, microbatches=4, canonical=True, graphs=graphs)
+    loader = run.loader(data, microbatch_size=2, shuffle=True)
+    losses = [run.step(batch).loss for _ in range(2) for batch in loader]
+    owned = [part for stage in run.session.interpreter.stages.values() for part in stage.owned.values()]
+    own = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in owned)).hexdigest()
+    everyone = MPI.COMM_WORLD.gather((own, device.pool.captures, device.pool.replays))
+    if everyone:
+        weights, captures, replays = zip(*everyone)
+        print(losses, *weights, sum(captures), sum(replays), sep="\\n")
+    run.close()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["1f1b", "ddp"])
+def test_microbatches_that_fit_no_graph_are_computed_as_always(launch, scheme):
+    """So are those of the last stage in a padded step, whose samples have another weight; the others are replayed."""
+    eager, replayed = (launch(2, program=["-c", PADDED, scheme, how]) for how in ("as always", "graphs"))
+    assert eager.code == replayed.code == 0, eager.err + replayed.err
+    *same, _, _ = eager.out.splitlines()
+    *also, captures, replays = replayed.out.splitlines()
+    assert len(same) == 3 and also == same
+    # Of 8 jobs for each of 4 microbatches, 2 of them of the last stage, in 7 steps of which 2 are padded.
+    assert (int(captures), int(replays)) == (32, 7 * 32 - 2 * 8)
+    assert "a microbatch of stage 3 has other shapes or weights than its graph: computed without" in replayed.err
