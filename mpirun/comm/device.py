@@ -26,6 +26,7 @@ from mpirun.comm.stream_words import CudaStreamOperations, StreamWords
 from schedgen.util.errors import UsageError
 
 WAYS = ("auto", "direct", "host")  # of --gpu-messages
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch 2.9 calls it, and before
 
 
 class Mark(Protocol):
@@ -168,7 +169,8 @@ class Cuda(Device):
     def description(self) -> str:
         """The GPU, who shares it, and how messages go."""
         how = "MPI takes GPU tensors as they are" if self.direct else "messages go through pinned host memory"
-        if self.direct and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        settings = [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
+        if self.direct and any("expandable_segments:True" in setting for setting in settings):
             how += ", though expandable_segments:True may keep it from reading another process's"
         return f"device: {torch.cuda.get_device_name(self.torch)}{self.shared}; {how}"
 
