@@ -57,7 +57,6 @@ class ProfileOptions:
     traceback: bool
     stages: int | None
     schedule: str | None
-    split: bool
     output: str
 
 
@@ -161,8 +160,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     )
     add = parser.add_argument
     add("--stages", type=_positive_count, metavar="S", help="how many the model is cut into, as a chain")
-    add("--schedule", metavar="FILE", help="take stages, edges and whether backwards are split from a schedule")
-    add("--split", action="store_true", help="time the two halves of a backward, I and W, not B")
+    add("--schedule", metavar="FILE", help="take stages and edges from a schedule")
     add("-o", "--output", metavar="PROFILE", help="the file to write")
     _common(parser)
     add("--steps", type=_count, default=10, metavar="N", help="that are timed; default: 10")

@@ -32,7 +32,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import DIRECTIONS, F, Instruction, Kind, Op, W
+from schedgen.ir.instructions import F, Instruction, Kind, Op, W
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -71,8 +71,7 @@ class Profile:
         """Compile the schedules and set up the model. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
         on_rank_0(comm, lambda: check_writable("--output", options.output))
-        self.programs, splits = from_rank_0(comm, lambda: _schedules(options))
-        self.split = options.split or splits
+        self.programs = from_rank_0(comm, lambda: _schedules(options))
         self.current: Instruction | None = None
         self.setup = set_up_command(comm, options.setup, self.programs[0].header)
         together(comm, lambda: self.setup.device.try_messages(comm))
@@ -132,17 +131,20 @@ class Profile:
         """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
         measured: dict[Key, list[float]] = {}
-        machine, instructions = self._interpreter(self.split)
-        self._step(machine, instructions, {})  # to warm up
-        self.comm.Barrier()
-        for _ in tqdm(range(steps), unit="step", disable=silent):
-            self._step(machine, instructions, measured)
+        with tqdm(total=2 * steps, unit="step", disable=silent) as progress:
+            for split in (False, True):
+                machine, instructions = self._interpreter(split)
+                self._step(machine, instructions, {})  # to warm up
+                self.comm.Barrier()
+                for _ in range(steps):
+                    self._step(machine, instructions, measured)
+                    progress.update()
         medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in measured.items()})
         return {
             name: [
                 float(np.median([of_rank[OPS[name], s] for of_rank in medians])) for s in range(len(self.setup.shapes))
             ]
-            for name in (*DIRECTIONS[3 if self.split else 2], "step")
+            for name in OPS
         }
 
     def _step(
@@ -185,19 +187,18 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
     return read, [(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in graph.producers[i.stage]]
 
 
-def _schedules(options: ProfileOptions) -> tuple[list[Program], bool]:
-    """One worker's programs, with unsplit and with split backwards; whether --schedule has split ones."""
-    splits = False
+def _schedules(options: ProfileOptions) -> list[Program]:
+    """One worker's programs, with unsplit and with split backwards."""
     graph = ModelGraph(options.stages or 1)
     if options.schedule is not None:
         try:
             header = checked(options.schedule).header
         except OSError as error:
             raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
-        graph, splits = _of_model(header), "W" in header.cost
+        graph = _of_model(header)
         if options.stages not in (None, graph.stages):
             raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
-    return [_one_worker(graph, split) for split in (False, True)], splits
+    return [_one_worker(graph, split) for split in (False, True)]
 
 
 def _of_model(header: Header) -> ModelGraph:

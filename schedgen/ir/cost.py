@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import Op
+from schedgen.ir.instructions import DIRECTIONS, Op
 from schedgen.ir.limits import MOST_RATIO
 from schedgen.util.errors import UsageError
 
@@ -37,7 +37,8 @@ def redo_duration(cost: Mapping[str, Any]) -> Any:
 def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
     """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
-    Of a schedule that does not split the backward, B is I + W; of forwards alone, only F counts. R is left out.
+    Of a schedule that does not split the backward, B is I + W unless it is given; of one that does, B does not count;
+    of forwards alone, only F does. R is left out.
     UsageError where they differ too much, or one is missing.
     """
     if cost is None:
@@ -50,9 +51,11 @@ def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]
         return {"F": cost["F"]}
     if len(cost) == 1:
         raise UsageError("the schedule has backwards: --cost must give F and B, or F, I and W")
-    if directions == 3 and "B" in cost:
+    if directions == 2:
+        return {"F": cost["F"], "B": cost["B"] if "B" in cost else cost["I"] + cost["W"]}
+    if "I" not in cost:
         raise UsageError("the schedule splits the backward: --cost must give F, I and W")
-    return cost if directions == 3 or "B" in cost else {"F": cost["F"], "B": cost["I"] + cost["W"]}
+    return {name: cost[name] for name in DIRECTIONS[3]}
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.place import place_jobs, priorities
-from schedgen.ir.cost import by_stage, redo_duration
-from schedgen.ir.instructions import B, F, Ints, W
+from schedgen.ir.cost import REDO, by_stage, redo_duration
+from schedgen.ir.instructions import B, F, Ints
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
 from schedgen.planner.stage_costs import StageCosts
@@ -36,9 +36,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     """`weights` and `compute`: each job's workers, shape (D, S, B); `n`: its priority, None where that is no order."""
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
-    lengths = np.array([times[name] for name in ("F", "B", "I", "W") if name in times])
-    if len(lengths) > len(compute):  # measured halves of a backward that the scheme does not split
-        lengths = np.array([lengths[F], lengths[B] + lengths[W]])
+    lengths = np.array([seconds for name, seconds in times.items() if name != REDO])
     recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
     x, weight, saved, step = (

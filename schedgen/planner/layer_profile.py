@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.cost import by_stage
+from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
@@ -50,13 +51,14 @@ class Layers(NamedTuple):
 
     names: tuple[str, ...]
     edges: tuple[Edge, ...]  # (producer, consumer)
-    times: Mapping[str, Floats]  # direction (F and B, or F, I and W) -> seconds by layer
+    times: Mapping[str, Floats]  # direction (F and B, or F, I and W, or all) -> seconds by layer
     machine: Machine  # bytes by layer; alpha and beta are 0 where the file does not say
 
     @property
     def seconds(self) -> Floats:
         """Seconds of forward and backward together, shape (N,)."""
-        return sum(self.times.values(), np.zeros(len(self.names)))
+        names = DIRECTIONS[2 if "B" in self.times else 3]
+        return sum((self.times[name] for name in names), np.zeros(len(self.names)))
 
     @property
     def activation(self) -> Floats:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import REDO, Amount, by_stage
+from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import unreplicated
@@ -21,16 +21,16 @@ class StageCosts(NamedTuple):
     """The costs of S stages that follow each other in the order of the layers."""
 
     layer_counts: tuple[int, ...]  # by stage
-    times: Mapping[str, Floats]  # direction (F and B, or F, I and W), maybe R -> seconds by stage
+    times: Mapping[str, Floats]  # direction (F and B, or F, I and W, or all), maybe R -> seconds by stage
     machine: Machine  # bytes by stage
 
     def durations(self, split: bool) -> dict[str, Floats]:
         """Seconds by stage of a schedule's directions; a B of unmeasured halves gives each half of its time."""
-        if split and "B" in self.times:
-            half = self.times["B"] / 2
-            redo = {REDO: self.times[REDO]} if REDO in self.times else {}
-            return {"F": self.times["F"], "I": half, "W": half, **redo}
-        return dict(self.times)
+        times = dict(self.times)
+        if split and "I" not in times:
+            times["I"] = times["W"] = times["B"] / 2
+        redo = {REDO: times[REDO]} if REDO in times else {}
+        return durations(times, 3 if split else 2) | redo
 
 
 def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:

@@ -109,7 +109,7 @@ def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, memory:
 
 
 def _with_halves(cost: Mapping[str, float] | None, split: bool) -> Mapping[str, float] | None:
-    if cost is None or not split or "B" not in cost:
+    if cost is None or not split or "I" in cost:
         return cost
     return {"F": cost["F"], "I": cost["B"] / 2, "W": cost["B"] / 2}
 

@@ -72,7 +72,8 @@ def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
 def read_profile(
     text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
 ) -> tuple[dict[str, Amount], Machine]:
-    """The durations and the machine in a JSON object: F, B (or F, I, W) and `PROFILE_KEYS`, which may be left out.
+    """The durations and the machine in a JSON object: F, with B or I and W or all, and `PROFILE_KEYS`, which may be
+    left out.
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
     F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
@@ -82,8 +83,9 @@ def read_profile(
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}: not JSON: {error}") from None
-    names = next((names for names in DIRECTIONS.values() if isinstance(values, dict) and {*names} <= {*values}), None)
-    if names is None:
+    given = {*values} if isinstance(values, dict) else set()
+    names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
+    if not names:
         raise UsageError(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None and header.tensor_parallel and all(map(_has_amounts, values.values())):
         values = _expand_shards(values, header)

@@ -67,8 +67,7 @@ def one_round(memory: float, budget: int, options: argparse.Namespace, folder: P
     call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
     layers = len(LAYERED["uneven"].blocks)
     profile = str(folder / "profile")
-    split = ["--split"] if options.split else []
-    call([*mpi(RANKS), "-m", "mpirun", "profile", *MODEL, *split, "--stages", str(layers), "-o", profile])
+    call([*mpi(RANKS), "-m", "mpirun", "profile", *MODEL, "--stages", str(layers), "-o", profile])
 
     def planned(name: str, *more: str) -> Plan:
         sizes = ["--workers", str(RANKS), "--microbatches", str(MICROBATCHES), "--memory", str(memory)]
@@ -97,7 +96,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--split", action="store_true", help="profile the halves of backwards")
     parser.add_argument("--memory", type=float, default=3.9e7, help="bytes a rank may hold")
     parser.add_argument("--quick", action="store_true", help="few steps: whether it runs at all")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)

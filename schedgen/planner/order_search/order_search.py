@@ -20,7 +20,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.cost import Amount, by_stage, durations
 from schedgen.ir.instructions import COMPUTE, B
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import exact
@@ -72,9 +72,12 @@ def search_order(
 ) -> FoundOrder:
     """The best order of a scheme's jobs; UsageError where none keeps to the limits.
 
-    `cost` has F, I, W or F, B, for all stages or by stage; `budget`: millions of jobs that are given a time.
+    `cost` has F, I, W or F, B, for all stages or by stage; of all four, those count that the scheme has. `budget`:
+    millions of jobs that are given a time.
     """
     _check(scheme)
+    if "B" in cost and "I" in cost:
+        cost = durations(cost, 3 if scheme.split else 2)
     placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
         raise UsageError(f"{scheme.name} moves weights or backwards: search orders jobs that run beside the weights")

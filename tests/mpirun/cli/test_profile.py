@@ -53,7 +53,7 @@ def profiles(several, compiled, text, tmp_path_factory):
     options = {
         "whole": ("--model", MLP, "--stages", 4),
         "again": ("--model", MLP, "--stages", 4, "--seed", 1),
-        "split": ("--model", MLP, "--stages", 4, "--split", "--optimizer", "sgd"),
+        "sgd": ("--model", MLP, "--stages", 4, "--optimizer", "sgd"),
         "gpt": ("--model", "mpirun.examples.gpt:tiny", "--stages", 2),
         "joined": ("--model", "models_for_tests:joined", "--schedule", joined),
     }
@@ -74,9 +74,8 @@ def test_the_workspace_of_a_forward_is_what_gelu_returns(profiles):
     assert profiles["whole"]["workspace"]["F"][1:3] == [X, X]
 
 
-@pytest.mark.parametrize(("name", "times"), [("whole", ["F", "B", "step"]), ("split", ["F", "I", "W", "step"])])
-def test_a_profile_is_complete(profiles, name, times):
-    profile = profiles[name]
+def test_a_profile_is_complete(profiles):
+    profile, times = profiles["whole"], ["F", "B", "I", "W", "step"]
     assert {*profile} == {*times, "alpha", "beta", "workspace", *BYTES}
     for key in times:
         assert len(profile[key]) == 4 and min(profile[key]) > 0
@@ -84,10 +83,10 @@ def test_a_profile_is_complete(profiles, name, times):
     assert {*profile["workspace"]} == {"F", "B", "I", "W"}
 
 
-def test_bytes_depend_on_neither_time_nor_seed_nor_split(profiles):
+def test_bytes_depend_on_neither_time_nor_seed(profiles):
     for key in (*BYTES, "workspace"):
         assert profiles["again"][key] == profiles["whole"][key]
-        assert profiles["split"][key] == (WEIGHT if key == "owned" else profiles["whole"][key])  # sgd has no state
+        assert profiles["sgd"][key] == (WEIGHT if key == "owned" else profiles["whole"][key])  # sgd has no state
 
 
 def test_the_gpt_in_two_stages(profiles):
@@ -109,7 +108,7 @@ def test_the_gpt_in_two_stages(profiles):
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme", "stages"), [("whole", "1f1b", 4), ("split", "zb-v", 4), ("split", "gpipe", 4), ("gpt", "ddp", 2)]
+    ("name", "scheme", "stages"), [("whole", "1f1b", 4), ("whole", "zb-v", 4), ("whole", "gpipe", 4), ("gpt", "ddp", 2)]
 )
 def test_simulate_takes_it(profiles, compiled, capsys, name, scheme, stages):
     schedule = compiled(scheme, stages=stages, microbatches=4, workers=2)
@@ -118,9 +117,9 @@ def test_simulate_takes_it(profiles, compiled, capsys, name, scheme, stages):
     assert numbers["makespan"] >= numbers["latency"] + min(profile["step"])
 
 
-def test_a_schedule_gives_stages_edges_and_directions(profiles, capsys):
+def test_a_schedule_gives_stages_and_edges(profiles, capsys):
     profile = profiles["joined"]
-    assert {"F", "I", "W"} <= {*profile} and profile["activation"] == [64 * 64 * 4] * 3 + [4]
+    assert profile["activation"] == [64 * 64 * 4] * 3 + [4]
     assert schedgen(["simulate", str(profiles["schedule"]), "--profile", str(profiles["files"] / "joined")]) == 0
 
 
@@ -164,5 +163,5 @@ def test_a_model_that_fails_leaves_no_file(launch, text, tmp_path):
 def test_help_is_no_mistake(launch):
     result = launch(None, "profile", "--help")
     assert (result.code, result.err) == (0, "")
-    for option in ("--model", "--stages", "--schedule", "--split", "--output"):
+    for option in ("--model", "--stages", "--schedule", "--output"):
         assert option in result.out

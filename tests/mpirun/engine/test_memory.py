@@ -46,20 +46,18 @@ def measured(several, schedules, text):
 def predicted(several, schedules, text, tmp_path_factory):
     """By schedule: what stats says that every rank needs."""
     folder = tmp_path_factory.mktemp("profiles")
-    kinds = [(4, False), (8, False), (8, True)]
-    files = {kind: folder / f"{kind[0]}-{kind[1]}.json" for kind in kinds}
+    files = {stages: folder / f"{stages}.json" for stages in (4, 8)}
     runs = [
-        ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", files[stages, split]]
-        + ["--split"] * split
-        for stages, split in kinds
+        ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", name]
+        for stages, name in files.items()
     ]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
     by_name = {}
     for name, path in schedules.items():
         header = path.read_text().split('"programs"')[0]
-        kind = int(re.search(r'"stages": (\d+)', header)[1]), '"W":' in header
+        stages = int(re.search(r'"stages": (\d+)', header)[1])
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            assert schedgen(["stats", str(path), "--profile", str(files[kind]), "--json"]) == 0
+            assert schedgen(["stats", str(path), "--profile", str(files[stages]), "--json"]) == 0
         by_name[name] = [worker["peak_bytes"] for worker in json.loads(out.getvalue())["workers"]]
     return by_name
 

@@ -102,9 +102,9 @@ def test_every_rank_owns_a_quarter(owned, what):
 
 @pytest.mark.parametrize("name", ["two stages on four", "a split backward", "owners that compute nothing of it"])
 def test_no_rank_holds_more_than_predicted(several, schedules, text, tmp_path, name):
-    stages, split = CASES[name][1]["stages"], name == "a split backward"
+    stages = CASES[name][1]["stages"]
     profile = ["profile", "--model", MLP, "--text", text, "--stages", stages, "--steps", 1, "-o", tmp_path / "p.json"]
-    assert several(1, [profile + ["--split"] * split])[0][0] == 0
+    assert several(1, [profile])[0][0] == 0
     ((code, out),) = several(4, [[schedules[name], "--model", MLP, "--text", text, "--steps", 2, "--memory"]])
     assert code == 0, out
     with contextlib.redirect_stdout(io.StringIO()) as said:
