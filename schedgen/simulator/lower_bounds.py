@@ -9,6 +9,7 @@ memory         Each forward's saved activations are alive until its backward has
 way            of each worker: the way to its first jobs, its jobs one after another, the way from the last of them to
                the end; and the same for its jobs that have a longer way, in front or behind (Jackson 1955, Carlier
                1982: heads and tails of a machine)
+ends           Idle at the beginning and at the end of a worker that its memory forces (`memory_bound`).
 window         of a chain: no worker begins before a forward has reached it, and none ends before its last backward
                has gone back to the first stage
 """
@@ -24,11 +25,14 @@ from numpy.typing import NDArray
 from schedgen.ir.cost import Amount, by_stage, durations
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Ints, Numbers
+from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
 from schedgen.simulator.timeline import Times
+
+MOST_NODES = 600  # directions x stages: of more, `lower_bounds` leaves `ends` out, which looks at all pairs of them
 
 
 def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: Numbers) -> dict[str, float]:
-    """work, critical_path, way and, unless there are forwards alone, memory, in the units of `cost`.
+    """work, critical_path, way and, unless there are forwards alone, memory and ends, in the units of `cost`.
 
     `peak_activations`: by worker.
     """
@@ -51,7 +55,24 @@ def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: N
         time = np.where(stays, alive[:, None], 0.0).ravel()
         held = np.bincount(header.compute[F].ravel(), time, minlength=header.workers)
         bounds["memory"] = float((held / np.maximum(peak_activations, 1)).max())
+        bounds["ends"] = _ends_of(header, lengths, peak_activations)
     return bounds
+
+
+def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Numbers) -> float:
+    """`_ends` without messages, with the memory that the schedule takes; 0 where it does not apply.
+
+    That is where a backward runs away from its forward, where forwards are done again, and of very many stages.
+    """
+    directions, stages = len(lengths), header.stages
+    moves = bool((header.compute != header.compute[0]).any()) or bool(header.lowering.get("recompute"))
+    if moves or directions * stages > MOST_NODES:
+        return 0.0
+    takes = np.zeros((directions, stages))
+    takes[0], takes[-1] = 1, -1
+    times = np.concatenate(list(lengths.values()))
+    way = _longest_ways(waits_for(header.graph.edges, stages, directions), times, {})
+    return _ends(header.compute, way, times, False, takes.ravel(), np.maximum(peak_activations, 1).astype(np.float64))
 
 
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
@@ -99,7 +120,7 @@ def waits_for(edges: Sequence[tuple[int, int]], stages: int, directions: int) ->
 
 def order_bound(
     before: Sequence[Sequence[int]], compute: Ints, lengths: Times, hops: Mapping[tuple[int, int], float],
-    own_window: bool,
+    own_window: bool, takes: Times, capacity: Times,
 ) -> float:  # fmt: skip
     """The latency that no order of these jobs is below, or the longest own window.
 
@@ -108,8 +129,10 @@ def order_bound(
     lengths     duration by node
     hops        of a message from one node to another, where all microbatches change workers
     own_window  a worker's time begins with its first job, so that only ways from one of its jobs to another count
+    takes       by node: memory that a job takes when it begins; below 0: that it gives back when it ends
+    capacity    by worker: its memory
     """
-    nodes, workers = len(before), int(compute.max()) + 1
+    nodes, workers = len(before), len(capacity)
     way = _longest_ways(before, lengths, hops)
     jobs = np.zeros((workers, nodes))  # by worker and node
     for node in range(nodes):
@@ -122,7 +145,39 @@ def order_bound(
             heads = way[mine].max(axis=0)
             tails = (way[:, mine] + lengths[mine]).max(axis=1) - lengths
             longest = max(longest, *(_threaded(heads, tails, busy[w]) for w in range(workers)))
+    return max(longest, _ends(compute, way, lengths, own_window, takes, capacity))
+
+
+def _ends(
+    compute: Ints, way: NDArray[np.float64], lengths: Times, own_window: bool, takes: Times, capacity: Times
+) -> float:
+    """The most of any worker's `memory_bound`; as in `order_bound`, and `way` the longest ways between nodes."""
+    longest, seen = 0.0, set()
+    placed = compute.reshape(len(way), -1)
+    for w in range(len(capacity)):
+        own = np.flatnonzero((placed == w).any(axis=1)).astype(np.int64)
+        if len(own):
+            worker = _worker_jobs(placed[own] == w, own, compute.shape[1], way, lengths, takes, own_window)
+            key = b"".join(each.tobytes() for each in (*worker, capacity[w]))
+            if key not in seen:  # data-parallel workers are all alike
+                longest = max(longest, memory_bound(worker, float(capacity[w])))
+            seen.add(key)
     return longest
+
+
+def _worker_jobs(
+    here: NDArray[np.bool_], own: NDArray[np.int64], stages: int, way: NDArray[np.float64], lengths: Times,
+    takes: Times, own_window: bool,
+) -> WorkerJobs:  # fmt: skip
+    """The jobs of a worker. `own`: the nodes that it has jobs of; `here`: of each, the microbatches that it has."""
+    among, length = way[np.ix_(own, own)], lengths[own]
+    waits = (among > -np.inf) & (here[:, None] == here).all(axis=2)  # waits[k, j]: job j waits for job k of this worker
+    if own_window:
+        heads = np.where(waits, among, 0.0).max(axis=0)
+        tails = np.where(waits, among + length, length[:, None]).max(axis=1) - length
+    else:
+        heads, tails = way[:, own].max(axis=0), (way[own] + lengths).max(axis=1) - length
+    return WorkerJobs(own % stages, heads, tails, length, here.sum(axis=1), takes[own], waits.T)
 
 
 def _longest_ways(

@@ -85,14 +85,14 @@ def search_order(
     rounds = _Rounds(problem, scheme, sizes, cost, machine, limits)
     for start in starts(problem, placed, scheme, sizes, rounds.ratios):
         rounds.add_start(start)
-    bound = _bound(problem, placed)
+    # A built-in scheme's whole backward never holds `half`, so bounds must hold without it.
+    lenient = _problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+    bound = _bound(lenient, placed)
     with compiled_always():
         for share in (1.0,) if limits.bytes is None else SHARES:
             rounds.search(bound, int(share * budget * 10**6))
         best = rounds.best()
         if best is not None and best.value > bound * (1 + 1e-9):
-            # A built-in scheme's whole backward never holds `half`, so what is proved must hold without it.
-            lenient = _problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
             bound = max(bound, rounds.prove(lenient, best, bound, PROVED_SECONDS * budget / BUDGET))
             best = rounds.best()
     if best is None:
@@ -233,7 +233,7 @@ def _as_placement(scheme: Scheme, split: bool) -> Scheme:
 
 
 def _bound(problem: OrderProblem, placed: PlacedScheme) -> float:
-    """What no order takes less than, whatever memory there is."""
+    """What no order takes less than."""
     directions, stages, batches = placed.compute.shape
     worker = placed.compute.reshape(-1, batches)
     hops = {}
@@ -243,7 +243,11 @@ def _bound(problem: OrderProblem, placed: PlacedScheme) -> float:
             if (worker[node] != worker[other]).all():
                 hops[other, node] = float(problem.before_hop[k])
     before = waits_for(placed.graph.edges, stages, directions)
-    return order_bound(before, placed.compute, problem.length[::batches], hops, problem.own_window)
+    takes = np.zeros(directions * stages)
+    takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
+    return order_bound(
+        before, placed.compute, problem.length[::batches], hops, problem.own_window, takes, problem.capacity
+    )
 
 
 def _problem(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:

@@ -1,0 +1,128 @@
+"""A lower bound on a worker's time that knows its memory: idle that no order avoids at the beginning and at the end.
+
+Until the first job that gives memory back has ended, a worker starts no more forwards than its memory holds. Until then
+it may do little else, because the first backward comes back only after the way to the loss. So from time 0 to any time
+t before that the worker's work is limited, and t minus this limit is idle. Time backwards says the same of the end:
+there what gives memory back takes it. Where the two stretches, of lengths t and u, do not overlap within the time T,
+
+    T >= work + idle in the first + idle in the last.
+
+Where they overlap, t + u - T of their idle may be the same, which makes that sum at most t + u. So if it is more, it is
+a bound.
+
+For a chain of p stages with memory for p forwards this gives the bubbles of ZB-H1, (p - 1) (F + I - W), as the least
+that is possible (Qi et al. 2023, section 2), where F is no shorter than W.
+
+Room is reserved: the first job to give memory back waits for all forwards of its microbatch on this worker. Those that
+cannot have begun by t need room later, so that others may take only the rest.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.simulator.timeline import Times
+
+MOST_NODES = 24  # of a worker: of more, fewer times t are looked at, and no room is reserved
+
+
+class WorkerJobs(NamedTuple):
+    """The jobs of one worker, by node (a direction and a stage) in the order of directions."""
+
+    stage: NDArray[np.int64]
+    head: Times  # from time 0 to the start, at least
+    tail: Times  # from the end to the worker's last moment, at least
+    length: Times
+    jobs: NDArray[np.int64]  # how many
+    takes: Times  # memory that a job takes when it begins; below 0: that it gives back when it ends
+    needs: NDArray[np.bool_]  # needs[k, j]: of a microbatch, job k waits for job j
+
+    def reversed(self) -> WorkerJobs:
+        """The same, time backwards."""
+        return WorkerJobs(
+            stage=self.stage[::-1],
+            head=self.tail[::-1],
+            tail=self.head[::-1],
+            length=self.length[::-1],
+            jobs=self.jobs[::-1],
+            takes=-self.takes[::-1],
+            needs=self.needs.T[::-1, ::-1],
+        )
+
+
+def memory_bound(worker: WorkerJobs, capacity: float) -> float:
+    """The least time T that a worker needs from time 0; `capacity`: its memory, in the unit of `takes`."""
+    work = float((worker.length * worker.jobs).sum())
+    longest = work
+    for (t, idle), (u, other) in product(_idle(worker, capacity), _idle(worker.reversed(), capacity)):
+        least = float(work + idle + other)
+        if least > (t + u) * (1 + 1e-9):
+            longest = max(longest, least)
+    return longest
+
+
+def _idle(worker: WorkerJobs, capacity: float) -> list[tuple[float, float]]:
+    """Times t, and how much of [0, t] the worker must idle; t is no later than the first end of what gives back."""
+    backs = np.flatnonzero(worker.takes < 0)
+    until = float((worker.head + worker.length)[backs].min()) if len(backs) else np.inf
+    times = np.unique(np.append(worker.head, until))
+    times = times[np.isfinite(times) & (times <= until)]
+    is_small = len(worker.head) <= MOST_NODES
+    if not is_small:
+        times = times[np.linspace(0, len(times) - 1, MOST_NODES).astype(np.int64)]
+    takes = np.maximum(worker.takes, 0)
+    found = [(0.0, 0.0)]
+    for t in times:
+        late = np.where(worker.head >= t, takes, 0.0)
+        reserves = {float(late[worker.needs[k]].sum()) for k in backs} if is_small else {0.0}
+        least = min(reserves, default=0.0)
+        found.append((float(t), max(0.0, float(t) - _most_work(worker, takes, float(t), capacity - least))))
+    return found
+
+
+def _most_work(worker: WorkerJobs, takes: Times, t: float, room: float) -> float:
+    """No worker does more by time t, if nothing is given back; an upper bound, since jobs may be cut into pieces.
+
+    Every job that takes memory allows, beside itself, the jobs behind it of its stage that take none.
+    """
+    left = np.minimum(worker.length * worker.jobs, np.maximum(t - worker.head, 0.0))  # by node, each alone
+    amounts = np.unique(takes[takes > 0])
+    if len(amounts) == 1:
+        room = float(amounts[0] * np.floor(room / amounts[0] + 1e-9))
+    pieces: list[tuple[float, float, float]] = []  # of work: by unit of memory, in all, and its memory
+    total = 0.0
+    for stage in np.unique(worker.stage):
+        leader, behind = -1, []
+        for k in [*np.flatnonzero(worker.stage == stage).tolist(), -1]:
+            if k >= 0 and (takes[k] == 0 or worker.length[k] == 0):
+                behind.append(k)
+                continue
+            if leader < 0:
+                total += float(left[behind].sum())
+            else:
+                pieces += _pieces(worker, float(takes[leader]), left, [leader, *behind])
+            leader, behind = k, []
+    for density, work, memory in sorted(pieces, reverse=True):
+        part = min(1.0, max(room, 0.0) / memory)
+        total += part * work
+        room -= memory
+        if density <= 0 or room <= 0:
+            break
+    return min(total, t)
+
+
+def _pieces(worker: WorkerJobs, takes: float, left: Times, group: list[int]) -> list[tuple[float, float, float]]:
+    """The work of a job that takes memory and of those behind it, cut where one of them can do no more by time t."""
+    length = worker.length[group]
+    lasts = np.divide(left[group], length, out=np.zeros(len(group)), where=length > 0)  # in jobs
+    pieces, done = [], 0.0
+    for until in np.unique(np.minimum(lasts, lasts[0])):
+        rate = float(length[lasts > done].sum())
+        if until > done:
+            pieces.append((rate / takes, rate * (until - done), (until - done) * takes))
+        done = float(until)
+    return pieces

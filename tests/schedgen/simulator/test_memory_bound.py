@@ -1,0 +1,70 @@
+"""The bound that knows memory: never above what is proved to be the best, and exact for ZB-H1."""
+
+import numpy as np
+import pytest
+
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import place
+from schedgen.compiler.refine import refine
+from schedgen.planner.order_search import exact
+from schedgen.planner.order_search.order_search import Limits, _as_placement, _bound, _problem, measured
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.lower_bounds import lower_bounds
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
+
+PLACEMENTS = {"zb-h1": 1, "zb-v": 2, "looped-bfs": 2, "chimera": 1}  # stages a worker: chain, V, loop, both directions
+PROBLEMS = 50  # of each placement
+
+
+def random_problem(name, draw):
+    """A few jobs with lengths by stage, messages, and memory from too little to enough."""
+    p = 2 if PLACEMENTS[name] == 2 or name == "chimera" else int(draw.integers(2, 4))
+    m = 2 * int(draw.integers(1, 3)) if name == "chimera" else int(draw.integers(2, 4))
+    sizes = Sizes(PLACEMENTS[name] * p, m, p)
+    cost = {key: draw.integers(1, 6, sizes.stages) for key in "FIW"}
+    machine = Machine(alpha=int(draw.integers(0, 3)), activation=0)
+    objective, least = str(draw.choice(["window", "makespan"])), PLACEMENTS[name]
+    if draw.random() < 0.5:
+        limits = Limits(objective, int(draw.integers(least, 2 * m)))
+    else:  # in bytes: forwards of stages differ, and I takes some more or gives some back
+        saved = draw.integers(2, 5, sizes.stages)
+        machine = machine._replace(weight=0, saved=saved, half=draw.integers(-1, 2, sizes.stages))
+        limits = Limits(objective, bytes=int(draw.integers(5 * least, 5 * m * least)))
+    placed = refine(place(_as_placement(load(name, sizes), True), sizes, Options()))
+    return _problem(placed, cost, machine, limits), placed
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_no_order_is_below_the_bound(name):
+    """CP-SAT proves the best of random small problems; the bound reaches it in a fifth of them, or more."""
+    pytest.importorskip("ortools")
+    draw = np.random.default_rng(20)
+    proved = reached = 0
+    for _ in range(PROBLEMS):
+        problem, placed = random_problem(name, draw)
+        everything = float(problem.length.sum() + problem.microbatches * problem.hop.sum())
+        never = np.full(len(problem.worker), everything)
+        proof = exact.solve(problem, never, everything, 0.0, 0.2)
+        if proof.optimal:
+            bound = _bound(problem, placed)
+            assert bound <= proof.bound * (1 + 1e-9), problem
+            proved += 1
+            reached += bound >= proof.bound * (1 - 1e-9)
+    assert proved > PROBLEMS // 2 and reached > proved // 5
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (16, 32)])
+@pytest.mark.parametrize("cost", [(1, 1, 1), (10, 12, 8), (18522, 18086, 9337)])
+def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, m, cost):
+    """(p - 1) (F + I - W), Qi et al. 2023, section 2.1; so ZB-H1 is optimal there, and stats says so."""
+    sizes, costs = Sizes(p, m, p), dict(zip("FIW", cost, strict=True))
+    placed = refine(place(_as_placement(load("zb-h1", sizes), True), sizes, Options()))
+    bound = _bound(_problem(placed, costs, Machine(), Limits("window", p)), placed)
+    f, i, w = cost
+    assert bound == m * (f + i + w) + (p - 1) * (f + i - w)
+    program = compile(load("zb-h1", sizes), sizes, Options(cost=costs))
+    assert measured(simulate(program, costs), True) == bound
+    assert lower_bounds(program.header, costs, np.full(p, p))["ends"] == measured(simulate(program, costs), False)
