@@ -24,6 +24,7 @@ from schedgen.planner import tables
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.order_search.exact import is_installed
+from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import Limits, search_order
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.partition import hierarchy, partition
@@ -192,8 +193,13 @@ def run_search(options: SearchOptions) -> int:
     if len(cost) == 1:
         raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
     begin = time.perf_counter()
-    limits = Limits(options.objective, options.memory_limit, options.memory)
-    best = search_order(scheme, sizes, cost, machine, limits, options.budget)
+    if options.objective == "memory":
+        if options.memory_limit is not None or options.memory is not None:
+            raise UsageError("--objective memory looks for the least limit: leave --memory-limit and --memory out")
+        best = least_memory(scheme, sizes, cost, machine, options.budget)
+    else:
+        limits = Limits(options.objective, options.memory_limit, options.memory)
+        best = search_order(scheme, sizes, cost, machine, limits, options.budget)
     seconds = time.perf_counter() - begin
     check_compiled(best.program)
     if options.output:

@@ -8,5 +8,6 @@ local_search.py    simulated annealing: jobs on the critical path move
 find_order.py      both of these, for so much work
 exact.py           OR-Tools' CP-SAT: proofs for small problems
 order_search.py    the story: begin, find, prove; the simulator has the last word
+least_memory.py    the other way round: the least memory for the scheme's own time
 table.py           what the command prints
 """

@@ -17,23 +17,28 @@ HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
 RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
 
 
-def find_order(problem: OrderProblem, begin: list[Numbers], bound: float, budget: int) -> tuple[Numbers | None, int]:
+def find_order(
+    problem: OrderProblem, begin: list[Numbers], bound: float, budget: int, turn: int = 0
+) -> tuple[Numbers | None, int]:
     """The best order, None where none keeps to the memory, and the work it took: jobs that were given a time.
 
-    It begins with the orders of `begin` and ends where `bound` is reached, or after about `budget`.
+    It begins with the orders of `begin` and ends where `bound` is reached, or after about `budget`. Each `turn` draws
+    other numbers.
     """
     search = _Search(problem, bound, budget)
     for order in begin:
         search.add(order)
+    if search.is_done:
+        return search.found[0][1], 0
     rounds = max(100, min(6000, budget // (4 * RULE_JOBS * search.jobs)))
     with counted("search", None, "step") as done:
-        for _, order in find_rules(problem, search.judge, rounds, 0, search.run):
+        for _, order in find_rules(problem, search.judge, rounds, turn, search.run):
             search.add(order)
         search.left -= rounds * RULE_JOBS * search.jobs
         if not search.found:
             return None, budget - search.left
         first = [order for _, order in search.found[:3]]
-        seed = 0
+        seed = 1000 * turn
         for order in first:
             for hot in HOT:
                 if not search.is_done:

@@ -2,7 +2,7 @@
 
 begin   the orders of built-in schemes with this placement
 find    better ones, by list scheduling and by annealing
-prove   OR-Tools' CP-SAT, where the problem is small
+prove   OR-Tools' CP-SAT, where the problem is small; it often finds a better one on its way
 judge   the simulator has the last word: on time and, where the limit is in bytes, on memory
 
 Work is counted, not seconds: the same call gives the same schedule on any machine.
@@ -39,8 +39,9 @@ from schedgen.util.jit import compiled_always
 
 OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
-SHARES = (0.1, 0.6, 0.3)  # of the work by round, where the limit is in bytes: a schedule says what an order leaves out
-PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
+BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
+SMALL_SHARES = (0.1, 0.2)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
+PROVED_SECONDS = 7.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
 class Limits(NamedTuple):
@@ -49,6 +50,10 @@ class Limits(NamedTuple):
     objective: str = "makespan"  # or the longest own window, from a worker's first job to the end of its last
     saved: int | None = None  # saved forwards of a worker, from the start of F to the end of the last backward job
     bytes: float | None = None  # or bytes of a worker, as the simulator counts them: `Footprint.peak`
+
+
+class NoOrder(UsageError):
+    """None was found that keeps to the limits."""
 
 
 class FoundOrder(NamedTuple):
@@ -69,8 +74,10 @@ def search_order(
     machine: Machine = Machine(),  # noqa: B008  frozen
     limits: Limits = Limits(),  # noqa: B008  frozen
     budget: int = BUDGET,
+    enough: float = 0.0,
 ) -> FoundOrder:
-    """The best order of a scheme's jobs; UsageError where none keeps to the limits.
+    """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder where none keeps to the
+    limits, UsageError for what the search does not know.
 
     `cost` has F, I, W or F, B, for all stages or by stage; of all four, those count that the scheme has. `budget`:
     millions of jobs that are given a time.
@@ -87,19 +94,42 @@ def search_order(
         rounds.add_start(start)
     # A built-in scheme's whole backward never holds `half`, so bounds must hold without it.
     lenient = _problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
-    bound = _bound(lenient, placed)
+    bound, enough = _bound(lenient, placed), enough * (1 + 1e-9)
+    small = exact.is_installed() and len(problem.worker) <= exact.MOST_JOBS
+    shares = BYTES_SHARES if limits.bytes is not None else SMALL_SHARES if small else (1.0,)
     with compiled_always():
-        for share in (1.0,) if limits.bytes is None else SHARES:
-            rounds.search(bound, int(share * budget * 10**6))
-        best = rounds.best()
-        if best is not None and best.value > bound * (1 + 1e-9):
-            bound = max(bound, rounds.prove(lenient, best, bound, PROVED_SECONDS * budget / BUDGET))
+        for k, share in enumerate(shares):
+            rounds.search(max(bound, enough), int(share * budget * 10**6), k)
             best = rounds.best()
+            is_done = best is not None and best.value <= max(bound * (1 + 1e-9), enough)
+            if small and k == len(shares) - 2 and best is not None and not is_done:
+                bound = max(bound, rounds.prove(lenient, best, bound, PROVED_SECONDS * budget / BUDGET))
+        best = rounds.best()
     if best is None:
-        raise UsageError("the search found no order within the memory limit: give it more of one, or of --budget")
+        raise NoOrder("the search found no order within the memory limit: give it more of one, or of --budget")
     value = best.value
     work = rounds.work // 10**6
     return FoundOrder(best.program, value, min(bound, value), value <= bound * (1 + 1e-9), work, best.source)
+
+
+def least_time(
+    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
+) -> float:  # fmt: skip
+    """A lower bound on what any order takes, by `order_bound` alone; arguments as of `search_order`."""
+    placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
+    return _bound(_problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
+
+
+def mean_ratios(cost: Mapping[str, Amount], sizes: Sizes) -> dict[str, float]:
+    """Costs by stage as one number for each direction, by which greedy schemes order."""
+    return cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
+
+
+def compile_own(scheme: Scheme, sizes: Sizes, ratios: Mapping[str, float]) -> Program:
+    """A scheme in its own order; where the backward has halves in `ratios` alone, their sum."""
+    whole = not scheme.split and "B" not in ratios
+    cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
+    return compile(scheme, sizes, Options(cost=cost))
 
 
 class _Judged(NamedTuple):
@@ -121,7 +151,7 @@ class _Rounds:
     ) -> None:  # fmt: skip
         self.problem, self.scheme, self.sizes, self.limits = problem, scheme, sizes, limits
         self.cost, self.machine = cost, machine
-        self.ratios = cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
+        self.ratios = mean_ratios(cost, sizes)
         self.judged: list[_Judged] = []
         self.work = 0
 
@@ -129,26 +159,22 @@ class _Rounds:
         """Judge a built-in scheme, unless it holds more saved forwards than it may."""
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
-        ratios = self.ratios
-        cost = ratios if start.scheme.split or "B" in ratios else {"F": ratios["F"], "B": ratios["I"] + ratios["W"]}
-        self._judge(start.scheme.name, start.order, compile(start.scheme, self.sizes, Options(cost=cost)))
+        self._judge(start.scheme.name, start.order, compile_own(start.scheme, self.sizes, self.ratios))
 
-    def search(self, bound: float, work: int) -> None:
-        """Find an order by so much work."""
+    def search(self, bound: float, work: int, turn: int) -> None:
+        """Find an order by so much work; another turn tries others."""
         problem = self._within(self._others())
         best = self.best()
         if best is not None and best.value <= bound * (1 + 1e-9):
             return
         begin = [judged.order for judged in self.judged if fits(problem, judged.order)]
-        order, used = find_order(problem, begin, bound, work)
+        order, used = find_order(problem, begin, bound, work, turn)
         self.work += used
         if order is not None:
             self._add(order)
 
     def prove(self, lenient: OrderProblem, best: _Judged, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; what it finds is added."""
-        if len(self.problem.worker) > exact.MOST_JOBS or not exact.is_installed():
-            return 0.0
         problem = lenient._replace(capacity=self._within(self._owned()).capacity)
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)

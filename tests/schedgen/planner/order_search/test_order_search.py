@@ -14,6 +14,7 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
 from schedgen.planner.order_search import exact
 from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import Limits, _as_placement, _problem, measured, search_order
 from schedgen.planner.order_search.problem import fits
 from schedgen.schemes import load
@@ -139,6 +140,33 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
         best = found(name, sizes, cost, Machine(alpha=0.1), 3, objective=objective)
         assert best.bound <= best.value <= measured(simulate(program, cost, Machine(alpha=0.1)), bool(own_window))
         check(best.program)
+
+
+@pytest.mark.parametrize(
+    ("name", "cost", "value", "source"),
+    [("zb-h2", UNIT, 4, "zb-h1"), ("gpipe", {"F": 1, "B": 2}, 4, "1f1b"), ("v-half", UNIT, 6, "v-half")],
+)
+def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
+    """At equal costs ZB-H1 ends with ZB-H2, and 1F1B with GPipe; the bound excludes less memory."""
+    sizes = Sizes(8 if name == "v-half" else 4, 8, 4)
+    best = least_memory(load(name, sizes), sizes, cost, MACHINE, 5)
+    assert (best.value, best.bound, best.optimal, best.source) == (value, value, True, source)
+    assert check(best.program).saved.max() == value
+    own = compile(load(name, sizes), sizes, Options(cost=cost))
+    assert measured(simulate(best.program, cost), False) <= measured(simulate(own, cost), False)
+
+
+def test_less_memory_is_found_where_no_scheme_has_it():
+    """GPipe's 33 for whole backwards is much for halves: 3 forwards suffice, where ZB-H1 has 4."""
+    sizes = Sizes(4, 8, 4)
+    best = least_memory(load("gpipe", sizes), sizes, UNIT, MACHINE, 20)
+    assert (best.value, best.optimal, best.source) == (3, True, "search")
+    assert check(best.program).saved.max() == 3
+
+
+def test_memory_as_the_objective_takes_no_limit(run):
+    done = run("search", "zb-v", "--stages", 8, "--microbatches", 8, "--objective", "memory", "--memory-limit", 4)
+    assert done.code == 2 and "leave --memory-limit and --memory out" in done.err
 
 
 def test_the_command_says_value_and_bound(run, tmp_path):
