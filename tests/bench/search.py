@@ -1,7 +1,13 @@
-"""What `schedgen search` finds, against published tables, and how far its bounds are away; seconds of each search.
+"""What `schedgen search` finds, against published tables, and how far its bounds are away; CPU seconds of each search.
 
-Table 5 of Zero Bubble (Qi et al. 2023), column 2p; V placements under memory limits against sail-sg/zero-bubble's
-v_auto_schedule.py; and gaps of V placements with 1F1B's memory.
+`search.py [--quick] [TABLE ...]`, without a name all of them:
+
+table-5  Zero Bubble (Qi et al. 2023), table 5, column 2p: rates of the longest own window, memory of 2p forwards
+table-8  the same, table 8: V placement, memory of 1F1B; theirs is ZB-V
+capped   V placement by memory limit, longest own window: sail-sg/zero-bubble's v_auto_schedule.py, or a CP-SAT model
+tessel   Tessel (Lin et al. 2024), placements V (a chain) and X (both directions), forward 1, backward 3, memory of 4
+gaps     latency over its bound: chain and V, with 1F1B's memory and without a limit; three costs, with and without
+         messages of 5 % of a forward
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 from schedgen.planner.order_search.order_search import FoundOrder, Limits, search_order
 from schedgen.schemes import load
@@ -25,51 +32,121 @@ TABLE_5 = [
     (16, 64, 11307, 11254, 8101, 379, 5120, 40, 0.0054),
     (32, 96, 10419, 10207, 7715, 408, 6144, 48, 0.0038),
 ]
+# workers, microbatches, F, B, W of a half stage, message (us), the paper's rate
+TABLE_8 = [
+    (16, 48, 14407, 14380, 9676, 1610, 0.0697),
+    (16, 64, 14412, 14393, 9688, 1621, 0.0533),
+    (24, 72, 6763, 6969, 5251, 755, 0.0638),
+    (24, 96, 6783, 6984, 5259, 758, 0.0483),
+    (32, 96, 9458, 9748, 7288, 879, 0.0593),
+]
 CAPPED = [(4, 8, (1, 1, 1), cap, theirs) for cap, theirs in zip(range(4, 9), (59, 56, 53, 51, 48), strict=True)]
-CAPPED += [(4, 8, (10, 12, 8), 4, 668), (4, 8, (10, 12, 8), 8, 504)]
+CAPPED += [(4, 8, (10, 12, 8), 4, 642), (4, 8, (10, 12, 8), 8, 496)]
+CAPPED += [(6, 12, (1, 1, 1), cap, None) for cap in (6, 8, 10, 12)]
 CAPPED += [
     (8, 24, (1, 1, 1), cap, theirs)
     for cap, theirs in zip(range(8, 17), (167, 164, 161, 158, 155, 152, 149, 147, 144), strict=True)
 ]
+COSTS = ((1, 1, 1), (10, 12, 8), (1, 1.2, 0.6))
+ROOM = 10_000  # bytes for messages of one byte: far less than a forward saves; without bytes they would take no time
+BUDGET = 1000  # millions of jobs that are given a time
+GAP_BUDGET = 20
 
 
-def found(
-    name: str, sizes: Sizes, cost: tuple[float, ...], machine: Machine, limits: Limits, budget: int
-) -> tuple[FoundOrder, float]:
-    """The best order, and the seconds it took."""
-    begin = time.perf_counter()
-    best = search_order(load(name, sizes), sizes, dict(zip("FIW", cost, strict=True)), machine, limits, budget)
-    return best, time.perf_counter() - begin
+class Case(NamedTuple):
+    """A search: placement, workers, stages a worker, microbatches, costs by name."""
+
+    scheme: str
+    workers: int
+    chunks: int
+    microbatches: int
+    cost: dict[str, float]
+
+    def search(self, machine: Machine, limits: Limits, budget: int) -> tuple[FoundOrder, float]:
+        """The best order, and the CPU seconds it took."""
+        sizes = Sizes(self.chunks * self.workers, self.microbatches, self.workers)
+        begin = time.process_time()
+        best = search_order(load(self.scheme, sizes), sizes, self.cost, machine, limits, budget)
+        return best, time.process_time() - begin
 
 
-def main() -> None:
-    quick = "--quick" in sys.argv
-    budget = 5 if quick else 1000
+def case(scheme: str, workers: int, chunks: int, microbatches: int, cost: tuple[float, ...]) -> Case:
+    """A case with costs of F, I, W, or of F and B."""
+    names = "FIW" if len(cost) == 3 else "FB"
+    return Case(scheme, workers, chunks, microbatches, dict(zip(names, cost, strict=True)))
+
+
+def table_5(quick: bool) -> None:
+    """Rates: idle part of the longest own window."""
     print(f"{'table 5':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
     for p, m, *cost, alpha, h, a, rate in TABLE_5[: 1 if quick else None]:
         saved = 34 * h + 5 * a * 1024
-        machine = Machine(alpha, activation=0, weight=0, saved=saved, half=32 * h - saved)
-        best, seconds = found("zb-h1", Sizes(p, m, p), cost, machine, Limits("window", bytes=2 * p * saved), budget)
+        machine = Machine(alpha, activation=1, weight=0, saved=saved, half=32 * h - saved)
+        limits = Limits("window", bytes=2 * p * saved + ROOM)
+        best, seconds = case("zb-h1", p, 1, m, tuple(cost)).search(machine, limits, 5 if quick else BUDGET)
         rates = (1 - m * sum(cost) / value for value in (best.value, best.bound))
         print(f"{f'{p}, {m}':14}{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}", flush=True)
-    print(f"\n{'V, cap':24}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
+
+
+def table_8(quick: bool) -> None:
+    """Rates as above; two half stages a worker."""
+    print(f"{'table 8':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}  source")
+    for p, m, *cost, alpha, rate in TABLE_8[: 1 if quick else None]:
+        limits = Limits("window", 2 * p)
+        best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(Machine(alpha), limits, 2 if quick else BUDGET)
+        rates = (1 - 2 * m * sum(cost) / value for value in (best.value, best.bound))
+        numbers = f"{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}"
+        print(f"{f'{p}, {m}':14}{numbers}  {best.source}", flush=True)
+
+
+def capped(quick: bool) -> None:
+    """Longest own windows."""
+    print(f"{'V, cap':24}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
     for p, m, cost, cap, theirs in CAPPED[: 1 if quick else None]:
-        best, seconds = found("zb-v", Sizes(2 * p, m, p), cost, Machine(), Limits("window", cap), budget)
+        best, seconds = case("zb-v", p, 2, m, cost).search(Machine(), Limits("window", cap), 5 if quick else BUDGET)
         title = f"{p}, {m}, {cost}, {cap}".replace(" ", "")
-        print(f"{title:24}{theirs:10}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}", flush=True)
-    print(f"\n{'V, cap 2p, makespan':24}{'alpha':>10}{'value':>10}{'bound':>10}{'gap':>10}{'seconds':>10}")
-    gaps = []
-    for p in (4,) if quick else (4, 8, 16, 32):
-        for m in (p,) if quick else (p, 2 * p, 4 * p):
-            for cost in ((1, 1, 1), (10, 12, 8), (1, 1.2, 0.6))[: 1 if quick else None]:
-                for part in (0.0, 0.05):
-                    alpha, limits = part * cost[0], Limits("makespan", 2 * p)
-                    best, seconds = found("zb-v", Sizes(2 * p, m, p), cost, Machine(alpha=alpha), limits, budget // 5)
-                    gaps.append(best.value / best.bound - 1)
-                    title = f"{p}, {m}, {cost}".replace(" ", "")
-                    numbers = f"{alpha:10.3g}{best.value:10.6g}{best.bound:10.6g}{gaps[-1]:10.1%}{seconds:10.1f}"
-                    print(f"{title:24}{numbers}", flush=True)
-    print(f"gaps: median {statistics.median(gaps):.1%}, largest {max(gaps):.1%}")
+        print(f"{title:24}{theirs or '':>10}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}", flush=True)
+
+
+def tessel(quick: bool) -> None:
+    """Latencies of m microbatches, where no worker may hold more than 4."""
+    print(f"{'Tessel, m':24}{'found':>10}{'bound':>10}{'seconds':>10}  source")
+    for name, scheme in (("V", "1f1b"), ("X", "chimera")):
+        for m in (6,) if quick else (6, 8, 16):
+            best, seconds = case(scheme, 4, 1, m, (1, 3)).search(Machine(), Limits("makespan", 4), 5 if quick else 200)
+            print(f"{f'{name}, {m}':24}{best.value:10.6g}{best.bound:10.6g}{seconds:10.1f}  {best.source}", flush=True)
+
+
+def gaps(quick: bool) -> None:
+    """Gaps of latencies, for a chain and a V, with 1F1B's memory and without a limit."""
+    print(f"{'latency':30}{'message':>10}{'found':>10}{'bound':>10}{'gap':>10}{'seconds':>10}")
+    for name, scheme, chunks in (("chain", "zb-h2", 1), ("V", "zb-v", 2)):
+        for is_limited in (True, False):
+            found = []
+            for p in (4,) if quick else (4, 8, 16, 32):
+                for m in (p,) if quick else (p, 2 * p, 4 * p):
+                    for cost in COSTS[: 1 if quick else None]:
+                        for part in (0.0, 0.05):
+                            alpha, limits = part * cost[0], Limits("makespan", chunks * p if is_limited else None)
+                            best, seconds = case(scheme, p, chunks, m, cost).search(Machine(alpha), limits, GAP_BUDGET)
+                            found.append(best.value / best.bound - 1)
+                            title = f"{name}, {limits.saved}, {p}, {m}, {cost}".replace(" ", "")
+                            numbers = f"{best.value:10.6g}{best.bound:10.6g}{found[-1]:10.2%}{seconds:10.1f}"
+                            print(f"{title:30}{alpha:10.3g}{numbers}", flush=True)
+            kind = f"{name}, {'1F1B memory' if is_limited else 'no limit'}"
+            print(f"{kind}: {len(found)} gaps, median {statistics.median(found):.2%}, largest {max(found):.2%}")
+
+
+TABLES = {"table-5": table_5, "table-8": table_8, "capped": capped, "tessel": tessel, "gaps": gaps}
+
+
+def main() -> None:
+    names = [name for name in sys.argv[1:] if name != "--quick"]
+    if unknown := [name for name in names if name not in TABLES]:
+        sys.exit(f"search.py: no table {unknown[0]}: one of {', '.join(TABLES)}")
+    for name in names or TABLES:
+        TABLES[name]("--quick" in sys.argv)
+        print()
 
 
 if __name__ == "__main__":

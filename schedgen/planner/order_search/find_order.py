@@ -15,6 +15,8 @@ from schedgen.util.progress import counted
 
 HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
 RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
+ROUNDS = (100, 24000)  # of rules, at least and at the most
+LEAST_MOVES = 20_000  # annealing with fewer moves in all finds nothing: rules have their work, too
 
 
 def find_order(
@@ -30,21 +32,23 @@ def find_order(
         search.add(order)
     if search.is_done:
         return search.found[0][1], 0
-    rounds = max(100, min(6000, budget // (4 * RULE_JOBS * search.jobs)))
+    anneals = budget // search.jobs >= LEAST_MOVES
+    rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
+    rounds = max(ROUNDS[0], min(ROUNDS[1], rounds))
     with counted("search", None, "step") as done:
         for _, order in find_rules(problem, search.judge, rounds, turn, search.run):
             search.add(order)
         search.left -= rounds * RULE_JOBS * search.jobs
         if not search.found:
             return None, budget - search.left
-        first = [order for _, order in search.found[:3]]
+        first = [order for _, order in search.found[:3]] if anneals else []
         seed = 1000 * turn
         for order in first:
             for hot in HOT:
                 if not search.is_done:
                     search.anneal(order, hot, 0.06, seed := seed + 1)
                     done(1)
-        for share in (0.3, 0.4, 0.5, 1.0):
+        for share in (0.3, 0.4, 0.5, 1.0) if anneals else ():
             if not search.is_done:
                 search.anneal(search.found[0][1], HOT[seed % 3], share, seed := seed + 1)
                 done(1)

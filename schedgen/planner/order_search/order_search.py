@@ -41,7 +41,7 @@ OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
 SMALL_SHARES = (0.1, 0.2)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
-PROVED_SECONDS = 7.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
+PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
 class Limits(NamedTuple):

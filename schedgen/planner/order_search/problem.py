@@ -5,8 +5,8 @@ is a direction and a stage on one worker; its jobs run in the order of their mic
 jobs of a class are alike: number them in the order in which they run. So an order is, for each worker, a sequence of
 classes, and all workers' sequences stand one behind the other in one array.
 
-A message takes the same time whatever else travels. The simulator, where each rank has one link in and one out, judges
-what is found.
+A message takes the same time whatever else travels, and none where it has no bytes. The simulator, where each rank has
+one link in and one out, judges what is found.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def make_problem(
     class_jobs = np.argsort(class_of, kind="stable")
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
     class_node = keys % (directions * stages)
-    message = machine.alpha + machine.beta * by_stage(machine.activation, stages)
+    activation = by_stage(machine.activation, stages)
+    message = np.where(activation > 0, machine.alpha + machine.beta * activation, 0.0)  # as in `simulate`
 
     def hop(node: int, other: int) -> float:
         """The time from a node to one that waits for it: forwards send their x, and I the g of the stage before."""

@@ -54,12 +54,15 @@ def test_hand_made_columns_of_table_5_come_out_of_the_simulator(row):
 
 @pytest.mark.parametrize(("row", "hidden", "heads"), [(TABLE_5[1], 2304, 24), (TABLE_5[3], 4096, 32)])
 def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
-    """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024."""
+    """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024.
+
+    Messages have one byte, and room beside what forwards save: without bytes they would take no time.
+    """
     p, m, f, i, w, c, *_, rate = row
     saved, half = 34 * hidden + 5 * heads * 1024, 32 * hidden
-    machine = Machine(c, activation=0, weight=0, saved=saved, half=half - saved)
+    machine = Machine(c, activation=1, weight=0, saved=saved, half=half - saved)
     best = found("zb-h1", Sizes(p, m, p), {"F": f, "I": i, "W": w}, machine, 40, objective="window",
-                 bytes=2 * p * saved)  # fmt: skip
+                 bytes=2 * p * saved + 10_000)  # fmt: skip
     assert 1 - m * (f + i + w) / best.value <= rate
     check(best.program)
 
@@ -118,6 +121,14 @@ def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
     best = found("zb-v", sizes, {"F": 1, "I": 1.2, "W": 0.6}, machine, 5, bytes=limit)
     run = simulate(best.program, {"F": 1, "I": 1.2, "W": 0.6}, machine)
     assert run.footprint.peak.max() <= limit and best.bound <= best.value
+
+
+@pytest.mark.parametrize("activation", [0, 1])
+def test_messages_take_the_time_that_they_take_in_the_simulator(activation):
+    """Without bytes they take none, and the bound may not think that they do: p stages there and back, and a W."""
+    machine = Machine(alpha=2, activation=activation)
+    best = found("zb-h1", Sizes(4, 1, 4), UNIT, machine, 1)
+    assert best.value == best.bound == 9 + 6 * 2 * activation and best.optimal
 
 
 def test_the_same_call_gives_the_same_file(tmp_path):
