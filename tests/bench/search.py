@@ -40,7 +40,9 @@ TABLE_8 = [
     (24, 96, 6783, 6984, 5259, 758, 0.0483),
     (32, 96, 9458, 9748, 7288, 879, 0.0593),
 ]
-CAPPED = [(4, 8, (1, 1, 1), cap, theirs) for cap, theirs in zip(range(4, 9), (59, 56, 53, 51, 48), strict=True)]
+CAPPED: list[tuple[int, int, tuple[float, ...], int, int | None]] = [
+    (4, 8, (1, 1, 1), cap, theirs) for cap, theirs in zip(range(4, 9), (59, 56, 53, 51, 48), strict=True)
+]
 CAPPED += [(4, 8, (10, 12, 8), 4, 642), (4, 8, (10, 12, 8), 8, 496)]
 CAPPED += [(6, 12, (1, 1, 1), cap, None) for cap in (6, 8, 10, 12)]
 CAPPED += [

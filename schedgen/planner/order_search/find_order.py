@@ -15,7 +15,7 @@ from schedgen.util.progress import counted
 
 HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
 RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
-ROUNDS = (100, 24000)  # of rules, at least and at the most
+ROUNDS = (100, 6000)  # of rules, at least and at the most
 LEAST_MOVES = 20_000  # annealing with fewer moves in all finds nothing: rules have their work, too
 
 

@@ -10,7 +10,7 @@ Work is counted, not seconds: the same call gives the same schedule on any machi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from schedgen.ir.cost import Amount, by_stage, durations
 from schedgen.ir.instructions import COMPUTE, B
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import exact
-from schedgen.planner.order_search.built_ins import Start, starts
+from schedgen.planner.order_search.built_ins import Start, squeezed, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, fits, make_problem, most_held, places
@@ -92,6 +92,8 @@ def search_order(
     rounds = _Rounds(problem, scheme, sizes, cost, machine, limits)
     for start in starts(problem, placed, scheme, sizes, rounds.ratios):
         rounds.add_start(start)
+    if limits.saved is not None:
+        rounds.add_orders(squeezed(problem, placed, limits.saved))
     # A built-in scheme's whole backward never holds `half`, so bounds must hold without it.
     lenient = _problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
     bound, enough = _bound(lenient, placed), enough * (1 + 1e-9)
@@ -160,6 +162,12 @@ class _Rounds:
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
         self._judge(start.scheme.name, start.order, compile_own(start.scheme, self.sizes, self.ratios))
+
+    def add_orders(self, orders: Sequence[Numbers]) -> None:
+        """Judge orders that are of no built-in scheme, those that fit."""
+        for order in orders:
+            if fits(self.problem, order):
+                self._add(order)
 
     def search(self, bound: float, work: int, turn: int) -> None:
         """Find an order by so much work; another turn tries others."""
