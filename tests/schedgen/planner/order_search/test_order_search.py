@@ -77,6 +77,13 @@ def test_equal_costs_under_a_limit(limit, value, monkeypatch):
     assert best.optimal == (value == 48)
 
 
+@pytest.mark.parametrize(("limit", "value"), [(9, 165), (10, 161), (12, 157)])
+def test_steady_states_are_squeezed_to_the_limit(limit, value):
+    """8 workers, 24 microbatches: V-Min's has 167 and V-Half's 161, at limits of 8 and 10; more memory is used."""
+    best = found("zb-v", Sizes(16, 24, 8), UNIT, budget=1, objective="window", saved=limit)
+    assert best.value <= value and check(best.program).saved.max() <= limit
+
+
 def test_cp_sat_proves_the_best_of_a_small_problem():
     """2 workers, 3 microbatches, memory for 1: worker 0 has one at a time, for two F, two I and its W."""
     pytest.importorskip("ortools")
