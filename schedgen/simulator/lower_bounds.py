@@ -156,12 +156,21 @@ def _ends(
     placed = compute.reshape(len(way), -1)
     for w in range(len(capacity)):
         own = np.flatnonzero((placed == w).any(axis=1)).astype(np.int64)
-        if len(own):
-            worker = _worker_jobs(placed[own] == w, own, compute.shape[1], way, lengths, takes, own_window)
-            key = b"".join(each.tobytes() for each in (*worker, capacity[w]))
-            if key not in seen:  # data-parallel workers are all alike
-                longest = max(longest, memory_bound(worker, float(capacity[w])))
-            seen.add(key)
+        if not len(own):
+            continue
+        worker = _worker_jobs(placed[own] == w, own, compute.shape[1], way, lengths, takes, own_window)
+        key = b"".join(each.tobytes() for each in (*worker, capacity[w]))
+        if key not in seen:  # data-parallel workers are all alike
+            longest = max(longest, memory_bound(worker, float(capacity[w])))
+        seen.add(key)
+        for u in range(len(capacity)) if own_window else ():
+            mine = (placed == u).all(axis=1)  # of every microbatch
+            if not mine.any() or not (way[mine].max(axis=0) > -np.inf).all():
+                continue  # a worker that not all jobs come behind
+            heads = way[np.ix_(mine, own)].max(axis=0)
+            tails = (way[np.ix_(own, mine)] + lengths[mine]).max(axis=1) - lengths[own]
+            if ((tails > -np.inf) | (takes[own] < 0)).all():
+                longest = max(longest, memory_bound(worker._replace(head=heads, tail=tails), float(capacity[w])))
     return longest
 
 

@@ -68,3 +68,14 @@ def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, 
     program = compile(load("zb-h1", sizes), sizes, Options(cost=costs))
     assert measured(simulate(program, costs), True) == bound
     assert lower_bounds(program.header, costs, np.full(p, p))["ends"] == measured(simulate(program, costs), False)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "limit", "window"),
+    [(4, 8, 4, 59), (4, 8, 5, 56), (4, 8, 6, 53), *((8, 24, limit, 191 - 3 * limit) for limit in range(8, 15))],
+)
+def test_windows_of_a_v_that_published_searches_find_are_optimal(p, m, limit, window):
+    """At equal costs, by saved forwards: what sail-sg/zero-bubble's v_auto_schedule.py finds."""
+    sizes = Sizes(2 * p, m, p)
+    placed = refine(place(_as_placement(load("zb-v", sizes), True), sizes, Options()))
+    assert _bound(_problem(placed, {"F": 1, "I": 1, "W": 1}, Machine(), Limits("window", limit)), placed) == window
