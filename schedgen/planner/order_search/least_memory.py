@@ -20,6 +20,7 @@ from schedgen.planner.order_search.order_search import (
     least_time,
     mean_ratios,
     measured,
+    own_costs,
     search_order,
 )
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -38,6 +39,7 @@ def least_memory(
 
     Arguments as of `search_order`, which has a part of the budget for every limit; UsageError as there.
     """
+    cost = own_costs(scheme, cost)
     own = compile_own(scheme, sizes, mean_ratios(cost, sizes))
     time = measured(simulate(own, cost, machine), False)
     peak = _saved(own)

@@ -83,8 +83,7 @@ def search_order(
     millions of jobs that are given a time.
     """
     _check(scheme)
-    if "B" in cost and "I" in cost:
-        cost = durations(cost, 3 if scheme.split else 2)
+    cost = own_costs(scheme, cost)
     placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
         raise UsageError(f"{scheme.name} moves weights or backwards: search orders jobs that run beside the weights")
@@ -120,6 +119,11 @@ def least_time(
     """A lower bound on what any order takes, by `order_bound` alone; arguments as of `search_order`."""
     placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
     return _bound(_problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
+
+
+def own_costs(scheme: Scheme, cost: Mapping[str, Amount]) -> Mapping[str, Amount]:
+    """Of costs of whole backwards and of halves those that the scheme has; otherwise all."""
+    return durations(cost, 3 if scheme.split else 2) if "B" in cost and "I" in cost else cost
 
 
 def mean_ratios(cost: Mapping[str, Amount], sizes: Sizes) -> dict[str, float]:

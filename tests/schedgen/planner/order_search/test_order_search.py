@@ -162,7 +162,12 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
 
 @pytest.mark.parametrize(
     ("name", "cost", "value", "source"),
-    [("zb-h2", UNIT, 4, "zb-h1"), ("gpipe", {"F": 1, "B": 2}, 4, "1f1b"), ("v-half", UNIT, 6, "v-half")],
+    [
+        ("zb-h2", UNIT, 4, "zb-h1"),
+        ("gpipe", {"F": 1, "B": 2}, 4, "1f1b"),
+        ("v-half", UNIT, 6, "v-half"),
+        ("zb-h2", {"F": 1, "B": 2, "I": 1, "W": 1}, 4, "zb-h1"),
+    ],
 )
 def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
     """At equal costs ZB-H1 ends with ZB-H2, and 1F1B with GPipe; the bound excludes less memory."""
@@ -170,7 +175,7 @@ def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
     best = least_memory(load(name, sizes), sizes, cost, MACHINE, 5)
     assert (best.value, best.bound, best.optimal, best.source) == (value, value, True, source)
     assert check(best.program).saved.max() == value
-    own = compile(load(name, sizes), sizes, Options(cost=cost))
+    own = compile(load(name, sizes), sizes)
     assert measured(simulate(best.program, cost), False) <= measured(simulate(own, cost), False)
 
 
