@@ -15,7 +15,7 @@ from schedgen.compiler.refine import shard_groups
 from schedgen.ir.header import Header
 from schedgen.ir.limits import MOST_USES
 from schedgen.ir.program import Program
-from schedgen.ir.weight_versions import FLUSH
+from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.version import __version__
@@ -57,6 +57,7 @@ def header_of(placed: PlacedScheme) -> Header:
             "recompute": np.flatnonzero(placed.recompute).tolist(),
             **({} if options.memory is None else {"memory_limit": options.memory}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
+            **({"accumulated": scheme.accumulated or stages} if scheme.updates == TWO_BUFFERS else {}),
         },
         graph=placed.graph,
         tied=placed.tied,

@@ -96,7 +96,9 @@ class Header:
     @cached_property
     def weight_versions(self) -> WeightVersions:
         """When weights change, and how many versions of them there are."""
-        return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners)
+        accumulated = self.lowering.get("accumulated", 0)
+        assert isinstance(accumulated, int)
+        return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners, accumulated)
 
     @property
     def memory_limit(self) -> int | None:

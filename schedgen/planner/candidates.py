@@ -21,11 +21,11 @@ CHUNKS = (2, 4, 8)  # stages a worker, of schemes that go round the workers seve
 STAGES = (1, 2, 4, 8, 16, 32, 64)  # of schemes that put any number of stages on a worker
 
 # Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, pipedream-flush, which is 1f1b,
-# and pipedream, which does not train the same because it does not flush.
+# and pipedream and pipedream-2bw, which do not train the same because they do not flush.
 PIPELINES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
-    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first"), CHUNKS),
+    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first", "hanayo"), CHUNKS),
 }
 GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> what it is called where each worker is a group
 SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")

@@ -38,7 +38,7 @@ settings.load_profile("schedgen")
 # The six schemes at W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
 FOUR_STAGES = (
     "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
-    "pipedream",
+    "pipedream", "pipedream-2bw",
 )  # fmt: skip
 GOLDEN = {
     "ddp": ("--workers", "4"),

@@ -12,7 +12,7 @@ from run_results import DEPTH_FIRST, GPT, MLP, differences
 
 GOLDEN = (
     "1f1b", "1f1b-rr", "1f1b-tensor", "1f1b-tied", "breadth-first", "chimera", "ddp", "depth-first", "dualpipe-v",
-    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "lpp",
+    "fsdp", "fsdp-sharded", "fslpp", "fslpp-g4", "gpipe", "hanayo", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "lpp",
     "lpp-g4", "pipedream-flush",
     "v-half", "v-min", "zb-h1", "zb-h2", "zb-v",
 )  # fmt: skip
@@ -133,7 +133,7 @@ def two_ranks(compiled) -> Path:
 
 
 def test_the_golden_schedules_are_those_in_traces(traces):
-    assert sorted(path.stem for path in traces.glob("*.json")) == sorted((*GOLDEN, "pipedream"))  # see test_versions
+    assert sorted(path.stem for path in traces.glob("*.json")) == sorted((*GOLDEN, "pipedream", "pipedream-2bw"))  # see test_weight_versions
 
 
 @pytest.mark.parametrize("name", ROUNDED)

@@ -48,7 +48,7 @@ def every():
 
 def test_every_scheme_is_tried_but_those_that_another_one_is(every):
     names = {candidate.name for candidate in every}
-    assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream"}
+    assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream", "pipedream-2bw"}
     alike = [("depth-first", "lpp", Sizes(8, 8, 4)), ("pipedream-flush", "1f1b", Sizes(4, 8, 4))]
     for name, other, sizes in alike:
         grouped = sizes._replace(groups=1 if other == "lpp" else None)
