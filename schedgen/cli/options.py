@@ -129,10 +129,14 @@ class CompileOptions:
     microbatches: int | None = option("--microbatches B", "of a step; needed unless the file is a CSV", types.count)
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp, fslpp)", types.count)
-    chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
-    group: int | None = option("--group N", "microbatches that pass a stage in turn (interleaved-1f1b)", types.count)
+    chunks: int | None = option("--chunks V", "stages a worker (looped schemes, hanayo)", types.count)
+    group: int | None = option(
+        "--group N",
+        "microbatches that pass a stage in turn (interleaved-1f1b), or of an update (pipedream-2bw)",
+        types.count,
+    )
     replicas: Sequence[int] | None = option(
-        "--replicas R,R,...", "workers of each stage (1f1b-rr, pipedream)", types.counts
+        "--replicas R,R,...", "workers of each stage (1f1b-rr, pipedream, pipedream-2bw)", types.counts
     )
     shards: Sequence[int] | None = option(
         "--shards K", "parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
@@ -159,8 +163,8 @@ class CompileOptions:
     forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, where training has them")
     updates: str | None = option(
         "--updates",
-        "when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync; "
-        "default: the scheme's own",
+        "when weights change: once a list, behind every microbatch with stashed versions or vertical sync, or as 2bw "
+        "behind some with two versions; default: the scheme's own",
         choices=tuple(UPDATES),
     )
     output: str = option("-o --output FILE", "the schedule; - is standard output", required=True)

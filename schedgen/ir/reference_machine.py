@@ -99,7 +99,7 @@ class ReferenceMachine:
         self.check_copies()
 
     def check_versions(self) -> None:
-        """Every job has used the version that `updates` says: the newest, the microbatch's at its entry, or one late."""
+        """Every job has used the version that `updates` says: the newest, that of the entry, or the one before."""
         versions, rounds = self.header.weight_versions, self.header.weight_versions.rounds
         entries = [s for s in range(self.header.stages) if not self.header.graph.producers[s]]
         for (s, b), version in self.uses.items():

@@ -25,7 +25,8 @@ LARGEST = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
 OPTIONAL_KEYS = ("apart", "shards", "tensor")
 
-_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}  # of the lowering's numbers
+# The least that each number of the lowering may be.
+_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
 _OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 

@@ -1,6 +1,6 @@
 """Hanayo: the pipeline goes down and up the workers in waves; w waves make the bubble w times smaller, without copies.
-w(s, b, d) = (h(s), h(s)), h(s) = min(k, 2W - 1 - k), k = s mod 2W   [Liu et al. 2023, section 3.2; S = 2wW, --chunks 2w]
-n(s, b, F) = s + 4b, n(s, b, B) = S + 2(S-1-s) + 4b, ties the nearer to the loss, greedy: 1F1B of a backward of two slots
+w(s, b, d) = (h(s), h(s)), h(s) = min(k, 2W - 1 - k), k = s mod 2W   [Liu et al. 2023, "Hanayo"; S = 2wW, --chunks 2w]
+n(s, b, F) = s + 4b, n(s, b, B) = S + 2(S-1-s) + 4b, greedy; at equal n the job that is less far on its way
 """
 
 from __future__ import annotations

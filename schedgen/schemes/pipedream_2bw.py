@@ -1,6 +1,6 @@
 """PipeDream-2BW: 1F1B without a flush and two buffers of weights: an update takes m microbatches and comes one late.
-w(s, b, d) = (P(s) + b mod r(s), the same), and n is that of 1f1b-rr, too   [Narayanan et al. 2021, sections 3.1 and 3.2]
-weights: microbatch b uses version max(b div m - 1, 0) at all stages, forward and backward; --group is m, at least r(0) N(0)
+w(s, b, d) = (P(s) + b mod r, the same), and n is that of 1f1b-rr, too   [Narayanan et al. 2021, "2BW", section 3.1]
+weights: all jobs of microbatch b use version max(b div m - 1, 0); m is --group, at least the S r that are in flight
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
     in_flight = sizes.stages * replicas[0]
     m = sizes.group or in_flight
     if m < in_flight:
-        raise UsageError(f"{name} with --group {m}: {in_flight} microbatches are in flight, and an update needs as many")
+        raise UsageError(f"{name} with --group {m}: {in_flight} microbatches are in flight; an update needs as many")
     return plain._replace(accumulated=m, parameters={**plain.parameters, "group": m})

@@ -110,7 +110,8 @@ def _updates(header: Header, rank: int, stage: int, backward: RowNumbers, ended:
     np.maximum.at(last, rounds, rows)
     first = np.full(count, np.iinfo(np.int64).max)
     np.minimum.at(first, rounds, rows)
-    complete = np.maximum.reduceat(backward if len(header.owners[stage]) == 1 else ended, np.arange(0, header.microbatches, size))
+    complete_at = ended if header.several_owners[stage] else backward
+    complete = np.maximum.reduceat(complete_at, np.arange(0, header.microbatches, size))
     next_first = np.minimum.accumulate(np.append(first[1:], first.dtype.type(2**62))[::-1])[::-1]
     sums = np.where(last < 0, complete, last)
     steps = np.maximum.accumulate(np.minimum(np.maximum(complete, sums), next_first - 1))

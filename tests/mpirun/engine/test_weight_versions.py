@@ -79,8 +79,8 @@ def simulated(updates: str, text: Path):
         w(t + 1) = w(t) - rate * gradient of f(w_1(t - n + 1), w_2(t - n + 2), ..., w_n(t))
         w(t + 1) = w(t) - rate * gradient of f(w_1(t - n + 1), w_2(t - n + 1), ..., w_n(t - n + 1))   vertical sync
 
-    where w(t) for t < 0 is w(0). A pass through the list is t = 0 to B - 1. 2BW (2021, section 3.1) takes m microbatches
-    to a minibatch, here n:
+    where w(t) for t < 0 is w(0). A pass through the list is t = 0 to B - 1. 2BW (2021, section 3.1) takes several
+    microbatches to a minibatch, here n:
 
         w(t + 1) = w(t) - rate * gradient of f(w(t - 1))
     """

@@ -102,7 +102,9 @@ def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas, e
 def test_two_buffers_run_as_long_as_pipedream_and_hold_fewer_versions():
     """Section 3.1: the throughput of PipeDream, which has no flush either, at 2 versions in place of d."""
     for stages, microbatches in ((4, 16), (8, 64)):
-        ours, theirs = (stats(p) for p in (buffered(stages, microbatches, stages), compiled([1] * stages, microbatches)))
+        ours, theirs = (
+            stats(p) for p in (buffered(stages, microbatches, stages), compiled([1] * stages, microbatches))
+        )
         assert ours["latency"] == theirs["latency"] and ours["peak_activations"] == theirs["peak_activations"]
         assert max(ours["versions"]) == 2 and max(theirs["versions"]) == stages
 
@@ -123,7 +125,9 @@ def test_two_buffers_that_are_too_few_are_one_sentence(sizes, words):
 def test_an_order_with_more_in_flight_than_an_update_has_is_one_sentence():
     """Depth-first lets more microbatches of lpp in than the 4 of an update."""
     sizes = Sizes(4, 24, 4, groups=2)
-    with pytest.raises(UsageError, match=r"^--updates 2bw: microbatch 8 comes to stage 0 before version 1 is made: more"):
+    with pytest.raises(
+        UsageError, match=r"^--updates 2bw: microbatch 8 comes to stage 0 before version 1 is made: more"
+    ):
         compile(load("lpp", sizes), sizes, Options(updates="2bw"))
 
 
