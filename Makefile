@@ -143,6 +143,11 @@ pictures: venv
 	mkdir -p schedgen/report/pictures
 	$(BIN)/schedgen draw traces/1f1b.json --output schedgen/report/pictures/1f1b.svg
 	$(BIN)/schedgen draw traces/gpipe.json traces/zb-h1.json --output schedgen/report/pictures/gpipe-zb-h1.svg
+	mkdir -p build
+	$(BIN)/schedgen search zb-v --stages 8 --microbatches 8 --cost F=10,I=12,W=8 --memory-limit 4 --budget 60 \
+	    --output build/found.json
+	$(BIN)/schedgen draw traces/v-min.json build/found.json --cost F=10,I=12,W=8 \
+	    --output schedgen/report/pictures/v-min-found.svg
 
 gallery: venv
 	$(BIN)/python -m schedgen.report.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)
