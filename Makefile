@@ -144,9 +144,10 @@ pictures: venv
 	$(BIN)/schedgen draw traces/1f1b.json --output schedgen/report/pictures/1f1b.svg
 	$(BIN)/schedgen draw traces/gpipe.json traces/zb-h1.json --output schedgen/report/pictures/gpipe-zb-h1.svg
 	mkdir -p build
-	$(BIN)/schedgen search zb-v --stages 8 --microbatches 8 --cost F=10,I=12,W=8 --memory-limit 4 --budget 60 \
+	$(BIN)/schedgen search zb-v --stages 8 --microbatches 4 --cost F=10,I=12,W=8 --memory-limit 4 --budget 20 \
 	    --output build/found.json
-	$(BIN)/schedgen draw traces/v-min.json build/found.json --cost F=10,I=12,W=8 \
+	$(BIN)/schedgen compile v-min --stages 8 --microbatches 4 --output build/v-min.json
+	$(BIN)/schedgen draw build/v-min.json build/found.json --cost F=10,I=12,W=8 \
 	    --output schedgen/report/pictures/v-min-found.svg
 
 gallery: venv
