@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from schedgen.compiler.options import Redone
 from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
@@ -151,8 +152,12 @@ class CompileOptions:
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time; default: 2", types.count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage one worker sends, others relay; default: 2", types.count, 2)
     prefetch: int = option("--prefetch K", "jobs by which receives stand earlier; default: 1", types.natural, 1)
-    recompute: str | Sequence[int] = option(
-        "--recompute all|S,...", "stages that redo their forward; default: none", types.stages_or_all, ()
+    recompute: str | Sequence[Redone] = option(
+        "--recompute all|except-last|S,S.B,...",
+        "forwards redone before their backward: of a stage, of a stage and a microbatch, or of all microbatches "
+        "but the last; default: none",
+        types.redone,
+        (),
     )
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", types.count
@@ -309,6 +314,7 @@ class SearchOptions(Form, CostOptions):
         "--objective", "the latency, or the longest time from a worker's first job to its last; default: makespan",
         choices=OBJECTIVES, default="makespan",
     )  # fmt: skip
+    recompute: bool = switch("--recompute", "redo forwards where an order within the memory ends sooner so")
     budget: int = option(
         "--budget N", f"million times that a job is given a time; default: {BUDGET}", types.count, BUDGET
     )

@@ -41,7 +41,7 @@ class Header:
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
     # weight_slots, fan_out, prefetch, recompute, and memory_limit if there is one: `compiler.options`;
     # updates, one of UPDATES, unless flush
-    lowering: Mapping[str, int | list[int] | str]
+    lowering: Mapping[str, Any]
     graph: StageGraph
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
     compute: Ints

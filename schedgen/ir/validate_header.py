@@ -218,7 +218,7 @@ def _check_tensor_parallel(header: Header) -> None:
         raise Wrong("apart", "apart: what a split stage gives is one sum")
 
 
-def _lowering(value: object, limits: Limits) -> dict[str, int | list[int] | str]:
+def _lowering(value: object, limits: Limits) -> dict[str, Any]:
     if not isinstance(value, dict) or {*value, *_OPTIONAL_LOWERING} != set(_LOWERING):
         needed = ", ".join(key for key in _LOWERING if key not in _OPTIONAL_LOWERING)
         raise Wrong("lowering", f"lowering must have {needed}, and may have {', '.join(_OPTIONAL_LOWERING)}")
@@ -229,10 +229,15 @@ def _lowering(value: object, limits: Limits) -> dict[str, int | list[int] | str]
     for key, least in _LEAST.items():
         if key in value and not _is_whole(value[key], least, LARGEST):
             raise Wrong("lowering", f"lowering: {key} must be a whole number of at least {least}")
-    stages = value["recompute"]
-    if not isinstance(stages, list) or not all(_is_whole(stage, 0, limits.stages - 1) for stage in stages):
-        raise Wrong("lowering", "lowering: recompute must be a list of stages")
+    if not isinstance(value["recompute"], list) or not all(_is_redone(each, limits) for each in value["recompute"]):
+        raise Wrong("lowering", "lowering: recompute must be a list of stages, or pairs of a stage and a microbatch")
     return {key: value[key] for key in _LOWERING if key in value}
+
+
+def _is_redone(each: object, limits: Limits) -> bool:
+    """A stage, or a stage and a microbatch."""
+    stage, mb = each if isinstance(each, list) and len(each) == 2 else (each, 0)
+    return _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
 
 
 def _edges(value: object, limits: Limits, degree: int) -> tuple[tuple[int, int], ...]:

@@ -89,7 +89,7 @@ def options(chance: Random, S: int, greedy: bool, tensor: int) -> Options:
         weight_slots=chance.randrange(1, 4),
         fan_out=chance.randrange(1, 4),
         prefetch=chance.randrange(3),
-        recompute=[s for s in range(S) if chance.randrange(3) == 0],
+        recompute=[chance.choice((s, (s, 0))) for s in range(S) if chance.randrange(3) == 0],
         **more,
     )
 

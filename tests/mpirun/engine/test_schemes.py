@@ -65,6 +65,9 @@ AN_IDLE_WORKER = """
 COMPILED = {
     "fsdp with evicted weights": ("fsdp", {"stages": 8, "weight_slots": 1}, GPT, None),
     "activations computed again": ("zb-v", {"stages": 8, "recompute": "all"}, GPT, r'"op": "RECOMPUTE"'),
+    "all but the last microbatch computed again": (
+        "gpipe", {"stages": 4, "recompute": "except-last"}, GPT, r'"recompute": \[\[0, 0\], .*\[3, 6\]\]'
+    ),
     "lpp with 8 stages": ("lpp", {"stages": 8, "groups": 2}, GPT, r'"op": "ALLREDUCE"'),
     "forward and backward apart": (APART, {"stages": 4}, GPT, r'"op": "RECOMPUTE"'),
     "ties and several owners": ("ddp", {"graph": {"stages": 4, "tied": [[0, 3]]}}, TIED, r'"buf": "t\.0", "group": 0'),
@@ -200,15 +203,18 @@ def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(schedules):
     assert len(fetched) > len(set(fetched))
 
 
-def test_a_found_order_of_unequal_costs_gives_the_bits_of_one_process(several, text, tmp_path):
-    costs, file = tmp_path / "costs.json", tmp_path / "found.json"
+def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, text, tmp_path):
+    """One redoes nothing. One has less memory, and redoes some forwards of some stages."""
+    costs, files = tmp_path / "costs.json", [tmp_path / "kept.json", tmp_path / "redone.json"]
     times = {"F": [2, 1, 1, 3, 1, 1, 2, 1], "I": [2, 1, 1, 3, 1, 1, 2, 1], "W": [1, 1, 1, 2, 1, 1, 1, 1], "alpha": 0.2}
     costs.write_text(json.dumps(times))
-    sizes = ["--stages", "8", "--microbatches", "8", "--memory-limit", "7"]
-    assert schedgen(["search", "zb-v", *sizes, "--profile", str(costs), "--budget", "2", "-o", str(file)]) == 0
-    assert json.loads(file.read_text())["order"]["n"] == "search makespan"  # no built-in scheme was as good
-    ((code, out),) = several(4, [verify(file, GPT, text, "--canonical")])
-    assert code == 0 and differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}, out
+    sizes = ["--stages", "8", "--microbatches", "8", "--profile", str(costs), "--budget", "2"]
+    for file, limit in zip(files, (["7"], ["4", "--recompute"]), strict=True):
+        assert schedgen(["search", "zb-v", *sizes, "--memory-limit", *limit, "-o", str(file)]) == 0
+        assert json.loads(file.read_text())["order"]["n"] == "search makespan"  # no built-in scheme was as good
+    assert 0 < files[1].read_text().count('"RECOMPUTE"') < 8 * 8
+    for code, out in several(4, [verify(file, GPT, text, "--canonical") for file in files]):
+        assert code == 0 and differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}, out
 
 
 def test_the_command_itself_verifies(launch, two_ranks, text):
