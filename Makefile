@@ -114,15 +114,17 @@ lint: venv
 
 # Golden schedules have 4 workers and 8 microbatches, and 4 stages or, where each worker has two, 8; in one the
 # first and the last stage are tied, in one the first of two stages has three replicas, in one each of two stages is
-# divided over all workers, in one two stages of four parts each have two shards. NAME.graph has what NAME's model says.
+# divided over all workers, in one two stages of four parts each have two shards. The one with two buffers of weights has
+# 12 microbatches, or no update would use another version than the first. NAME.graph has what NAME's model says.
 # Those in forward/ have forwards alone.
 ONE_STAGE  := ddp fsdp gpipe 1f1b lpp fslpp lpp-g4 fslpp-g4 zb-h1 zb-h2 chimera pipedream-flush pipedream
-TWO_STAGES := interleaved-1f1b interleaved-zb looped-bfs depth-first breadth-first zb-v v-half v-min dualpipe-v
+TWO_STAGES := interleaved-1f1b interleaved-zb looped-bfs depth-first breadth-first hanayo zb-v v-half v-min dualpipe-v
 TIED       := 1f1b-tied
 REPLICAS   := 1f1b-rr
 SHARDED    := fsdp-sharded
 TENSOR     := 1f1b-tensor
-GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS) $(SHARDED) $(TENSOR)
+BUFFERS    := pipedream-2bw
+GOLDEN     := $(ONE_STAGE) $(TWO_STAGES) $(TIED) $(REPLICAS) $(SHARDED) $(TENSOR) $(BUFFERS)
 COMMA      := ,
 FORWARD    := 1f1b fsdp
 traces: $(GOLDEN:%=traces/%.json) $(FORWARD:%=traces/forward/%.json)
@@ -132,7 +134,7 @@ $(FORWARD:%=traces/forward/%.json): traces/forward/%.json: venv
 $(GOLDEN:%=traces/%.json): traces/%.json: venv
 	$(BIN)/schedgen compile $(patsubst %-g4,%,$(patsubst %-tied,%,$(patsubst %-sharded,%,$(patsubst %-tensor,%,$*)))) \
 	    --stages $(if $(filter $*,$(TWO_STAGES)),8,$(if $(filter $*,$(REPLICAS) $(SHARDED) $(TENSOR)),2,4)) \
-	    --microbatches 8 --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
+	    --microbatches $(if $(filter $*,$(BUFFERS)),12,8) --workers 4 $(if $(findstring lpp,$*),--groups $(if $(findstring g4,$*),4,2)) \
 	    $(if $(filter $*,$(REPLICAS)),--replicas 3$(COMMA)1) $(if $(filter $*,$(SHARDED)),--shards 4) \
 	    $(if $(filter $*,$(TENSOR)),--tensor 2) $(addprefix --graph ,$(wildcard traces/$*.graph)) --output $@
 
@@ -141,6 +143,12 @@ pictures: venv
 	mkdir -p schedgen/report/pictures
 	$(BIN)/schedgen draw traces/1f1b.json --output schedgen/report/pictures/1f1b.svg
 	$(BIN)/schedgen draw traces/gpipe.json traces/zb-h1.json --output schedgen/report/pictures/gpipe-zb-h1.svg
+	mkdir -p build
+	$(BIN)/schedgen search zb-v --stages 8 --microbatches 4 --cost F=10,I=12,W=8 --memory-limit 4 --budget 20 \
+	    --output build/found.json
+	$(BIN)/schedgen compile v-min --stages 8 --microbatches 4 --output build/v-min.json
+	$(BIN)/schedgen draw build/v-min.json build/found.json --cost F=10,I=12,W=8 \
+	    --output schedgen/report/pictures/v-min-found.svg
 
 gallery: venv
 	$(BIN)/python -m schedgen.report.draw.gallery build/gallery $(GOLDEN:%=traces/%.json)

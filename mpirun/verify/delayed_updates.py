@@ -113,13 +113,14 @@ class _Versions:
         return {name: weight.detach().clone().requires_grad_() for name, weight in self.newest.items()}
 
     def update(self, step: int) -> None:
-        """Step with the mean of the gradients, which owners add in the order of their ranks."""
-        self.gradients.sort(key=lambda pair: pair[0])
+        """Step with the mean of the gradients: each owner adds its own, and these sums are added in order of ranks."""
+        count = len(self.gradients)
         for name, parameter in self.newest.items():
-            total = self.gradients[0][1][name]
-            for _, gradient in self.gradients[1:]:
-                total = total + gradient[name]
-            count = len(self.gradients)
+            sums: dict[int, Tensor] = {}
+            for rank, gradient in self.gradients:
+                sums[rank] = sums[rank] + gradient[name] if rank in sums else gradient[name]
+            first, *others = (sums[rank] for rank in sorted(sums))
+            total = sum(others, start=first)
             self.gradient[name] = parameter.grad = total / count if count > 1 else total
         self.gradients.clear()
         if self.optimizer is not None:

@@ -1,6 +1,7 @@
 """Rule 5 where weights change without a flush, and rule 9: which version of its weights every job uses.
 
-A stage with m owners takes microbatches m k to m k + m - 1 to its update k, which makes version k + 1. On every owner
+A stage takes microbatches m k to m k + m - 1 to its update k, which makes version k + 1; m is the number of its owners,
+or with two buffers (2bw) that of the header. On every owner
 stand, update by update, its backwards of these microbatches, the ALLREDUCE if there are several owners, and STEP: so
 every gradient is in exactly one update, at every owner.
 """
@@ -13,7 +14,7 @@ from schedgen.checker.gradient_sums import norms
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS, Buffer, Effect
 from schedgen.ir.instructions import COMPUTE, AnyInts, F, Kind, Numbers, Op
-from schedgen.ir.weight_versions import VERTICAL
+from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 
 class Steps:
@@ -87,10 +88,10 @@ def _rounds(proof: Proof, steps: Steps) -> None:
     made = steps.before(steps.pairs(proof, backwards), backwards)
     for i in np.flatnonzero(made != update)[:1]:
         proof.refuse(5, int(backwards[i]), f"this gradient belongs to the step to version {update[i] + 1}")
-    sums = proof.rows_of(Op.ALLREDUCE)
+    sums, several = proof.rows_of(Op.ALLREDUCE), np.array(proof.header.several_owners)
     for wrong, words in (
         (steps.pairs(proof, sums) < 0, "this rank does not own the stage"),
-        (steps.rounds[proof.stage[sums]] == 1, "this stage has one owner"),
+        (~several[proof.stage[sums]], "this stage has one owner"),
     ):
         for row in sums[wrong][:1]:
             proof.refuse(5, int(row), words)
@@ -102,7 +103,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
     place = np.arange(len(sums)) - np.searchsorted(pair, pair)
     for row in sums[(steps.before(pair, sums) != place) | (place >= steps.counts[pair])][:1]:
         proof.refuse(5, int(row), "one ALLREDUCE belongs to each step of this stage")
-    wanted = np.where(steps.rounds[steps.stages] > 1, steps.counts, 0)
+    wanted = np.where(several[steps.stages], steps.counts, 0)
     for missing in np.flatnonzero(np.bincount(pair, minlength=len(wanted)) < wanted)[:1]:
         rank, stage = np.argwhere(steps.pair == missing)[0].tolist()
         proof.refuse_rank(5, rank, f"an ALLREDUCE of dw.{stage} is missing")
@@ -151,6 +152,9 @@ def _versions(proof: Proof, steps: Steps) -> None:
         first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
         entered = (newest[first] * steps.rounds[first, None]).min(axis=0)  # microbatches in the newest version there
         right, which = entered // steps.rounds[:, None], "that of the microbatch's entry"
+    elif header.weight_versions.updates == TWO_BUFFERS:
+        delayed = header.weight_versions.delayed(np.arange(header.microbatches))
+        right, which = np.broadcast_to(delayed, newest.shape), "that of the update before the last"
     others = proof.rows_of(*(op for op in COMPUTE if op != Op.FWD))
     for rows, words in ((forwards, "version {} is " + which), (others, "its forward uses version {}")):
         version = right[proof.stage[rows], proof.mb[rows]]

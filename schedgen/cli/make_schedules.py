@@ -5,18 +5,19 @@ Each takes its options, prints or writes what was asked for, and returns the exi
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
-from schedgen.ir.cost import DEFAULT_COST, Amount
+from schedgen.compiler.options import Options, Redone
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph
 from schedgen.ir.program import Program
@@ -26,6 +27,7 @@ from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.order_search.exact import is_installed
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import Limits, search_order
+from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.partition import hierarchy, partition
 from schedgen.planner.pipedream import pipedream
@@ -49,7 +51,6 @@ def run_compile(options: CompileOptions) -> int:
     if graph is not None:
         parts = _parts(graph, sizes.stages, display_name(options.graph or "-"))
         scheme = _with_graph(scheme, graph, parts)
-    all_stages = range(sizes.stages * parts)
     with warnings.catch_warnings(record=True) as slow:
         warnings.simplefilter("always", SlowScheme)
         program = compile(
@@ -62,7 +63,7 @@ def run_compile(options: CompileOptions) -> int:
                 weight_slots=options.weight_slots,
                 fan_out=options.fan_out,
                 prefetch=options.prefetch,
-                recompute=all_stages if isinstance(options.recompute, str) else options.recompute,
+                recompute=_redone(options.recompute, sizes.stages * parts, sizes.microbatches),
                 memory=options.memory_limit,
                 tied=graph.tied if graph else (),
                 updates=options.updates,
@@ -78,6 +79,13 @@ def run_compile(options: CompileOptions) -> int:
         if issubclass(warning.category, SlowScheme):
             print(f"schedgen: note: {warning.message}", file=sys.stderr)
     return 0
+
+
+def _redone(named: str | Sequence[Redone], stages: int, microbatches: int) -> Collection[Redone]:
+    """The forwards that an option names; `except-last` is torchgpipe's: all microbatches but the last."""
+    if not isinstance(named, str):
+        return named
+    return range(stages) if named == "all" else list(itertools.product(range(stages), range(microbatches - 1)))
 
 
 def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
@@ -190,16 +198,21 @@ def run_search(options: SearchOptions) -> int:
     machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
     if options.profile:
         cost, machine = read_profile(read_text(options.profile), display_name(options.profile), sizes.stages)
-    if len(cost) == 1:
+    if set(cost) <= {"F", REDO}:
         raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
     begin = time.perf_counter()
+    limits = Limits(options.objective, options.memory_limit, options.memory)
+    durations = {name: time for name, time in cost.items() if name != REDO}
     if options.objective == "memory":
-        if options.memory_limit is not None or options.memory is not None:
-            raise UsageError("--objective memory looks for the least limit: leave --memory-limit and --memory out")
-        best = least_memory(scheme, sizes, cost, machine, options.budget)
+        if options.memory_limit is not None or options.memory is not None or options.recompute:
+            raise UsageError(
+                "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
+            )
+        best = least_memory(scheme, sizes, durations, machine, options.budget)
+    elif options.recompute:
+        best = search_with_recompute(scheme, sizes, cost, machine, limits, options.budget)
     else:
-        limits = Limits(options.objective, options.memory_limit, options.memory)
-        best = search_order(scheme, sizes, cost, machine, limits, options.budget)
+        best = search_order(scheme, sizes, durations, machine, limits, options.budget)
     seconds = time.perf_counter() - begin
     check_compiled(best.program)
     if options.output:

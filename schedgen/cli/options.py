@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from schedgen.compiler.options import Redone
 from schedgen.ir.cost import REDO
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
@@ -129,10 +130,14 @@ class CompileOptions:
     microbatches: int | None = option("--microbatches B", "of a step; needed unless the file is a CSV", types.count)
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp, fslpp)", types.count)
-    chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
-    group: int | None = option("--group N", "microbatches that pass a stage in turn (interleaved-1f1b)", types.count)
+    chunks: int | None = option("--chunks V", "stages a worker (looped schemes, hanayo)", types.count)
+    group: int | None = option(
+        "--group N",
+        "microbatches that pass a stage in turn (interleaved-1f1b), or of an update (pipedream-2bw)",
+        types.count,
+    )
     replicas: Sequence[int] | None = option(
-        "--replicas R,R,...", "workers of each stage (1f1b-rr, pipedream)", types.counts
+        "--replicas R,R,...", "workers of each stage (1f1b-rr, pipedream, pipedream-2bw)", types.counts
     )
     shards: Sequence[int] | None = option(
         "--shards K", "parts of the weights of a stage (K,K,...: of each), each on the next worker; default: 1",
@@ -147,8 +152,12 @@ class CompileOptions:
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time; default: 2", types.count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage one worker sends, others relay; default: 2", types.count, 2)
     prefetch: int = option("--prefetch K", "jobs by which receives stand earlier; default: 1", types.natural, 1)
-    recompute: str | Sequence[int] = option(
-        "--recompute all|S,...", "stages that redo their forward; default: none", types.stages_or_all, ()
+    recompute: str | Sequence[Redone] = option(
+        "--recompute all|except-last|S,S.B,...",
+        "forwards redone before their backward: of a stage, of a stage and a microbatch, or of all microbatches "
+        "but the last; default: none",
+        types.redone,
+        (),
     )
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", types.count
@@ -159,8 +168,8 @@ class CompileOptions:
     forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, where training has them")
     updates: str | None = option(
         "--updates",
-        "when weights change: once a list, or behind every microbatch, with stashed versions or vertical sync; "
-        "default: the scheme's own",
+        "when weights change: once a list, behind every microbatch with stashed versions or vertical sync, or as 2bw "
+        "behind some with two versions; default: the scheme's own",
         choices=tuple(UPDATES),
     )
     output: str = option("-o --output FILE", "the schedule; - is standard output", required=True)
@@ -307,6 +316,7 @@ class SearchOptions(Form, CostOptions):
         "the scheme's own latency needs; default: makespan",
         choices=(*OBJECTIVES, "memory"), default="makespan",
     )  # fmt: skip
+    recompute: bool = switch("--recompute", "redo forwards where an order within the memory ends sooner so")
     budget: int = option(
         "--budget N", f"million times that a job is given a time; default: {BUDGET}", types.count, BUDGET
     )

@@ -38,7 +38,7 @@ def forwards(placed: PlacedScheme) -> PlacedScheme:
         caps=None,
         unsplit_backward=nowhere,
         delayed_send=nowhere,
-        recompute=np.zeros(len(nowhere), bool),
+        recompute=nowhere,
         tied=(),
     )
 
@@ -84,7 +84,7 @@ def _placed(program: Program) -> PlacedScheme:
         caps=None,
         unsplit_backward=nowhere,
         delayed_send=nowhere,
-        recompute=np.zeros(len(nowhere), bool),
+        recompute=nowhere,
         tied=(),
         tensor_parallel=header.tensor_parallel,
     )

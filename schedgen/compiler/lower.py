@@ -10,12 +10,12 @@ from schedgen.compiler.order import Times
 from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
-from schedgen.compiler.place import PlacedScheme
+from schedgen.compiler.place import Flags, PlacedScheme
 from schedgen.compiler.refine import shard_groups
 from schedgen.ir.header import Header
 from schedgen.ir.limits import MOST_USES
 from schedgen.ir.program import Program
-from schedgen.ir.weight_versions import FLUSH
+from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
 from schedgen.util.version import __version__
@@ -36,6 +36,14 @@ def lower(placed: PlacedScheme, start: Times) -> Program:
     return program
 
 
+def _named(redone: Flags) -> list[int | list[int]]:
+    """Stages whose forwards are redone, or pairs of a stage and a microbatch where not all of the stage are."""
+    named: list[int | list[int]] = []
+    for stage, of_stage in enumerate(redone):
+        named += [stage] if of_stage.all() else [[stage, mb] for mb in np.flatnonzero(of_stage).tolist()]
+    return named
+
+
 def header_of(placed: PlacedScheme) -> Header:
     """The header of the program, with a group for every set of ranks that a collective needs."""
     scheme, options = placed.scheme, placed.options
@@ -54,9 +62,10 @@ def header_of(placed: PlacedScheme) -> Header:
             "weight_slots": options.weight_slots,
             "fan_out": options.fan_out,
             "prefetch": options.prefetch,
-            "recompute": np.flatnonzero(placed.recompute).tolist(),
+            "recompute": _named(placed.recompute),
             **({} if options.memory is None else {"memory_limit": options.memory}),
             **({} if scheme.updates == FLUSH else {"updates": scheme.updates}),
+            **({"accumulated": scheme.accumulated or stages} if scheme.updates == TWO_BUFFERS else {}),
         },
         graph=placed.graph,
         tied=placed.tied,

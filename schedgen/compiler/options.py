@@ -11,6 +11,8 @@ from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.util.errors import UsageError
 
+Redone = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
+
 
 @dataclass(frozen=True)
 class Options:
@@ -22,7 +24,7 @@ class Options:
     weight_slots: int = 2  # foreign weight copies that a worker may hold at a time
     fan_out: int = 2  # copies of a stage's weights, or sums of its gradients, through one worker at a time
     prefetch: int = 1  # jobs by which a receive stands before its SEND
-    recompute: Collection[int] = ()  # stages whose forwards keep nothing and are redone before the backward
+    recompute: Collection[Redone] = ()  # forwards that keep nothing and are redone before the backward
     memory: int | None = None  # saved forwards that a worker may hold at a time (greedy)
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
     updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
@@ -62,10 +64,14 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         raise UsageError("replicated_stages are those that all shards compute alike: give tensor, too")
     if options.tensor > 1 and updates != FLUSH:
         raise UsageError(f"--updates {updates}: weights that have versions have no shards: leave --tensor out")
-    for option, named in (("replicated_stages", options.replicated_stages), ("--recompute", options.recompute)):
+    redone = [each if isinstance(each, tuple) else (each, 0) for each in options.recompute]
+    for option, named in (("replicated_stages", options.replicated_stages), ("--recompute", [s for s, _ in redone])):
         for stage in named:
             if not 0 <= stage < stages:
                 raise UsageError(f"{option} {stage}: there is no such stage in 0..{stages - 1}")
+    for stage, mb in redone:
+        if not 0 <= mb < sizes.microbatches:
+            raise UsageError(f"--recompute {stage}.{mb}: there is no such microbatch in 0..{sizes.microbatches - 1}")
     for tie in options.tied:
         if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
             numbers = ",".join(map(str, tie))

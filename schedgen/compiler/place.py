@@ -41,7 +41,7 @@ class PlacedScheme:
     caps: NDArray[np.int64] | None  # by stage, the most microbatches in flight on a worker
     unsplit_backward: Flags  # (S, B): whether I and W are one job after all
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
-    recompute: Flags  # by stage: whether forwards keep nothing and are redone before the backward
+    recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
     tied: tuple[tuple[int, ...], ...]  # stages that share parameters
     tensor_parallel: TensorParallel
 
@@ -49,7 +49,7 @@ class PlacedScheme:
     def redone(self) -> Flags:
         """(S, B): whether the forward is redone before the backward, as also where that is on another worker."""
         elsewhere: Flags = self.compute[F] != self.compute[min(B, len(self.compute) - 1)]
-        return elsewhere | self.recompute[:, None]
+        return elsewhere | self.recompute
 
 
 def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
@@ -77,7 +77,7 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         caps=limits,
         unsplit_backward=_marks(scheme.unsplit_backward, stages, batches),
         delayed_send=_marks(scheme.delayed_send, stages, batches),
-        recompute=np.zeros(stages, bool),
+        recompute=np.zeros((stages, batches), bool),
         tied=(),
         tensor_parallel=TensorParallel(1, (), stages),
     )

@@ -7,12 +7,14 @@ ordering and lowering, knows only stages of the program.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.place import PlacedScheme
+from schedgen.compiler.options import Redone
+from schedgen.compiler.place import Flags, PlacedScheme
 from schedgen.ir.instructions import F, Ints
 from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_shards
@@ -45,9 +47,17 @@ def _parts(placed: PlacedScheme) -> PlacedScheme:
         caps=None if placed.caps is None else np.repeat(placed.caps, P),
         unsplit_backward=np.repeat(placed.unsplit_backward, P, axis=0),
         delayed_send=np.repeat(placed.delayed_send, P, axis=0) & (part == P - 1),
-        recompute=np.isin(np.arange(stages * P), list(options.recompute)),
+        recompute=_redone(options.recompute, stages * P, n.shape[2]),
         tied=tuple(tuple(sorted(tie)) for tie in options.tied),
     )
+
+
+def _redone(named: Collection[Redone], stages: int, microbatches: int) -> Flags:
+    """(S, B): whether the forward is redone; `named`: stages, or pairs of a stage and a microbatch."""
+    redone = np.zeros((stages, microbatches), bool)
+    for each in named:
+        redone[each] = True
+    return redone
 
 
 def _shards(placed: PlacedScheme) -> PlacedScheme:
@@ -77,7 +87,7 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
         caps=None if placed.caps is None else np.repeat(placed.caps, T),
         unsplit_backward=np.repeat(placed.unsplit_backward, T, axis=0),
         delayed_send=np.repeat(placed.delayed_send, T, axis=0),
-        recompute=np.repeat(placed.recompute, T),
+        recompute=np.repeat(placed.recompute, T, axis=0),
         tied=_distinct(ties),
         tensor_parallel=TensorParallel(T, tuple(np.flatnonzero(~split).tolist()) if T > 1 else (), stages * T),
     )

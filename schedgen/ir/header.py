@@ -41,7 +41,7 @@ class Header:
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
     # weight_slots, fan_out, prefetch, recompute, and memory_limit if there is one: `compiler.options`;
     # updates, one of UPDATES, unless flush
-    lowering: Mapping[str, int | list[int] | str]
+    lowering: Mapping[str, Any]
     graph: StageGraph
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
     compute: Ints
@@ -96,7 +96,9 @@ class Header:
     @cached_property
     def weight_versions(self) -> WeightVersions:
         """When weights change, and how many versions of them there are."""
-        return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners)
+        accumulated = self.lowering.get("accumulated", 0)
+        assert isinstance(accumulated, int)
+        return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners, accumulated)
 
     @property
     def memory_limit(self) -> int | None:

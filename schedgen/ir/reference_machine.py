@@ -26,7 +26,7 @@ from collections.abc import Callable
 from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, B, F, Instruction, Kind, Op, W, buffer_name
 from schedgen.ir.program import Program
 from schedgen.ir.reference_rank import STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
-from schedgen.ir.weight_versions import VERTICAL
+from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 __all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]
 
@@ -99,13 +99,15 @@ class ReferenceMachine:
         self.check_copies()
 
     def check_versions(self) -> None:
-        """Every job has used the version that `updates` says: the newest, or the microbatch's at its entry."""
-        rounds = self.header.weight_versions.rounds
+        """Every job has used the version that `updates` says: the newest, that of the entry, or the one before."""
+        versions, rounds = self.header.weight_versions, self.header.weight_versions.rounds
         entries = [s for s in range(self.header.stages) if not self.header.graph.producers[s]]
         for (s, b), version in self.uses.items():
             right = self.newest[s, b]
-            if self.header.weight_versions.updates == VERTICAL:
+            if versions.updates == VERTICAL:
                 right = min(self.newest[e, b] * rounds[e] for e in entries) // rounds[s]
+            elif versions.updates == TWO_BUFFERS:
+                right = max(b // versions.accumulated - 1, 0)
             if version != right:
                 raise CannotExecute(f"stage {s} uses version {version} for microbatch {b}, not {right}")
 

@@ -18,16 +18,17 @@ from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
 from schedgen.ir.stage_graph import StageGraph, check_edges
 from schedgen.ir.tensor_parallel import TensorParallel, check_workers
-from schedgen.ir.weight_versions import STASH, VERTICAL
+from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
 from schedgen.util.errors import UsageError, clip
 
 LARGEST = 2**31 - 1  # any number in a file fits an int32
 KEYS = ("generator", "scheme", "order", "lowering", "edges", "tied", "owners", "groups", "weights", "compute")
 OPTIONAL_KEYS = ("apart", "shards", "tensor")
 
-_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1}  # of the lowering's numbers
-_LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", "memory_limit", "updates")  # in this order
-_OPTIONAL_LOWERING = {"memory_limit", "updates"}
+# The least that each number of the lowering may be.
+_LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
+_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated")
+_LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 
 class Wrong(Exception):
@@ -217,19 +218,26 @@ def _check_tensor_parallel(header: Header) -> None:
         raise Wrong("apart", "apart: what a split stage gives is one sum")
 
 
-def _lowering(value: object, limits: Limits) -> dict[str, int | list[int] | str]:
-    if not isinstance(value, dict) or set(value) | _OPTIONAL_LOWERING != set(_LOWERING):
+def _lowering(value: object, limits: Limits) -> dict[str, Any]:
+    if not isinstance(value, dict) or {*value, *_OPTIONAL_LOWERING} != set(_LOWERING):
         needed = ", ".join(key for key in _LOWERING if key not in _OPTIONAL_LOWERING)
-        raise Wrong("lowering", f"lowering must have {needed}, and may have {' and '.join(sorted(_OPTIONAL_LOWERING))}")
-    if value.get("updates", STASH) not in (STASH, VERTICAL):
-        raise Wrong("lowering", "lowering: updates must be stash or vertical, or not be there")
+        raise Wrong("lowering", f"lowering must have {needed}, and may have {', '.join(_OPTIONAL_LOWERING)}")
+    if value.get("updates", STASH) not in (STASH, VERTICAL, TWO_BUFFERS):
+        raise Wrong("lowering", "lowering: updates must be stash, vertical or 2bw, or not be there")
+    if ("accumulated" in value) != (value.get("updates") == TWO_BUFFERS):
+        raise Wrong("lowering", "lowering: accumulated belongs to updates 2bw, and to no others")
     for key, least in _LEAST.items():
         if key in value and not _is_whole(value[key], least, LARGEST):
             raise Wrong("lowering", f"lowering: {key} must be a whole number of at least {least}")
-    stages = value["recompute"]
-    if not isinstance(stages, list) or not all(_is_whole(stage, 0, limits.stages - 1) for stage in stages):
-        raise Wrong("lowering", "lowering: recompute must be a list of stages")
+    if not isinstance(value["recompute"], list) or not all(_is_redone(each, limits) for each in value["recompute"]):
+        raise Wrong("lowering", "lowering: recompute must be a list of stages, or pairs of a stage and a microbatch")
     return {key: value[key] for key in _LOWERING if key in value}
+
+
+def _is_redone(each: object, limits: Limits) -> bool:
+    """A stage, or a stage and a microbatch."""
+    stage, mb = each if isinstance(each, list) and len(each) == 2 else (each, 0)
+    return _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
 
 
 def _edges(value: object, limits: Limits, degree: int) -> tuple[tuple[int, int], ...]:

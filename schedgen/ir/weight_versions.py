@@ -1,16 +1,23 @@
-"""Versions of weights: where weights change without a flush, which of them a job uses [PipeDream, section 3.3]."""
+"""Versions of weights: where weights change without a flush, which of them a job uses.
+
+[Narayanan et al. 2019, PipeDream, section 3.3; 2021, Memory-efficient pipeline-parallel training, section 3.1: 2BW]
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-FLUSH, STASH, VERTICAL = "flush", "stash", "vertical"
+import numpy as np
+
+FLUSH, STASH, VERTICAL, TWO_BUFFERS = "flush", "stash", "vertical", "2bw"
 
 # When weights change, and which of their versions a job uses.
 UPDATES = {
     FLUSH: "once a list, when all microbatches are through: there is one version",
     STASH: "behind every microbatch's backward; a forward uses the newest version there is, its backward the same",
     VERTICAL: "as stash, but all stages use the version that was the newest when the microbatch entered the first",
+    TWO_BUFFERS: "behind every m microbatches; all stages use the version that the m before the last ones made",
 }
 
 
@@ -21,9 +28,10 @@ class WeightVersions:
     updates: str  # one of UPDATES
     microbatches: int
     owners: tuple[tuple[int, ...], ...]  # by stage
+    accumulated: int = 0  # microbatches of an update with two buffers: the paper's m
 
     def __bool__(self) -> bool:
-        """Whether weights have versions: they change behind every backward, not once a list."""
+        """Whether weights have versions: they change more than once a list."""
         return self.updates != FLUSH
 
     @property
@@ -32,10 +40,14 @@ class WeightVersions:
         return self.microbatches + 1 if self else 0
 
     def round(self, stage: int) -> int:
-        """Microbatches that make one update of a stage: one for each of its owners."""
-        return len(self.owners[stage])
+        """Microbatches that make one update of a stage: one for each of its owners, or m with two buffers."""
+        return self.accumulated or len(self.owners[stage])
 
     @property
     def rounds(self) -> list[int]:
         """`round` of every stage."""
-        return [len(ranks) for ranks in self.owners]
+        return [self.round(stage) for stage in range(len(self.owners))]
+
+    def delayed(self, microbatch: Any) -> Any:
+        """With two buffers, the version that a microbatch uses (or each of an array): max(b div m - 1, 0)."""
+        return np.maximum(microbatch // self.accumulated - 1, 0)

@@ -1,6 +1,7 @@
 """The schedules that a search tries: every scheme that fits, in every number of replicas and stages.
 
-A pipeline of P workers may run W/P times side by side, each time with its share of the microbatches.
+A pipeline of P workers may run W/P times side by side, each time with its share of the microbatches. Or it runs once,
+on more than half of the workers, and the others have no layers.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ CHUNKS = (2, 4, 8)  # stages a worker, of schemes that go round the workers seve
 STAGES = (1, 2, 4, 8, 16, 32, 64)  # of schemes that put any number of stages on a worker
 
 # Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, pipedream-flush, which is 1f1b,
-# and pipedream, which does not train the same because it does not flush.
+# and pipedream and pipedream-2bw, which do not train the same because they do not flush.
 PIPELINES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb-h1", "zb-h2", "chimera"), (1,)),
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
-    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first"), CHUNKS),
+    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first", "hanayo"), CHUNKS),
 }
 GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> what it is called where each worker is a group
 SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")
@@ -60,6 +61,7 @@ def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> It
             continue
         if replicas > 1 and pipeline.groups is None and name not in GROUPED.values():
             scheme = replicated(scheme, replicas, workers // replicas)
+        scheme = scheme._replace(workers=workers)  # some may have nothing to do
         sizes = pipeline._replace(microbatches=microbatches, workers=workers)
         for recompute in (False, True):
             yield Candidate(name, replicas, recompute, scheme, sizes, by_stages[sizes.stages - 1])
@@ -87,6 +89,10 @@ def _pipelines(workers: int, microbatches: int, most: int) -> Iterator[tuple[str
             else:
                 for stages in (S for S in STAGES if S <= most):
                     yield ungrouped, Sizes(stages, microbatches, workers), D
+    for P in range(workers - 1, max(1, workers // 2), -1):
+        for name, chunks in PIPELINES.items():
+            for stages in (P * v for v in chunks if P * v <= most):
+                yield name, Sizes(stages, microbatches, P), 1
 
 
 def replicated(scheme: Scheme, replicas: int, workers: int) -> Scheme:

@@ -20,11 +20,13 @@ from schedgen.schemes import (
     fsdp,
     fslpp,
     gpipe,
+    hanayo,
     interleaved_1f1b,
     interleaved_zb,
     looped_bfs,
     lpp,
     one_f_one_b,
+    pipedream_2bw,
     round_robin,
     v_half,
     zb_h1,
@@ -82,6 +84,7 @@ w(s, b, d) = (h(s), h(s)), h(s) = min(s, 2W - 1 - s)   [Qi et al. 2024, "Control
 n: a building block repeated every 6 jobs and squeezed, W jobs in the gaps, strict"""),
     "dualpipe-v": BuiltIn(dualpipe_v),
     "chimera": BuiltIn(chimera),
+    "hanayo": BuiltIn(hanayo),
     "pipedream-flush": BuiltIn(one_f_one_b, {}, """\
 PipeDream's order with a flush: 1F1B by the name it has there.
 w(s, b, d) = (s mod W, s mod W)   [Narayanan et al. 2021, "Memory-efficient pipeline-parallel training"; W <= S]
@@ -91,6 +94,7 @@ n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict"""),
 PipeDream: 1F1B-RR without a flush; every backward is followed by a step, which makes a new version of the weights.
 w(s, b, d) = (P(s) + b mod r(s), the same), and n is that of 1f1b-rr, too   [PipeDream, sections 3.2 and 3.3]
 weights: a forward uses the newest version, its backward the same; with --updates vertical all stages the first's"""),
+    "pipedream-2bw": BuiltIn(pipedream_2bw),
 }  # fmt: skip
 
 

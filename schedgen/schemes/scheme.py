@@ -60,6 +60,7 @@ class Scheme(NamedTuple):
     edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer); None: the chain
     per_consumer: tuple[int, ...] = ()  # stages that give each of several consumers an output of its own
     updates: str = "flush"  # when weights change: one of UPDATES
+    accumulated: int | None = None  # with updates 2bw: microbatches of an update; None: as many as stages
     by_shard: bool = False  # w takes the shard t of a stage
 
 

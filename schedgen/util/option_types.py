@@ -39,12 +39,17 @@ time = number("a time of at least 0", float, 0, 1e18)
 amount = number("a positive number", float, math.ulp(0.0), 1e18)
 amounts = listed(amount)  # 1e10,1.25e9
 topology = listed(count, "x")  # components by level: 4x2
-stage_list = listed(natural)  # 0,3
 
 
-def stages_or_all(text: str) -> str | list[int]:
-    """Stages, as in 0,3, or the word all."""
-    return text if text == "all" else stage_list(text)
+def redone(text: str) -> str | list[int | tuple[int, int]]:
+    """Forwards to redo: stages, or stages and microbatches, as in 0,3.1, or one of the words all and except-last."""
+    if text in ("all", "except-last"):
+        return text
+    named: list[int | tuple[int, int]] = []
+    for part in text.split(","):
+        stage, dot, mb = part.partition(".")
+        named.append((natural(stage), natural(mb)) if dot else natural(stage))
+    return named
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -98,6 +98,7 @@ def schedules() -> list[bytes]:
         "gpipe --stages 1 --microbatches 1",
         "pipedream --stages 2 --microbatches 4 --replicas 2,1",
         "pipedream --stages 2 --microbatches 3 --updates vertical",
+        "pipedream-2bw --stages 2 --microbatches 7",
     )
     data = str(Path(__file__).parents[1] / "data")
     commands = tuple(command.replace("DATA", data) for command in commands)

@@ -82,14 +82,14 @@ def options(chance: Random, S: int, greedy: bool, tensor: int) -> Options:
     if tensor > 1:
         more |= {"tensor": tensor, "replicated_stages": [s for s in range(S) if chance.randrange(2)]}
     elif chance.randrange(6) == 0:
-        more["updates"] = chance.choice(("stash", "vertical"))
+        more["updates"] = chance.choice(("stash", "vertical", "2bw"))
     if greedy and chance.randrange(4) == 0:
         more["memory"] = chance.randrange(1, 4)
     return Options(
         weight_slots=chance.randrange(1, 4),
         fan_out=chance.randrange(1, 4),
         prefetch=chance.randrange(3),
-        recompute=[s for s in range(S) if chance.randrange(3) == 0],
+        recompute=[chance.choice((s, (s, 0))) for s in range(S) if chance.randrange(3) == 0],
         **more,
     )
 

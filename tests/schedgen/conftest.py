@@ -38,7 +38,7 @@ settings.load_profile("schedgen")
 # The six schemes at W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
 FOUR_STAGES = (
     "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "pipedream-flush", "1f1b-rr",
-    "pipedream",
+    "pipedream", "pipedream-2bw",
 )  # fmt: skip
 GOLDEN = {
     "ddp": ("--workers", "4"),
@@ -136,7 +136,7 @@ class Case(NamedTuple):
     weight_slots: int
     fan_out: int
     prefetch: int
-    recompute: list[int]
+    recompute: list[int | tuple[int, int]]
     tied: list[set[int]]
 
     def scheme(self):
@@ -191,7 +191,12 @@ def _cases(draw) -> Case:
         weight_slots=draw(st.integers(1, 3)),
         fan_out=draw(st.integers(1, 3)),
         prefetch=draw(st.integers(0, 2)),
-        recompute=sorted(draw(st.sets(st.integers(0, S - 1), max_size=1))),
+        recompute=draw(
+            st.lists(
+                st.one_of(st.integers(0, S - 1), st.tuples(st.integers(0, S - 1), st.integers(0, batches - 1))),
+                max_size=2,
+            )
+        ),
         tied=draw(st.lists(st.sets(st.integers(0, S - 1), min_size=2), max_size=3)) if S > 1 else [],
     )
 

@@ -1,9 +1,10 @@
-"""Updates without a flush: every microbatch's gradient changes the weights as soon as it is there.
+"""Updates without a flush: the gradients of a few microbatches change the weights as soon as they are there.
 
 Behind the backward of a microbatch stands STEP, which makes the next version of the stage's weights [PipeDream, section
-3.3]. A stage with m owners takes m microbatches, one for each of them, to an update (a round): each owner enters
-ALLREDUCE behind its own backward and steps when the last of them is done, but before its next backward of the stage. A
-version that jobs behind its STEP still use is freed behind the last of them; all others end with the STEP.
+3.3]. A stage with m owners takes m microbatches, one for each of them, to an update (a round); with two buffers the
+scheme says m. Each owner enters ALLREDUCE behind its own backwards and steps when the last of them is done, but before
+its next backward of the stage. A version that jobs behind its STEP still use is freed behind the last of them; all
+others end with the STEP.
 
 In the order of time nothing here waits for anything later, so that the order stays executable.
 """
@@ -20,7 +21,7 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, rows
-from schedgen.ir.weight_versions import VERTICAL
+from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 from schedgen.util.errors import UsageError
 
 Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, after
@@ -48,8 +49,8 @@ def weight_versions(program: Program, _: PlacedScheme) -> Program:
     for (rank, stage), owned in updates.items():
         own = header.compute[F, stage] == rank
         newest[stage, own] = np.searchsorted(owned.steps, forward[stage, own])
-    vertical = header.weight_versions.updates == VERTICAL
-    program = _with_versions(program, _entered(header, newest) if vertical else newest)
+    used = {VERTICAL: _entered, TWO_BUFFERS: _delayed}.get(header.weight_versions.updates)
+    program = _with_versions(program, used(header, newest) if used else newest)
     last_uses = _last_uses(program, updates)
     groups = {group: index for index, group in enumerate(header.groups)}
     fields: list[Fields] = []
@@ -109,7 +110,8 @@ def _updates(header: Header, rank: int, stage: int, backward: RowNumbers, ended:
     np.maximum.at(last, rounds, rows)
     first = np.full(count, np.iinfo(np.int64).max)
     np.minimum.at(first, rounds, rows)
-    complete = np.maximum.reduceat(backward if size == 1 else ended, np.arange(0, header.microbatches, size))
+    complete_at = ended if header.several_owners[stage] else backward
+    complete = np.maximum.reduceat(complete_at, np.arange(0, header.microbatches, size))
     next_first = np.minimum.accumulate(np.append(first[1:], first.dtype.type(2**62))[::-1])[::-1]
     sums = np.where(last < 0, complete, last)
     steps = np.maximum.accumulate(np.minimum(np.maximum(complete, sums), next_first - 1))
@@ -139,3 +141,18 @@ def _entered(header: Header, newest: RowNumbers) -> RowNumbers:
             f"to stage {s} before that is made there: stages must update from the last to the first"
         )
     return entered
+
+
+def _delayed(header: Header, newest: RowNumbers) -> RowNumbers:
+    """The versions with two buffers: of all stages the one that the update before the last has made, (S, B).
+
+    `newest`: the newest version when each forward starts, (S, B).
+    """
+    versions = header.weight_versions
+    used: RowNumbers = np.broadcast_to(versions.delayed(np.arange(header.microbatches)), newest.shape)
+    for s, b in np.argwhere(used > newest)[:1].tolist():
+        raise UsageError(
+            f"--updates {versions.updates}: microbatch {b} comes to stage {s} before version {used[s, b]} is made: "
+            f"more microbatches are in flight than the {versions.accumulated} of an update"
+        )
+    return used

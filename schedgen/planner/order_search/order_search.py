@@ -20,7 +20,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, by_stage, durations
+from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.ir.instructions import COMPUTE, B
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import exact
@@ -122,8 +122,10 @@ def least_time(
 
 
 def own_costs(scheme: Scheme, cost: Mapping[str, Amount]) -> Mapping[str, Amount]:
-    """Of costs of whole backwards and of halves those that the scheme has; otherwise all."""
-    return durations(cost, 3 if scheme.split else 2) if "B" in cost and "I" in cost else cost
+    """Of costs of whole backwards and of halves those that the scheme has, and R; otherwise all."""
+    if "B" not in cost or "I" not in cost:
+        return cost
+    return durations(cost, 3 if scheme.split else 2) | {name: time for name, time in cost.items() if name == REDO}
 
 
 def mean_ratios(cost: Mapping[str, Amount], sizes: Sizes) -> dict[str, float]:

@@ -282,7 +282,7 @@ def test_the_memory_limit_stands_in_the_header_and_is_held(run, judge, refused, 
         ("groups", lambda groups: groups + groups, "groups must be different, but [0, 1, 2, 3] is there 2 times"),
         ("scheme", lambda scheme: {**scheme, "layers": 7}, "layers must be a list of a number for each stage"),
         ("lowering", lambda lowering: {**lowering, "memory_limit": 0}, "memory_limit must be a whole number of at"),
-        ("lowering", lambda lowering: {**lowering, "more": 1}, "and may have memory_limit and updates"),
+        ("lowering", lambda lowering: {**lowering, "more": 1}, "and may have memory_limit, updates, accumulated"),
     ],
 )
 def test_a_header_that_cannot_be_is_refused(key, change, words, golden, run, refused, tmp_path):

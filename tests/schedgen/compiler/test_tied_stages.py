@@ -24,7 +24,7 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, UsageError
 
-TIED = [name for name in SCHEMES if name != "pipedream"]  # whose stages step one by one
+TIED = [name for name in SCHEMES if name not in ("pipedream", "pipedream-2bw")]  # whose stages step one by one
 
 
 def compiled(scheme, tied, **options):

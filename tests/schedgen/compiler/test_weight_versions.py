@@ -78,6 +78,59 @@ def test_a_straight_pipeline_uses_the_versions_of_the_papers_formulas(stages, up
             assert most == late + 1 or microbatches <= 2 * late
 
 
+def buffered(stages, microbatches, m, replicas=1):
+    sizes = Sizes(stages, microbatches, group=m, replicas=(replicas,) * stages)
+    return compile(load("pipedream-2bw", sizes), sizes)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas, execute):
+    """Narayanan et al. 2021, section 3.1: microbatch k, from 1 on, uses version max(floor((k - 1) / m) - 1, 0) at every
+    stage, forward and backward; two versions are all that is kept, and every update is one late."""
+    d = stages * replicas  # microbatches in flight
+    for m, microbatches in ((d, 3 * d), (d, 4 * d + 1), (d + 1, 3 * d + 5), (2 * d, 7 * d)):
+        program = buffered(stages, microbatches, m, replicas)
+        formula = {(s, k - 1): max((k - 1) // m - 1, 0) for s in range(stages) for k in range(1, microbatches + 1)}
+        assert jobs(program, Op.FWD) == jobs(program, Op.BWD) == formula
+        numbers = stats(program)
+        # One stage has nothing in flight between an update and the next forward, so its buffers are used in turn, too.
+        assert numbers["versions"] == [2] * stages and numbers["staleness"] == [1] * stages
+        assert execute(program) == peaks(program)
+
+
+def test_two_buffers_run_as_long_as_pipedream_and_hold_fewer_versions():
+    """Section 3.1: the throughput of PipeDream, which has no flush either, at 2 versions in place of d."""
+    for stages, microbatches in ((4, 16), (8, 64)):
+        ours, theirs = (
+            stats(p) for p in (buffered(stages, microbatches, stages), compiled([1] * stages, microbatches))
+        )
+        assert ours["latency"] == theirs["latency"] and ours["peak_activations"] == theirs["peak_activations"]
+        assert max(ours["versions"]) == 2 and max(theirs["versions"]) == stages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (Sizes(4, 12, group=3), "pipedream-2bw with --group 3: 4 microbatches are in flight"),
+        (Sizes(2, 12, replicas=(2, 2), group=3), "4 microbatches are in flight"),
+        (Sizes(2, 12, replicas=(2, 1)), "equally many replicas of each stage, not 2,1"),
+    ],
+)
+def test_two_buffers_that_are_too_few_are_one_sentence(sizes, words):
+    with pytest.raises(UsageError, match=words):
+        compile(load("pipedream-2bw", sizes), sizes)
+
+
+def test_an_order_with_more_in_flight_than_an_update_has_is_one_sentence():
+    """Depth-first lets more microbatches of lpp in than the 4 of an update."""
+    sizes = Sizes(4, 24, 4, groups=2)
+    with pytest.raises(
+        UsageError, match=r"^--updates 2bw: microbatch 8 comes to stage 0 before version 1 is made: more"
+    ):
+        compile(load("lpp", sizes), sizes, Options(updates="2bw"))
+
+
 def test_a_round_makes_a_version_at_every_replica():
     program = compiled((3, 1), 8)
     steps = [(i.stage, i.peer) for i in map(program.instruction, np.flatnonzero(program.rows.op == Op.STEP).tolist())]
@@ -225,6 +278,7 @@ BASES = {
     "replicas": ("--stages", 2, "--microbatches", 4, "--replicas", "2,1"),
     "stash": ("--stages", 2, "--microbatches", 4),
     "vertical": ("--stages", 2, "--microbatches", 4, "--updates", "vertical"),
+    "buffers": ("--stages", 2, "--microbatches", 6, "--updates", "2bw"),
 }
 
 
@@ -266,6 +320,16 @@ DAMAGES = [
         9,
         "version 1 is that of the microbatch's entry",
     ),
+    (
+        "jobs with the newest of two buffers",
+        "buffers",
+        both(edit(1, job("FWD", 1, 3), version=1), edit(1, job("BWD", 1, 3), version=1)),
+        9,
+        "version 0 is that of the update before the last",
+    ),
+    ("FWD with the older of two buffers", "buffers", edit(0, job("FWD", 0, 4), version=0), 9, "version 1 is that of"),
+    ("BWD with another of two buffers", "buffers", edit(0, job("BWD", 0, 4), version=2), 9, "its forward uses version"),
+    ("STEP before a gradient of its two", "buffers", move(1, step(1, 1), before=job("BWD", 1, 1)), 5, "belongs to the"),
     # Rule 5: updates
     ("STEP missing", "stash", drop(0, **step(0, 2)), 5, "the next step of this stage here makes version 2"),
     ("last STEP missing", "stash", drop(0, **step(0, 4)), 5, "STEP of stage 0 to version 4 is missing"),
@@ -442,7 +506,32 @@ def test_updates_of_a_file_are_those_that_there_are(updates, base, run, refused,
     file["lowering"]["updates"] = updates
     path = tmp_path / "edited.json"
     path.write_text(json.dumps(file))
-    assert "updates must be stash or vertical" in refused(run("seal", path), 1)
+    assert "updates must be stash, vertical or 2bw" in refused(run("seal", path), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("buffers", {"accumulated": None}, "accumulated belongs to updates 2bw"),
+        ("stash", {"accumulated": 2}, "accumulated belongs to updates 2bw"),
+        ("buffers", {"accumulated": 0}, "accumulated must be a whole number of at least 1"),
+    ],
+)
+def test_how_many_gradients_an_update_has_is_said_where_there_are_two_buffers(
+    name, change, words, base, run, refused, tmp_path
+):
+    file = copy(base[name])
+    lowering = file["lowering"] | change
+    file["lowering"] = {key: value for key, value in lowering.items() if value is not None}
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(file))
+    assert words in refused(run("seal", path), 1)
+
+
+def test_updates_of_more_gradients_than_the_list_adds_up_are_refused(base, judge, refused):
+    file = copy(base["buffers"])
+    file["lowering"]["accumulated"] = 3
+    assert "no gradient is left for this step" in refused(judge(file)[0], 1)
 
 
 @pytest.mark.parametrize(("key", "words"), [("tied", "stages are tied"), ("weights", "is away from its weights")])
@@ -528,7 +617,7 @@ def test_a_scheme_file_with_wrong_updates_is_one_sentence(updates, run, refused,
     path = tmp_path / "mine.py"
     path.write_text(f"updates = {updates}\ndef w(s, b, d): return s, s\ndef n(s, b, d): return b + s + d\n")
     message = refused(run("compile", path, "--stages", 2, "--microbatches", 4, "-o", "-"), 2)
-    assert "updates must be 'flush', 'stash', 'vertical', not " in message
+    assert "updates must be 'flush', 'stash', 'vertical', '2bw', not " in message
 
 
 def test_a_scheme_file_says_its_updates_and_the_option_is_stronger(run, tmp_path):

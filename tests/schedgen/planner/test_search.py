@@ -48,7 +48,7 @@ def every():
 
 def test_every_scheme_is_tried_but_those_that_another_one_is(every):
     names = {candidate.name for candidate in every}
-    assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream"}
+    assert names == {*SCHEMES} - {"depth-first", "pipedream-flush", "pipedream", "pipedream-2bw"}
     alike = [("depth-first", "lpp", Sizes(8, 8, 4)), ("pipedream-flush", "1f1b", Sizes(4, 8, 4))]
     for name, other, sizes in alike:
         grouped = sizes._replace(groups=1 if other == "lpp" else None)
@@ -67,6 +67,23 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.99 * row.step_time
     assert tight > 5  # or it would leave nothing out
+
+
+def test_a_worker_gets_no_layers_where_that_is_faster():
+    """Three layers of 0.1 s whose weights take 2 s to be summed: replicas cost more than the fourth worker is worth."""
+    machine = Machine(alpha=1e-5, activation=1e3, weight=1e9, saved=1e6)
+    layers = Layers(("a", "b", "c"), ((0, 1), (1, 2)), {"F": np.full(3, 0.1), "B": np.full(3, 0.2)}, machine)
+    best = search(layers, [Level(4, 1e9)], 8)
+    fastest = best.front[0]
+    assert (fastest.stages, fastest.replicas, best.program.header.workers) == (3, 1, 4)
+    assert set(np.unique(best.program.header.compute)) == {0, 1, 2}
+    check(best.program)
+    # Those that use all four workers: two pipelines of two stages, or four copies of the model.
+    every = candidates(layers, [Level(4, 1e9)], 8)
+    on_all = [c for c in every if len(np.unique(c.scheme.w(*np.ix_(range(c.sizes.stages), range(8), (0,)))[1])) == 4]
+    assert on_all
+    with compiled_always():
+        assert fastest.step_time < min(row.step_time for c in on_all for row, _ in _simulated(c))
 
 
 @pytest.mark.parametrize(("split", "limit"), [(False, np.inf), (True, 1.2e8)], ids=["no limit", "limit"])

@@ -38,7 +38,7 @@ def test_every_scheme_is_there_or_left_out_for_a_reason(comparison):
     assert len(set(shown + left)) == len(shown + left)
     groups = [f"{name} G={G}" for name in ("lpp", "fslpp") for G in (1, 2, 4)]
     assert set(shown + left) == {*groups, *SCHEMES} - {"lpp", "fslpp"}
-    assert left == ["zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream"]  # one stage a worker
+    assert left == ["zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream", "pipedream-2bw"]  # one stage a worker
     assert all("8" in scheme["reason"] for scheme in comparison["left_out"])
 
 

@@ -38,7 +38,7 @@ def test_a_row_a_rank_and_a_cell_a_job(actions):
 
 # Weights lie where jobs run, so those that fetch weights have other messages; what leaves in pairs and versions of
 # weights are not said.
-OTHER = ("fsdp", "fslpp", "dualpipe-v", "pipedream")
+OTHER = ("fsdp", "fslpp", "dualpipe-v", "pipedream", "pipedream-2bw")
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in OTHER])

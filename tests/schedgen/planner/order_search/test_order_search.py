@@ -189,7 +189,7 @@ def test_less_memory_is_found_where_no_scheme_has_it():
 
 def test_memory_as_the_objective_takes_no_limit(run):
     done = run("search", "zb-v", "--stages", 8, "--microbatches", 8, "--objective", "memory", "--memory-limit", 4)
-    assert done.code == 2 and "leave --memory-limit and --memory out" in done.err
+    assert done.code == 2 and "leave --memory-limit, --memory and --recompute out" in done.err
 
 
 def test_the_command_says_value_and_bound(run, tmp_path):

@@ -1,0 +1,208 @@
+"""`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory.
+
+keep    the best order that redoes nothing, by `search_order`
+loosen  the best orders under looser limits; of each, few forwards are redone so that it fits (`redo_choice`)
+redo    the best orders where whole stages are redone: those that a loosened order redoes most, and all; forwards for
+        which there is room are kept after all
+
+The simulator has the last word, and nothing is returned that is worse than the order that redoes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import place
+from schedgen.compiler.refine import refine
+from schedgen.ir.cost import REDO, Amount, by_stage, redo_duration
+from schedgen.ir.instructions import B, F, Numbers, Op, W
+from schedgen.ir.program import Program
+from schedgen.planner.order_search.find_order import find_order
+from schedgen.planner.order_search.order_search import (
+    BUDGET,
+    FoundOrder,
+    Limits,
+    _as_placement,
+    _bound,
+    _inputs,
+    _problem,
+    measured,
+    own_costs,
+    search_order,
+)
+from schedgen.planner.order_search.problem import OrderProblem, Times, places
+from schedgen.planner.order_search.redo_choice import Flags, Kept, most_held, redone, without_needless
+from schedgen.planner.stage_costs import cost_ratios
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
+from schedgen.util.errors import UsageError
+from schedgen.util.jit import compiled_always
+
+LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, in parts of the real one
+TIGHTER = 4  # times that a limit in bytes is drawn tighter, where a schedule needs more beside what forwards save
+
+
+def search_with_recompute(
+    scheme: Scheme,
+    sizes: Sizes,
+    cost: Mapping[str, Amount],
+    machine: Machine = Machine(),  # noqa: B008  frozen
+    limits: Limits = Limits(),  # noqa: B008  frozen
+    budget: int = BUDGET,
+) -> FoundOrder:
+    """The best order within the limits and what it redoes; UsageError where none keeps to them.
+
+    cost    as for `search_order`, and perhaps R, the time of a RECOMPUTE
+    budget  of `search_order`, and as much again for orders that redo forwards
+    """
+    cost = own_costs(scheme, cost)
+    kept = {name: time for name, time in cost.items() if name != REDO}
+    best, refusal = None, None
+    try:
+        best = search_order(scheme, sizes, kept, machine, limits, budget)
+    except UsageError as error:
+        refusal = error
+    if limits.saved is None and limits.bytes is None:
+        if best is None:
+            raise refusal or AssertionError
+        return best
+    tries, work = _Tries(scheme, sizes, cost, machine, limits), 0 if best is None else best.work
+    if best is not None and best.value <= tries.bound * (1 + 1e-9):
+        return best
+    for n in tries.orders(budget):
+        for program in tries.fitting(n):
+            run = simulate(program, dict(cost), machine)
+            value = measured(run, limits.objective == "window")
+            within = limits.bytes is None or run.footprint.peak.max() <= limits.bytes
+            if within and (best is None or value < best.value):
+                best = FoundOrder(program, value, 0.0, False, 0, "search")
+    if best is None:
+        raise UsageError("no order keeps to the memory limit, whatever is redone: give it more of one, or of --budget")
+    bound = min(tries.bound, best.value)
+    return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=work + tries.work)
+
+
+class _Tries:
+    """Orders that redo forwards, for one placement, costs and limits."""
+
+    def __init__(
+        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
+    ) -> None:
+        self.scheme, self.sizes, self.machine, self.limits = scheme, sizes, machine, limits
+        self.cost = {name: time for name, time in cost.items() if name != REDO}
+        self.redo = by_stage(redo_duration(cost), sizes.stages)
+        ratios = cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
+        self.ratios = {**ratios, **({REDO: ratios[REDO]} if REDO in ratios else {})}
+        self.placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
+        self.worker = self.placed.compute[F].astype(np.int64)
+        ones = np.ones(sizes.stages)
+        self.kept = (
+            Kept(0 * ones, ones, 0 * ones, self.redo)
+            if limits.bytes is None
+            else Kept(
+                _inputs(self.placed, machine),
+                by_stage(machine.saved, sizes.stages),
+                by_stage(machine.half, sizes.stages),
+                self.redo,
+            )
+        )
+        self.free = _problem(self.placed, self.cost, machine, Limits(limits.objective))
+        self.bound = _bound(self.free, self.placed)
+        self.work = 0
+        self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held beside saved forwards
+        self.most: list[Flags] = []  # what the orders so far redo
+
+    def orders(self, budget: int) -> Iterator[Numbers]:
+        """Numbers of every job, (D, S, B), that grow along each worker: an order a try."""
+        share = max(1, budget // (2 * len(LOOSER)))
+        for part in LOOSER:
+            try:
+                found = search_order(self.scheme, self.sizes, self.cost, self.machine, self._loosened(part), share)
+            except UsageError:
+                continue
+            self.work += found.work
+            yield _numbers(found.program)
+        stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.sizes.stages)
+        sets = {tuple(np.flatnonzero(stages >= least).tolist()) for least in (0.3, 0.6, 0.0)}
+        for named in sorted(sets):
+            problem = self._with_redone(np.isin(np.arange(self.sizes.stages), named))
+            with compiled_always():
+                order, used = find_order(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
+            self.work += used // 10**6
+            if order is not None:
+                yield places(problem, order).reshape(self.placed.compute.shape)
+
+    def fitting(self, n: Numbers) -> Iterator[Program]:
+        """Schedules of an order that redo as much as should keep it to the limit; of bytes the simulator knows more."""
+        capacity = self._capacity(n)
+        for _ in range(1 if self.limits.bytes is None else TIGHTER):
+            flags = redone(n, self.worker, self.kept, capacity)
+            if flags is None:
+                return
+            flags = without_needless(flags, n, self.worker, self.kept, capacity)
+            self.most.append(flags)
+            program = self._compiled(n, flags)
+            yield program
+            if self.limits.bytes is None:
+                return
+            over = simulate(program, self.cost, self.machine).footprint.peak - self.limits.bytes
+            if over.max() <= 0:
+                return
+            capacity = capacity - np.maximum(over, 0)
+
+    def _loosened(self, part: float) -> Limits:
+        saved, bytes = self.limits.saved, self.limits.bytes
+        if np.isinf(part):
+            return Limits(self.limits.objective)
+        return self.limits._replace(
+            saved=None if saved is None else int(np.ceil(part * saved)), bytes=None if bytes is None else part * bytes
+        )
+
+    def _capacity(self, n: Numbers) -> Times:
+        """By worker, the limit without what this order holds beside what its forwards save."""
+        workers = self.placed.workers
+        if self.limits.bytes is None:
+            return np.full(workers, float(self.limits.saved or 0))
+        nothing = np.zeros(self.worker.shape, bool)
+        peak = simulate(self._compiled(n, nothing), self.cost, self.machine).footprint.peak
+        self.others = peak - most_held(n, self.worker, self.kept, nothing, workers)
+        return self.limits.bytes - self.others
+
+    def _compiled(self, n: Numbers, flags: Flags) -> Program:
+        scheme = _as_placement(self.scheme, len(n) == 3)._replace(
+            n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
+        )
+        pairs = [(s, b) for s, b in np.argwhere(flags).tolist()]
+        program = compile(scheme, self.sizes, Options(cost=self.ratios, recompute=pairs))
+        if self.limits.saved is None:
+            return program
+        lowering = {**program.header.lowering, "memory_limit": self.limits.saved}
+        return replace(program, header=replace(program.header, lowering=lowering))
+
+    def _with_redone(self, stages: Flags) -> OrderProblem:
+        """The problem where the forwards of some stages are redone, without what a whole backward takes for itself."""
+        problem = _problem(self.placed, self.cost, self.machine, self.limits)
+        directions, S, batches = self.placed.compute.shape
+        d, s = np.divmod(problem.class_jobs[problem.class_first[:-1]] // batches, S)
+        again = self.kept.saved[s] * stages[s]
+        takes = problem.takes - again * (d == F) + again * (d == B)
+        length = problem.length.reshape(directions, S, batches).copy()
+        length[B] += (self.redo * stages)[:, None]
+        return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
+
+
+def _numbers(program: Program) -> Numbers:
+    """Of every job (D, S, B) a number that grows along each worker; a whole backward is an I and then its W."""
+    table, shape = program.rows, program.header.compute.shape
+    n = np.zeros(shape, np.int64)
+    directions = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}
+    for d in range(shape[0]):
+        rows = np.flatnonzero(np.isin(table.op, directions[d]))
+        n[d, table.stage[rows], table.mb[rows]] = 2 * rows + (d == W)
+    return n

@@ -1,0 +1,81 @@
+"""Which forwards of an order to redo so that it keeps to a memory limit: as few as that takes, and as cheap.
+
+An order is given by a number of every job, (D, S, B), that grows along each worker. A forward that is redone keeps only
+its inputs until its backward begins; RECOMPUTE then gives back what the backward reads. Where all forwards keep the
+same, the fewest are redone by taking, whenever too much is held, the one whose backward comes last: the intervals from
+forward to backward that may overlap on a worker are the colours of an interval graph.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.instructions import B, F, Numbers
+from schedgen.planner.order_search.problem import Times
+
+Flags = NDArray[np.bool_]
+ROOM = 1 + 1e-12  # sums of bytes are rounded
+
+
+class Kept(NamedTuple):
+    """What jobs hold, by stage: bytes, or 1 saved forward and nothing else."""
+
+    inputs: Times  # from the forward to the end of the last backward job, redone or not
+    saved: Times  # the same, unless the forward is redone: then from RECOMPUTE on
+    half: Times  # from I to the end of W
+    redo: Times  # the time of a RECOMPUTE
+
+
+def redone(place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags | None:
+    """(S, B): the forwards to redo; None where some worker holds too much even if all that help are redone.
+
+    place     a number of every job, (D, S, B), that grows along each worker
+    worker    by stage and microbatch
+    capacity  by worker
+    """
+    flags = np.zeros(worker.shape, bool)
+    for w in range(len(capacity)):
+        while True:
+            jobs, peaks = _peaks(place, worker, w, kept, flags)
+            over = np.flatnonzero(peaks > capacity[w] * ROOM)
+            if not len(over):
+                break
+            at = place[tuple(jobs[:, over[0]])]
+            held = (worker == w) & ~flags & (place[F] <= at) & (place[B] > at)
+            if not held.any():
+                return None
+            benefit = (place[B] - at) * (kept.saved / np.maximum(kept.redo, 1e-9))[:, None]
+            flags[np.unravel_index(np.argmax(np.where(held, benefit, -1.0)), flags.shape)] = True
+    return flags
+
+
+def without_needless(flags: Flags, place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags:
+    """The flags that stay when each is taken back whose forward may be kept after all, the dearest first."""
+    flags = flags.copy()
+    order = sorted(np.argwhere(flags).tolist(), key=lambda job: (-kept.redo[job[0]], -place[F, job[0], job[1]]))
+    for s, b in order:
+        flags[s, b] = False
+        w = int(worker[s, b])
+        flags[s, b] = (_peaks(place, worker, w, kept, flags)[1] > capacity[w] * ROOM).any()
+    return flags
+
+
+def most_held(place: Numbers, worker: Numbers, kept: Kept, flags: Flags, workers: int) -> Times:
+    """By worker, the most that its jobs hold at once."""
+    return np.array([_peaks(place, worker, w, kept, flags)[1].max(initial=0.0) for w in range(workers)])
+
+
+def _peaks(place: Numbers, worker: Numbers, w: int, kept: Kept, flags: Flags) -> tuple[Numbers, Times]:
+    """The jobs (3, n) of a worker in their order, as direction, stage, microbatch, and what is held during each."""
+    jobs = np.argwhere(np.broadcast_to(worker == w, place.shape)).T
+    jobs = jobs[:, np.argsort(place[tuple(jobs)], kind="stable")]
+    d, s, b = jobs
+    again = flags[s, b]
+    last = d == len(place) - 1
+    half = kept.half[s] if len(place) == 3 else np.zeros(len(s))
+    takes = np.select([d == F, d == B], [kept.inputs[s] + kept.saved[s] * ~again, half + kept.saved[s] * again], 0.0)
+    gives = np.where(last, kept.inputs[s] + kept.saved[s] + half, 0.0)
+    return jobs, np.cumsum(takes) - np.concatenate([[0.0], np.cumsum(gives)[:-1]])

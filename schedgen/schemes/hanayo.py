@@ -1,0 +1,33 @@
+"""Hanayo: the pipeline goes down and up the workers in waves; w waves make the bubble w times smaller, without copies.
+w(s, b, d) = (h(s), h(s)), h(s) = min(k, 2W - 1 - k), k = s mod 2W   [Liu et al. 2023, "Hanayo"; S = 2wW, --chunks 2w]
+n(s, b, F) = s + 4b, n(s, b, B) = S + 2(S-1-s) + 4b, greedy; at equal n the job that is less far on its way
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from schedgen.ir.instructions import F
+from schedgen.schemes.looped import chunked
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
+
+PARAMETERS = ("workers", "chunks")
+
+
+def scheme(sizes: Sizes, name: str) -> Scheme:
+    """S = 2 w W: every wave is two stages a worker."""
+    W, v = chunked(name, sizes)
+    if v % 2:
+        raise UsageError(f"{name} goes down and up the workers: {v} stages a worker are no whole number of waves")
+    S = sizes.stages
+
+    def worker(s: Any) -> Any:
+        return np.minimum(s % (2 * W), 2 * W - 1 - s % (2 * W))
+
+    def n(s: Any, b: Any, d: Any) -> Any:
+        return (np.where(d == F, s, S + 2 * (S - 1 - s)) + 4 * b) * 2 * S + np.where(d == F, s, 2 * S - 1 - s)
+
+    return Scheme(name, W, lambda s, b, d: (worker(s), worker(s)), n, name, "greedy", parameters={"chunks": v})

@@ -1,0 +1,114 @@
+"""Recomputation that the search decides: as few forwards as the limit asks for, and never a later end than without."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from schedgen.checker import check
+from schedgen.ir.instructions import Op
+from schedgen.planner.order_search.order_search import Limits, search_order
+from schedgen.planner.order_search.recompute import search_with_recompute
+from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
+from schedgen.schemes import load
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
+from schedgen.util.errors import UsageError
+
+UNIT = {"F": 1, "I": 1, "W": 1}
+BYTES = Machine(
+    0.5, 1e-7, activation=1e6, saved=np.array([4e6, 6e6, 5e6, 8e6]), weight=2e6, owned=6e6, workspace=1e6
+)  # fmt: skip
+CHAIN = {"F": [10, 14, 9, 12], "B": [18, 30, 17, 25]}
+
+
+def random_place(rng, directions, batches):
+    """Numbers of one stage's jobs on one worker: each microbatch's forward, then its backward or I and W."""
+    left = {b: list(range(directions)) for b in range(batches)}
+    place = np.zeros((directions, 1, batches), np.int64)
+    for number in range(directions * batches):
+        b = rng.choice(sorted(left))
+        place[left[b].pop(0), 0, b] = number
+        left = {b: jobs for b, jobs in left.items() if jobs}
+    return place
+
+
+@pytest.mark.parametrize("directions", [2, 3])
+def test_no_fewer_forwards_make_an_order_fit(directions):
+    """All subsets of up to 6 forwards that keep the same are tried."""
+    rng, needed = np.random.default_rng(0), 0
+    zero, one = np.zeros(1), np.ones(1)
+    kept = Kept(zero, one, zero, one)
+    for _ in range(150):
+        batches = int(rng.integers(2, 7))
+        place, worker = random_place(rng, directions, batches), np.zeros((1, batches), np.int64)
+        for limit in (1.0, 2.0, 3.0):
+            fitting = [
+                sum(subset)
+                for subset in itertools.product((False, True), repeat=batches)
+                if most_held(place, worker, kept, np.array([subset]), 1)[0] <= limit
+            ]
+            flags = redone(place, worker, kept, np.array([limit]))
+            assert (flags is None) == (not fitting)
+            if flags is not None:
+                fewer = without_needless(flags, place, worker, kept, np.array([limit]))
+                assert most_held(place, worker, kept, fewer, 1)[0] <= limit
+                assert fewer.sum() == min(fitting)
+                needed += fewer.any()
+    assert needed > 50
+
+
+CASES = {
+    "zb-v, F dear": ("zb-v", Sizes(8, 8, 4), {"F": 10, "I": 12, "W": 8}, Machine(), {"saved": 4}),
+    "a chain of unequal stages": ("1f1b", Sizes(4, 8, 4), CHAIN, Machine(alpha=1), {"saved": 2}),
+    "redoing is free": ("zb-h1", Sizes(4, 8, 4), UNIT | {"R": 0}, Machine(), {"saved": 2}),
+    "one at a time": ("gpipe", Sizes(4, 6, 4), {"F": 1, "B": 2}, Machine(), {"saved": 1}),
+    "bytes": ("1f1b", Sizes(4, 8, 4), CHAIN, BYTES, {"bytes": 34e6}),
+    "there is room": ("1f1b", Sizes(4, 8, 4), {"F": 1, "B": 2}, Machine(), {"saved": 4}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_redone_ends_sooner_within_the_limit(name):
+    scheme, sizes, cost, machine, limit = CASES[name]
+    plain = {key: time for key, time in cost.items() if key != "R"}
+    arguments = load(scheme, sizes), sizes
+    without = search_order(*arguments, plain, machine, Limits(**limit), 2)
+    best = search_with_recompute(*arguments, cost, machine, Limits(**limit), 2)
+    again = int((best.program.rows.op == Op.RECOMPUTE).sum())
+    if name == "there is room":
+        assert again == 0 and best.value == without.value
+    else:
+        assert best.bound <= best.value < 0.97 * without.value
+        assert 0 < again < sizes.stages * sizes.microbatches  # not all: microbatches are decided one by one
+    memory = check(best.program)
+    if "saved" in limit:
+        assert memory.saved.max() <= limit["saved"]
+    else:
+        assert simulate(best.program, cost, machine).footprint.peak.max() <= limit["bytes"]
+
+
+def test_what_fits_only_with_recomputation_is_found():
+    """A worker that holds one forward at a time cannot keep both of its stages', down and up, of one microbatch."""
+    sizes, limits = Sizes(8, 4, 4), Limits(saved=1)
+    with pytest.raises(UsageError, match="no order within the memory limit"):
+        search_order(load("zb-v", sizes), sizes, UNIT, limits=limits, budget=1)
+    best = search_with_recompute(load("zb-v", sizes), sizes, UNIT, limits=limits, budget=1)
+    assert check(best.program).saved.max() == 1
+    assert (best.program.rows.op == Op.RECOMPUTE).sum() >= 16
+
+
+def test_a_limit_that_nothing_keeps_to_is_one_sentence():
+    sizes = Sizes(4, 8, 4)
+    with pytest.raises(UsageError, match=r"^no order keeps to the memory limit, whatever is redone"):
+        search_with_recompute(load("gpipe", sizes), sizes, CHAIN, BYTES, Limits(bytes=9e6), 1)
+
+
+def test_the_same_call_gives_the_same_schedule():
+    sizes = Sizes(8, 8, 4)
+    programs = [
+        search_with_recompute(load("zb-v", sizes), sizes, UNIT, limits=Limits(saved=4), budget=1).program
+        for _ in range(2)
+    ]
+    assert all((a == b).all() for a, b in zip(*(program.rows for program in programs), strict=True))
