@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from mpirun.data.ahead import made_ahead, seeded, start_worker
+from mpirun.data.load_ahead import made_ahead, seeded, start_worker
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
 from schedgen.util.errors import UsageError

@@ -25,7 +25,7 @@ from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
-from schedgen.simulator.under_way import bytes_under_way
+from schedgen.simulator.bytes_under_way import bytes_under_way
 
 
 def build_interpreter(

@@ -24,7 +24,7 @@ from schedgen.ir.program import Program
 from schedgen.planner import tables
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
-from schedgen.planner.order_search.exact import is_installed
+from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import Limits, search_order
 from schedgen.planner.order_search.recompute import search_with_recompute

@@ -6,8 +6,10 @@ built_ins.py       where the search begins: the orders of built-in schemes with 
 priority_rules.py  list scheduling by random rules
 local_search.py    simulated annealing: jobs on the critical path move
 find_order.py      both of these, for so much work
-exact.py           OR-Tools' CP-SAT: proofs for small problems
+cp_sat.py          OR-Tools' CP-SAT: proofs for small problems
 order_search.py    the story: begin, find, prove; the simulator has the last word
 least_memory.py    the other way round: the least memory for the scheme's own time
+recompute.py       orders that redo forwards to keep to the memory
+redo_choice.py     the fewest forwards of an order that must be redone
 table.py           what the command prints
 """

@@ -23,7 +23,7 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.ir.instructions import COMPUTE, B
 from schedgen.ir.program import Program
-from schedgen.planner.order_search import exact
+from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, squeezed, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
@@ -84,19 +84,19 @@ def search_order(
     """
     _check(scheme)
     cost = own_costs(scheme, cost)
-    placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
+    placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
         raise UsageError(f"{scheme.name} moves weights or backwards: search orders jobs that run beside the weights")
-    problem = _problem(placed, cost, machine, limits)
+    problem = problem_of(placed, cost, machine, limits)
     rounds = _Rounds(problem, scheme, sizes, cost, machine, limits)
     for start in starts(problem, placed, scheme, sizes, rounds.ratios):
         rounds.add_start(start)
     if limits.saved is not None:
         rounds.add_orders(squeezed(problem, placed, limits.saved))
     # A built-in scheme's whole backward never holds `half`, so bounds must hold without it.
-    lenient = _problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
-    bound, enough = _bound(lenient, placed), enough * (1 + 1e-9)
-    small = exact.is_installed() and len(problem.worker) <= exact.MOST_JOBS
+    lenient = problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+    bound, enough = lower_bound(lenient, placed), enough * (1 + 1e-9)
+    small = cp_sat.is_installed() and len(problem.worker) <= cp_sat.MOST_JOBS
     shares = BYTES_SHARES if limits.bytes is not None else SMALL_SHARES if small else (1.0,)
     with compiled_always():
         for k, share in enumerate(shares):
@@ -117,8 +117,8 @@ def least_time(
     scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
 ) -> float:  # fmt: skip
     """A lower bound on what any order takes, by `order_bound` alone; arguments as of `search_order`."""
-    placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
-    return _bound(_problem(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
+    placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
+    return lower_bound(problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
 
 
 def own_costs(scheme: Scheme, cost: Mapping[str, Amount]) -> Mapping[str, Amount]:
@@ -192,7 +192,7 @@ class _Rounds:
         problem = lenient._replace(capacity=self._within(self._owned()).capacity)
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
-        proof = exact.solve(problem, run.start, value, bound, seconds)
+        proof = cp_sat.solve(problem, run.start, value, bound, seconds)
         if proof.order is not None:
             self._add(proof.order)
         return proof.bound
@@ -206,7 +206,7 @@ class _Rounds:
     def _add(self, order: Numbers) -> None:
         shape = (len(self.ratios), self.sizes.stages, self.sizes.microbatches)
         n = places(self.problem, order).reshape(shape)
-        scheme = _as_placement(self.scheme, len(self.ratios) == 3)._replace(
+        scheme = as_placement(self.scheme, len(self.ratios) == 3)._replace(
             n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
         )
         program = compile(scheme, self.sizes, Options(cost=self.ratios))
@@ -258,7 +258,7 @@ def _check(scheme: Scheme) -> None:
         raise UsageError(f"{scheme.name} updates weights within a step, which fixes its order")
 
 
-def _as_placement(scheme: Scheme, split: bool) -> Scheme:
+def as_placement(scheme: Scheme, split: bool) -> Scheme:
     """The scheme without its order; a backward that it does not split has both halves in one place."""
     w = scheme.w
     return scheme._replace(
@@ -272,7 +272,7 @@ def _as_placement(scheme: Scheme, split: bool) -> Scheme:
     )
 
 
-def _bound(problem: OrderProblem, placed: PlacedScheme) -> float:
+def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
     """What no order takes less than."""
     directions, stages, batches = placed.compute.shape
     worker = placed.compute.reshape(-1, batches)
@@ -290,12 +290,12 @@ def _bound(problem: OrderProblem, placed: PlacedScheme) -> float:
     )
 
 
-def _problem(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:
+def problem_of(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:
     """Memory is in saved forwards, or in bytes."""
     takes: tuple[Amount, ...] = (1, 0, -1) if placed.scheme.split else (1, -1)
     capacity = np.inf if limits.saved is None else float(limits.saved)
     if limits.bytes is not None:
-        saved = by_stage(machine.saved, placed.compute.shape[1]) + _inputs(placed, machine)
+        saved = by_stage(machine.saved, placed.compute.shape[1]) + input_bytes(placed, machine)
         half = by_stage(machine.half, placed.compute.shape[1])
         takes = (saved, half, -saved - half) if placed.scheme.split else (saved, -saved)
         capacity = limits.bytes
@@ -305,7 +305,7 @@ def _problem(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine,
     return make_problem(placed, cost, machine, takes, capacity, limits.objective == "window")
 
 
-def _inputs(placed: PlacedScheme, machine: Machine) -> Times:
+def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
     """By stage: bytes of what its forward receives, which its backward reads, too. An output that several stages read
     is left out: two of them may be on one worker, which then holds it once."""
     activation = by_stage(machine.activation, placed.compute.shape[1])

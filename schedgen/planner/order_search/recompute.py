@@ -27,12 +27,12 @@ from schedgen.planner.order_search.order_search import (
     BUDGET,
     FoundOrder,
     Limits,
-    _as_placement,
-    _bound,
-    _inputs,
-    _problem,
+    as_placement,
+    input_bytes,
+    lower_bound,
     measured,
     own_costs,
+    problem_of,
     search_order,
 )
 from schedgen.planner.order_search.problem import OrderProblem, Times, places
@@ -99,21 +99,21 @@ class _Tries:
         self.redo = by_stage(redo_duration(cost), sizes.stages)
         ratios = cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
         self.ratios = {**ratios, **({REDO: ratios[REDO]} if REDO in ratios else {})}
-        self.placed = refine(place(_as_placement(scheme, "I" in cost), sizes, Options()))
+        self.placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
         self.worker = self.placed.compute[F].astype(np.int64)
         ones = np.ones(sizes.stages)
         self.kept = (
             Kept(0 * ones, ones, 0 * ones, self.redo)
             if limits.bytes is None
             else Kept(
-                _inputs(self.placed, machine),
+                input_bytes(self.placed, machine),
                 by_stage(machine.saved, sizes.stages),
                 by_stage(machine.half, sizes.stages),
                 self.redo,
             )
         )
-        self.free = _problem(self.placed, self.cost, machine, Limits(limits.objective))
-        self.bound = _bound(self.free, self.placed)
+        self.free = problem_of(self.placed, self.cost, machine, Limits(limits.objective))
+        self.bound = lower_bound(self.free, self.placed)
         self.work = 0
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held beside saved forwards
         self.most: list[Flags] = []  # what the orders so far redo
@@ -175,7 +175,7 @@ class _Tries:
         return self.limits.bytes - self.others
 
     def _compiled(self, n: Numbers, flags: Flags) -> Program:
-        scheme = _as_placement(self.scheme, len(n) == 3)._replace(
+        scheme = as_placement(self.scheme, len(n) == 3)._replace(
             n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
         )
         pairs = [(s, b) for s, b in np.argwhere(flags).tolist()]
@@ -187,7 +187,7 @@ class _Tries:
 
     def _with_redone(self, stages: Flags) -> OrderProblem:
         """The problem where the forwards of some stages are redone, without what a whole backward takes for itself."""
-        problem = _problem(self.placed, self.cost, self.machine, self.limits)
+        problem = problem_of(self.placed, self.cost, self.machine, self.limits)
         directions, S, batches = self.placed.compute.shape
         d, s = np.divmod(problem.class_jobs[problem.class_first[:-1]] // batches, S)
         again = self.kept.saved[s] * stages[s]

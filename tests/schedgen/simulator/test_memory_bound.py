@@ -7,8 +7,8 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.planner.order_search import exact
-from schedgen.planner.order_search.order_search import Limits, _as_placement, _bound, _problem, measured
+from schedgen.planner.order_search import cp_sat
+from schedgen.planner.order_search.order_search import Limits, as_placement, lower_bound, measured, problem_of
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.lower_bounds import lower_bounds
@@ -33,8 +33,8 @@ def random_problem(name, draw):
         saved = draw.integers(2, 5, sizes.stages)
         machine = machine._replace(weight=0, saved=saved, half=draw.integers(-1, 2, sizes.stages))
         limits = Limits(objective, bytes=int(draw.integers(5 * least, 5 * m * least)))
-    placed = refine(place(_as_placement(load(name, sizes), True), sizes, Options()))
-    return _problem(placed, cost, machine, limits), placed
+    placed = refine(place(as_placement(load(name, sizes), True), sizes, Options()))
+    return problem_of(placed, cost, machine, limits), placed
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -47,9 +47,9 @@ def test_no_order_is_below_the_bound(name):
         problem, placed = random_problem(name, draw)
         everything = float(problem.length.sum() + problem.microbatches * problem.hop.sum())
         never = np.full(len(problem.worker), everything)
-        proof = exact.solve(problem, never, everything, 0.0, 0.2)
+        proof = cp_sat.solve(problem, never, everything, 0.0, 0.2)
         if proof.optimal:
-            bound = _bound(problem, placed)
+            bound = lower_bound(problem, placed)
             assert bound <= proof.bound * (1 + 1e-9), problem
             proved += 1
             reached += bound >= proof.bound * (1 - 1e-9)
@@ -61,8 +61,8 @@ def test_no_order_is_below_the_bound(name):
 def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, m, cost):
     """(p - 1) (F + I - W), Qi et al. 2023, section 2.1; so ZB-H1 is optimal there, and stats says so."""
     sizes, costs = Sizes(p, m, p), dict(zip("FIW", cost, strict=True))
-    placed = refine(place(_as_placement(load("zb-h1", sizes), True), sizes, Options()))
-    bound = _bound(_problem(placed, costs, Machine(), Limits("window", p)), placed)
+    placed = refine(place(as_placement(load("zb-h1", sizes), True), sizes, Options()))
+    bound = lower_bound(problem_of(placed, costs, Machine(), Limits("window", p)), placed)
     f, i, w = cost
     assert bound == m * (f + i + w) + (p - 1) * (f + i - w)
     program = compile(load("zb-h1", sizes), sizes, Options(cost=costs))
@@ -77,5 +77,7 @@ def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, 
 def test_windows_of_a_v_that_published_searches_find_are_optimal(p, m, limit, window):
     """At equal costs, by saved forwards: what sail-sg/zero-bubble's v_auto_schedule.py finds."""
     sizes = Sizes(2 * p, m, p)
-    placed = refine(place(_as_placement(load("zb-v", sizes), True), sizes, Options()))
-    assert _bound(_problem(placed, {"F": 1, "I": 1, "W": 1}, Machine(), Limits("window", limit)), placed) == window
+    placed = refine(place(as_placement(load("zb-v", sizes), True), sizes, Options()))
+    assert (
+        lower_bound(problem_of(placed, {"F": 1, "I": 1, "W": 1}, Machine(), Limits("window", limit)), placed) == window
+    )

@@ -12,10 +12,10 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
-from schedgen.planner.order_search import exact
+from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import Limits, _as_placement, _problem, measured, search_order
+from schedgen.planner.order_search.order_search import Limits, as_placement, measured, problem_of, search_order
 from schedgen.planner.order_search.problem import fits
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -70,7 +70,7 @@ def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
 @pytest.mark.parametrize(("limit", "value"), [(4, 59), (6, 53), (8, 48)])
 def test_equal_costs_under_a_limit(limit, value, monkeypatch):
     """As the published search finds them, sail-sg/zero-bubble's v_auto_schedule.py; proved without CP-SAT."""
-    monkeypatch.setattr(exact, "MOST_JOBS", 0)
+    monkeypatch.setattr(cp_sat, "MOST_JOBS", 0)
     best = found("zb-v", Sizes(8, 8, 4), UNIT, budget=200, objective="window", saved=limit)
     assert best.value == value
     assert check(best.program).saved.max() <= limit
@@ -109,8 +109,8 @@ def test_memory_between_the_halves_of_a_backward_is_proved_as_it_is_searched(hal
     sizes, machine = Sizes(2, 2, 2), Machine(activation=0, weight=0, saved=2, half=half)
     cost = {"F": 2, "I": 3, "W": 1}
     best = found("zb-h1", sizes, cost, machine, 1, objective="makespan", bytes=limit)
-    placed = refine(place(_as_placement(load("zb-h1", sizes), True), sizes, Options()))
-    problem = _problem(placed, cost, machine, Limits(bytes=limit))._replace(capacity=np.full(2, float(limit)))
+    placed = refine(place(as_placement(load("zb-h1", sizes), True), sizes, Options()))
+    problem = problem_of(placed, cost, machine, Limits(bytes=limit))._replace(capacity=np.full(2, float(limit)))
     run, values = new_run(problem), []
     for sequences in itertools.product(sorted({*itertools.permutations([0, 0, 1, 1, 2, 2])}), repeat=2):
         order = np.concatenate([np.array(sequences[0]), 3 + np.array(sequences[1])])
