@@ -26,7 +26,9 @@ from sizes import LAYERED
 
 HERE = Path(__file__).parent
 RANKS, MICROBATCHES = 2, 8
-MODEL = ["--model", "cases:uneven", "--threads", "1"]
+QUICK = "--quick" in sys.argv
+NAME = "quick_layers" if QUICK else "uneven"
+MODEL = ["--model", f"cases:{NAME}", "--threads", "1"]
 
 
 class Plan(NamedTuple):
@@ -65,9 +67,10 @@ def rank(schedules: Sequence[str], steps: int) -> None:
 def one_round(memory: float, budget: int, options: argparse.Namespace, folder: Path) -> None:
     """Profile, plan twice, measure, print."""
     call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
-    layers = len(LAYERED["uneven"].blocks)
+    layers = len(LAYERED[NAME].blocks)
     profile = str(folder / "profile")
-    call([*mpi(RANKS), "-m", "mpirun", "profile", *MODEL, "--stages", str(layers), "-o", profile])
+    how = ["--stages", str(layers), *["--steps", "1"] * QUICK]
+    call([*mpi(RANKS), "-m", "mpirun", "profile", *MODEL, *how, "-o", profile])
 
     def planned(name: str, *more: str) -> Plan:
         sizes = ["--workers", str(RANKS), "--microbatches", str(MICROBATCHES), "--memory", str(memory)]
@@ -79,7 +82,8 @@ def one_round(memory: float, budget: int, options: argparse.Namespace, folder: P
 
     plans = [planned("built-in"), planned("found", "--search", str(budget))]
     files = [str(folder / name) for name in ("built-in", "found")]
-    done = call([*mpi(RANKS), str(HERE / "found.py"), "--rank", *files, "--steps", str(options.steps)])
+    more = ["--steps", str(options.steps), *["--quick"] * QUICK]
+    done = call([*mpi(RANKS), str(HERE / "found.py"), "--rank", *files, *more])
     built_in, found = json.loads(done.stdout)
     for plan, seconds in zip(plans, (built_in, found), strict=True):
         measured = statistics.median(seconds)
@@ -97,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--memory", type=float, default=3.9e7, help="bytes a rank may hold")
-    parser.add_argument("--quick", action="store_true", help="few steps: whether it runs at all")
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps: whether it runs at all")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
