@@ -29,7 +29,7 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_hostile_input_is_answered(tmp_path):
-    process = python("-c", "import fuzz; fuzz.run(150, 1)", folder=tmp_path)
+    process = python("-c", "import fuzz; fuzz.run(150, 2)", folder=tmp_path)
     assert process.returncode == 0, process.stderr
     seen = json.loads(process.stdout)
     assert sum(seen["inputs"].values()) >= 150
