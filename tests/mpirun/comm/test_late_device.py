@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from examples import ASKED
-from processes import ROOT
+from golden_cases import MODEL, cases
 
-EVERY = sorted(path.stem for path in (ROOT / "traces").glob("*.json"))
 # One of each way to send, to split, to add up and to update.
 CHOSEN = {
     "1f1b": "staged",
@@ -21,11 +19,7 @@ CHOSEN = {
     "pipedream": "staged",
     "zb-v": "direct",
 }
-MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
-    "1f1b-tied": "models_for_tests:gpt_tied",
-    "1f1b-tensor": "models_for_tests:gpt_tensor",
-}
-CASES = [(name, how) for name in EVERY for how in ("direct", "staged")] if ASKED else list(CHOSEN.items())
+CASES = cases(CHOSEN)
 
 
 @pytest.fixture(scope="module")

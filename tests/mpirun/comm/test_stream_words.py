@@ -12,19 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-from examples import ASKED
-from processes import ROOT
+from golden_cases import MODEL, cases
 
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords, Word
 from schedgen.util.errors import UsageError
 
-EVERY = sorted(path.stem for path in (ROOT / "traces").glob("*.json"))
 CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "direct", "zb-v": "staged"}
-MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
-    "1f1b-tied": "models_for_tests:gpt_tied",
-    "1f1b-tensor": "models_for_tests:gpt_tensor",
-}
-CASES = [(name, how) for name in EVERY for how in ("direct", "staged")] if ASKED else list(CHOSEN.items())
+CASES = cases(CHOSEN)
 
 
 @pytest.fixture(scope="module")

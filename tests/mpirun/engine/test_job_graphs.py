@@ -10,10 +10,8 @@ import json
 from functools import cache
 
 import pytest
-from examples import ASKED
-from processes import ROOT
+from golden_cases import MODEL, cases
 
-EVERY = sorted(path.stem for path in (ROOT / "traces").glob("*.json"))
 # Whole and divided backwards, weights fetched, in parts and in versions, sums over shards, several stages a rank.
 CHOSEN = {
     "1f1b": "staged",
@@ -23,11 +21,7 @@ CHOSEN = {
     "pipedream": "staged",
     "zb-v": "direct",
 }
-MODEL = dict.fromkeys(EVERY, "mpirun.examples.mlp:tiny") | {
-    "1f1b-tied": "models_for_tests:gpt_tied",
-    "1f1b-tensor": "models_for_tests:gpt_tensor",
-}
-CASES = [(name, how) for name in EVERY for how in ("direct", "staged")] if ASKED else list(CHOSEN.items())
+CASES = cases(CHOSEN)
 STEPS = 5  # one as always, two that are looked at, one that is captured, one that is replayed
 COMPUTE = ("FWD", "RECOMPUTE", "BWD", "BWD_I", "BWD_W")
 
