@@ -140,7 +140,9 @@ class Launches(TorchDispatchMode):
         if self.streams.captures:
             self.streams.launch(recorded(compute, kernel, self.pool, is_late))
             return
-        with as_a_kernel():  # autograd takes a gradient for its own only if nobody else has the tensor
+        # A kernel keeps the memory that it was launched with: an optimizer's parameter may point to another version of
+        # its weights before the kernel runs. And autograd takes a gradient for its own only if no other has the tensor.
+        with as_a_kernel():
             func, args, kwargs, outputs = mapped(Tensor.detach, kernel)
             kwargs = {name: mapped(Tensor.detach, x) for name, x in kwargs.items()}
         self.streams.launch(lambda: compute(func, args, kwargs, outputs))
