@@ -10,11 +10,16 @@ the only one. There are two servers, for odd and for even ranks: the hashes of s
 between processes. What a server cannot stand in for is started as Python: ranks of another MPI than MPICH, other
 options than -c and -m, and variables that are read when a library is loaded, of which the server notes the names in
 FOLDER/in-the-way. With COLD_RANKS=1 all is.
+
+A rank ends as Python does, but leaves the modules and libraries that it was forked with as they are: to take those
+down, too, costs more than most ranks do.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -30,6 +35,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 COLD = "COLD_RANKS"
@@ -125,7 +131,9 @@ class Server:
         self.variables = read_at_import(os.environ)
         if self.listener not in select.select([0, self.listener], [], [])[0]:
             sys.exit()
+        atexit.register(keep_inherited)  # the first, which is called last
         warm_up()
+        end_here()
         gc.collect()
         gc.freeze()
         self.ended, end = os.pipe()  # somebody has
@@ -207,6 +215,24 @@ def warm_up() -> None:
         torch.nn.functional.linear(torch.empty(1, 1), torch.empty(1, 1))
 
 
+def end_here() -> None:
+    """Of C's exit handlers, and destructors of libraries, the process calls those alone that are there later."""
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # with the exit status
+    libc.__cxa_atexit(libc.fflush, None, None)  # before it, all files
+
+
+inherited: dict[str, ModuleType] = {}  # in a rank: the modules that it was forked with
+
+
+def keep_inherited() -> None:
+    """Take them out of Python's sight, which ends next."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+    for name, module in inherited.items():
+        if sys.modules.get(name) is module and name not in ("builtins", "sys", "__main__"):
+            del sys.modules[name]
+
+
 def answer(connection: socket.socket, number: int) -> None:
     """Send a line; who does not want it any more need not get it."""
     with contextlib.suppress(OSError):
@@ -227,6 +253,7 @@ def begin(request: Request) -> None:
     for number, file in moved.items():
         os.dup2(file, number)
         os.close(file)
+    inherited.update(sys.modules)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
