@@ -117,6 +117,7 @@ named(
 named("two_tower", plain_models.TwoTower, tower_loss, pair, ["text.1", "image", "project"])
 
 
+@functools.cache
 def sequential(stages: int) -> Model:
     """Layers with buffers, and a minibatch whose samples do not divide."""
 
@@ -132,6 +133,7 @@ def sequential(stages: int) -> Model:
         return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, Minibatch(make), LENGTH)
 
 
+@functools.cache
 def uneven(stages: int) -> Model:
     """A traced module, and a minibatch whose samples do not divide."""
 

@@ -1,15 +1,15 @@
 """Ranks that need not import torch: mpiexec starts them as ever, and each is forked from a process that has done it.
 
-    python warm_ranks.py serve FOLDER NAME                    is asked on FOLDER/NAME, then imports torch; forks
+    python warm_ranks.py serve FOLDER NAME [CALLS]            is asked on FOLDER/NAME, then imports torch; forks
     python warm_ranks.py mpiexec FOLDER MPIEXEC ARGUMENTS     executes MPIEXEC ARGUMENTS; their Python asks to be forked
     python warm_ranks.py rank FOLDER ARGUMENTS                does what `python ARGUMENTS` does
 
 A rank has the environment, folder, open files and exit code that it would have, MPI starts in it alone, signals sent to
 it arrive, and where its end of the socket closes it is killed. A process that no mpiexec starts may be a rank, too,
 the only one. There are two servers, for odd and for even ranks: the hashes of strings differ between ranks, as they do
-between processes. What a server cannot stand in for is started as Python: ranks of another MPI than MPICH, other
-options than -c and -m, and variables that are read when a library is loaded, of which the server notes the names in
-FOLDER/in-the-way. With COLD_RANKS=1 all is.
+between processes. CALLS, each MODULE:FUNCTION:NUMBER, are made before ranks are forked. What a server cannot stand in
+for is started as Python: ranks of another MPI than MPICH, other options than -c and -m, and variables that are read
+when a library is loaded, of which the server notes the names in FOLDER/in-the-way. With COLD_RANKS=1 all is.
 
 A rank ends as Python does, but leaves the modules and libraries that it was forked with as they are: to take those
 down, too, costs more than most ranks do.
@@ -122,17 +122,19 @@ class Request(NamedTuple):
 class Server:
     """Forks for who asks at `path`, until stdin is closed."""
 
-    def __init__(self, path: str) -> None:
-        """Import what ranks need, when the first asks; who asks meanwhile waits."""
+    def __init__(self, path: str, calls: list[str]) -> None:
+        """Import what ranks need, and call functions, when the first asks; who asks meanwhile waits."""
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(path)
+        self.listener.bind(f"{path}-")
         self.listener.listen(64)
+        Path(f"{path}-").rename(path)  # who finds it can ask
         self.in_the_way = Path(path).with_name(IN_THE_WAY)
         self.variables = read_at_import(os.environ)
         if self.listener not in select.select([0, self.listener], [], [])[0]:
             sys.exit()
         atexit.register(keep_inherited)  # the first, which is called last
         warm_up()
+        make(calls)
         end_here()
         gc.collect()
         gc.freeze()
@@ -215,6 +217,15 @@ def warm_up() -> None:
         torch.nn.functional.linear(torch.empty(1, 1), torch.empty(1, 1))
 
 
+def make(calls: list[str]) -> None:
+    """Call functions of modules beside this file, which keep what they return."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    for call in calls:
+        module, function, number = call.split(":")
+        getattr(importlib.import_module(module), function)(int(number))
+    del sys.path[0]
+
+
 def end_here() -> None:
     """Of C's exit handlers, and destructors of libraries, the process calls those alone that are there later."""
     libc = ctypes.CDLL(None)
@@ -278,7 +289,7 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         del sys.path[0]
-        asked = Server(str(Path(*sys.argv[2:]))).serve()
+        asked = Server(str(Path(*sys.argv[2:4])), sys.argv[4:]).serve()
         begin(asked)
         run(asked.words)
     else:

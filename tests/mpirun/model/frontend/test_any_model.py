@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
+from processes import environment
+from standing_launch import StandingLaunch
+
+SERVERS = Path(__file__).parents[3] / "helpers" / "warm_ranks.py"
 
 SCHEMES = {
     "gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": {"groups": 2},
@@ -24,13 +32,52 @@ CASES += [("tied_on_meta_replicated", "1f1b"), ("tied_on_meta_replicated", "fslp
 CASES += [*zip(TRANSFORMERS, ("fslpp",), strict=False)]
 
 
+MODELS = (*PLAIN, *OTHERS, *TRANSFORMERS)
+TRACED = [*((name, 4) for name in MODELS), ("encoder_decoder", 2), ("gpt2", 2)]  # and into how many stages
+
+
+@pytest.fixture(scope="module")
+def several(warm_ranks, tmp_path_factory):
+    """As everywhere, but in ranks forked from two processes that have traced the models: each rank would do the same.
+
+    Those are forked from the ones that other ranks are forked from.
+    """
+    folder = tmp_path_factory.mktemp("traced")
+    calls = [f"split_models:{name}:{stages}" for name, stages in TRACED]
+    servers = [
+        subprocess.Popen(
+            [*warm_ranks, str(SERVERS), "serve", str(folder), name, *calls],
+            stdin=subprocess.PIPE,
+            env=environment("", {"PMI_RANK": name}),
+        )
+        for name in ("0", "1")
+    ]
+    while not all((folder / name).exists() for name in ("0", "1")):
+        assert all(server.poll() is None for server in servers)
+        time.sleep(0.01)
+    launches: dict[int, StandingLaunch] = {}
+
+    def several(ranks, runs):
+        if ranks not in launches:
+            launches[ranks] = StandingLaunch(ranks, {}, tmp_path_factory.mktemp("launch"))
+        ended = [launches[ranks].run(["mpirun", *map(str, run)], 300) for run in runs]
+        return [(code, out) for code, out, _ in ended]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPIEXEC", os.environ["MPIEXEC"].replace(os.environ["WARM_RANKS"], str(folder)))
+        yield several
+    for launch in launches.values():
+        launch.close()
+    for server in servers:
+        server.communicate()
+
+
 @pytest.fixture(scope="module")
 def graphs(several, tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
-    models = (*PLAIN, *OTHERS, *TRANSFORMERS)
-    runs = [["graph", "--model", f"split_models:{name}", "--stages", 4, "-o", folder / name] for name in models]
+    runs = [["graph", "--model", f"split_models:{name}", "--stages", 4, "-o", folder / name] for name in MODELS]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
-    return {name: folder / name for name in models}
+    return {name: folder / name for name in MODELS}
 
 
 @pytest.fixture(scope="module")
