@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "kernels"))
 schedgen.util.jit.SMALL = 0
 
+KEPT = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
 WARM = "WARM_RANKS"  # the folder of the servers that all workers share
 SERVERS = Path(__file__).parent / "helpers" / "warm_ranks.py"
 
@@ -33,17 +35,20 @@ SERVERS = Path(__file__).parent / "helpers" / "warm_ranks.py"
 def pytest_configure(config: pytest.Config) -> None:
     """Before there are workers: the kernels are compiled, and the servers of warm ranks are there."""
     if not hasattr(config, "workerinput"):
-        if config.getoption("numprocesses", None):
+        to_compile = bool(config.getoption("numprocesses", None)) and not kernels_are_kept()
+        start_servers(config, ask=to_compile)
+        if to_compile:
             compile_kernels()
-        start_servers(config)
+
+
+def kernels_are_kept() -> bool:
+    """Whether those of today's sources are compiled."""
+    newest = max(file.stat().st_mtime for file in Path(schedgen.util.jit.__file__).parents[1].rglob("*.py"))
+    return KEPT.exists() and KEPT.stat().st_mtime > newest
 
 
 def compile_kernels() -> None:
     """Two processes compile them, or each worker and rank would compile all of them."""
-    kept = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
-    newest = max(file.stat().st_mtime for file in Path(schedgen.util.jit.__file__).parents[1].rglob("*.py"))
-    if kept.exists() and kept.stat().st_mtime > newest:
-        return
     program = Path(__file__).parent / "helpers" / "programs" / "compile_kernels.py"
     with tempfile.TemporaryDirectory() as folder:
         halves = [
@@ -51,11 +56,14 @@ def compile_kernels() -> None:
             for half in ("first", "second")
         ]
         assert [half.wait() for half in halves] == [0, 0]
-    kept.touch()
+    KEPT.touch()
 
 
-def start_servers(config: pytest.Config) -> None:
-    """Those of helpers/warm_ranks.py, until the end of the session; they import nothing before a rank asks."""
+def start_servers(config: pytest.Config, ask: bool) -> None:
+    """Those of helpers/warm_ranks.py, until the end of the session; they import nothing before a rank asks.
+
+    `ask`: one does, of the first, so that Python compiles torch's sources once, not in each worker and server.
+    """
     folder = tempfile.TemporaryDirectory()
     os.environ[WARM] = folder.name
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
@@ -65,8 +73,14 @@ def start_servers(config: pytest.Config) -> None:
         )
         for name in ("0", "1")
     ]
+    while ask and not Path(folder.name, "0").exists() and servers[0].poll() is None:
+        time.sleep(0.01)
+    rank = [sys.executable, "-I", "-S", str(SERVERS), "rank", folder.name, "-c", "pass"]
+    asked = subprocess.Popen(rank, env=environment) if ask else None
 
     def stop() -> None:
+        if asked:
+            asked.wait()
         for server in servers:
             server.communicate()
         folder.cleanup()
