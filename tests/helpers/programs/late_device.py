@@ -13,6 +13,7 @@ it likes, as it does a GPU's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -65,8 +66,9 @@ def marked(x: Tensor, what: str = ON_DEVICE) -> Tensor:
 
 def poisoned(x: Tensor) -> Tensor:
     """A tensor that shares memory with no other and has no values yet: bytes of ones."""
-    bytes_ = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
-    bytes_.fill_(1 if x.dtype == torch.bool else ONES)
+    if type(x) is Tensor:  # a fake one has no memory
+        storage = x.untyped_storage()
+        ctypes.memset(storage.data_ptr(), 1 if x.dtype == torch.bool else ONES, storage.nbytes())
     return x
 
 
@@ -126,7 +128,7 @@ class Launches(TorchDispatchMode):
         # A number of the host is read when the kernel is launched.
         if len(late) < len(tensors):
             args = mapped(lambda x: x if is_late(x) else x.clone(), args)
-        if any("Tensor" not in str(result.type) for result in func._schema.returns):
+        if not gives_tensors(func):
             return self.at_once(func, args, kwargs)
         try:
             outputs = self.outputs(func, args, kwargs)
@@ -142,9 +144,9 @@ class Launches(TorchDispatchMode):
             return
         # A kernel keeps the memory that it was launched with: an optimizer's parameter may point to another version of
         # its weights before the kernel runs. And autograd takes a gradient for its own only if no other has the tensor.
-        with as_a_kernel():
-            func, args, kwargs, outputs = mapped(Tensor.detach, kernel)
-            kwargs = {name: mapped(Tensor.detach, x) for name, x in kwargs.items()}
+        # A mode is called below autograd, and while it is called is no mode: nobody sees that these are detached.
+        func, args, kwargs, outputs = mapped(Tensor.detach, kernel)
+        kwargs = {name: mapped(Tensor.detach, x) for name, x in kwargs.items()}
         self.streams.launch(lambda: compute(func, args, kwargs, outputs))
 
     def without_values(self, like: Tensor) -> Tensor:
@@ -162,13 +164,11 @@ class Launches(TorchDispatchMode):
 
     def outputs(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What it returns before it has run: arguments that it changes, and tensors without values."""
-        changed = {}  # by alias set
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = kwargs.get(argument.name, args[place] if place < len(args) else None)
-                changed[frozenset(argument.alias_info.before_set)] = given
-        returns = func._schema.returns
-        aliases = [result.alias_info and changed[frozenset(result.alias_info.before_set)] for result in returns]
+        changed = changed_arguments(func)
+        aliases = [
+            None if place is None else kwargs.get(place[1], args[place[0]] if place[0] < len(args) else None)
+            for place in changed
+        ]
         if all(alias is not None for alias in aliases):
             return None if not aliases else aliases[0] if len(aliases) == 1 else tuple(aliases)
         key = func, *(like_key(x) for x in leaves((*args, *kwargs.values())))
@@ -179,7 +179,7 @@ class Launches(TorchDispatchMode):
             with as_a_kernel():
                 self.like[key] = func(*like_args, **like_kwargs)
         made = mapped(self.without_values, self.like[key])
-        if len(returns) == 1:
+        if len(changed) == 1:
             return made
         return tuple(new if alias is None else alias for new, alias in zip(made, aliases, strict=True))
 
@@ -237,6 +237,23 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def is_view(func: Any) -> bool:
     schema = func._schema
     return not schema.is_mutable and any(result.alias_info is not None for result in schema.returns)
+
+
+@cache
+def gives_tensors(func: Any) -> bool:
+    return all("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+@cache
+def changed_arguments(func: Any) -> list[tuple[int, str] | None]:
+    """By result of an op, place and name of the argument that it is once the op has changed it."""
+    changed = {
+        frozenset(argument.alias_info.before_set): (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    returns = func._schema.returns
+    return [result.alias_info and changed[frozenset(result.alias_info.before_set)] for result in returns]
 
 
 def like_key(x: Any) -> Any:
