@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import ModuleCopy, compiled_in_place, like, own_tensors
 from mpirun.model.parallel_layers import sharded_dims
-from mpirun.model.rng import derived_seed
+from mpirun.model.rng import derived_seed, seed_generators
 from mpirun.model.weight_names import lack, weight_names
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
@@ -127,7 +127,7 @@ class _Builder:
     def _layer(self, make: Callable[[], nn.Module], seeded: str, prefix: str) -> nn.Module:
         """A layer, or the whole stage: `prefix` is what its names in the stage begin with."""
         stage = self.stage // self.model.tensor_parallel
-        torch.manual_seed(derived_seed(self.seed, seeded))
+        seed_generators(derived_seed(self.seed, seeded))
 
         def needs_values(name: str, tensor: Tensor) -> bool:
             return self.needs_values(f"{prefix}{name}", tensor)

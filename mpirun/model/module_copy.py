@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpirun.model.rng import derived_seed
+from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError
 
 # Gives a submodule, whose name may be the second argument, the values of its own parameters and buffers, in place.
@@ -102,7 +102,7 @@ class ModuleCopy:
                 f"{name or 'the module'}, {type(module).__name__}: is on the meta device and has no reset_parameters: "
                 "init should give it values"
             )
-        torch.manual_seed(seed)
+        seed_generators(seed)
         with torch.no_grad():
             if _takes_name(init):
                 init(module, f"{source.prefix}{name}".removesuffix("."))

@@ -25,6 +25,17 @@ def derived_seed(*parts: int | str) -> int:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) % 2**63
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's generators: that of the CPU and, where there are devices, theirs.
+
+    `torch.manual_seed` would do the same, but for each kind of device that is not there it formats a stack trace.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 class RandomOp(nn.Module):
     """An operation of a traced module that draws: a layer whose name does not depend on the cut."""
 

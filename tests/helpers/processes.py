@@ -24,11 +24,15 @@ def environment(marker: str, more: Mapping[str, str] | None = None) -> dict[str,
 
 
 def processes(marker: str) -> dict[int, list[str]]:
-    """The processes of one launch that are still there, with their command lines."""
+    """The processes of one launch that are still there, with their command lines.
+
+    A rank that is forked has another's environment in /proc, but its stdout may be a file whose name has the marker.
+    """
     command_lines = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes():
+            inherited = f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes()
+            if inherited or marker in str((folder / "fd" / "1").readlink()):
                 command_lines[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
         except OSError:  # gone, or another user's
             continue

@@ -63,7 +63,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> C
         command = [*command, *program, *map(str, arguments)]
         folder = tmp_path_factory.mktemp("launch")
         # Files, not pipes: a process left behind must not keep us reading.
-        with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        with (folder / marker).open("w+") as out, (folder / "err").open("w+") as err:
             begin = time.monotonic()
             job = subprocess.Popen(
                 command,
@@ -83,7 +83,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> C
                     os.kill(pid, signal.SIGKILL)
                 job.kill()
                 job.wait()
-        stdout, stderr = (folder / "out").read_text(), (folder / "err").read_text()
+        stdout, stderr = (folder / marker).read_text(), (folder / "err").read_text()
         assert code is not None, f"still running after {limit} s: {shlex.join(command)}\n{stdout}\n{stderr}"
         return LaunchResult(code, stdout, stderr, seconds, ended, marker)
 

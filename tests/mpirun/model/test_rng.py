@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
+from unittest import mock
 
 import models_for_tests
 import numpy as np
@@ -18,7 +19,7 @@ from mpirun.examples import gpt
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
-from mpirun.model.rng import LayerRng
+from mpirun.model.rng import LayerRng, seed_generators
 from mpirun.model.shapes import infer_shapes
 
 DROPPING, ONE_FUNCTION = "models_for_tests:dropping", "models_for_tests:dropping_function"
@@ -151,3 +152,15 @@ def test_the_layers_that_draw_are_found():
     assert infer_shapes(gpt.tiny(1), CHAIN[:1], first(gpt.tiny(1)))[0].random_layers == ()
     everywhere = models_for_tests.attends_everywhere(2)  # attention's other defaults
     assert [shape.random_layers for shape in infer_shapes(everywhere, CHAIN[:2], first(everywhere))] == [(), ()]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch seeds the device")
+def test_a_seed_is_torch_s_own_without_stack_traces_for_devices_that_are_not_there():
+    torch.manual_seed(3)
+    expected = torch.rand(5)
+    with mock.patch("traceback.format_stack", side_effect=AssertionError) as formatted:
+        seed_generators(3)
+        assert torch.equal(torch.rand(5), expected)
+        with pytest.raises(AssertionError):
+            torch.manual_seed(3)
+    assert formatted.call_count == 1

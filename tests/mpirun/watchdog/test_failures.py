@@ -37,10 +37,11 @@ class Failure(NamedTuple):
 
 @pytest.fixture(scope="module", params=[*RAISED, "killed_in_stage"])
 def failure(launch, traces, text, tmp_path_factory, request) -> Failure:
-    """A launch of 4 ranks, processes of their own, in which a stage of the model makes trouble."""
+    """A launch of 4 ranks in which a stage of the model makes trouble; twice they are processes of their own."""
     note = tmp_path_factory.mktemp("trouble") / "at"
     command = [traces / "1f1b.json", "--model", f"models_for_tests:{request.param}", "--text", text, "--steps", 5]
-    result = launch(4, *command, env={"TROUBLE_AT": str(note), "COLD_RANKS": "1"})
+    cold = {"COLD_RANKS": "1"} if request.param in ("raises_in_stage", "killed_in_stage") else {}
+    result = launch(4, *command, env={"TROUBLE_AT": str(note), **cold})
     return Failure(request.param, result, result.ended - float(note.read_text()))
 
 
@@ -51,6 +52,11 @@ def test_the_job_ends_within_10_seconds_and_not_well(failure):
 
 def test_no_process_is_left_behind(failure, left_behind):
     assert left_behind(failure.result) == []
+
+
+def test_a_process_that_is_forked_would_be_found(launch):
+    program = "import os; from processes import MARKER, processes; print(os.getpid() in processes(os.environ[MARKER]))"
+    assert launch(None, program=["-c", program]).out == "True\n"
 
 
 def test_it_happened_in_the_second_step(failure):
