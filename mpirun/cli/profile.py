@@ -2,6 +2,7 @@
 
 seconds      Every rank computes all stages by a schedule of one worker, with the interpreter that runs use, and times
              its instructions. All ranks do so at once, and share cores and memory's bandwidth as they do in a run.
+             Whole backwards and backwards in halves take turns, so that what else the machine does slows both.
 bytes        The same on all ranks: rank 0 counts them by the memory tracker, in steps of its own.
 alpha, beta  Messages are timed between neighbouring ranks.
 """
@@ -12,7 +13,6 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import open_output
 
-MICROBATCHES = 4  # of a step
+MICROBATCHES = 8  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
 Key = tuple[int, int]  # an opcode and a stage
 BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
@@ -71,9 +71,10 @@ class Profile:
         """Compile the schedules and set up the model. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
         on_rank_0(comm, lambda: check_writable("--output", options.output))
-        self.programs = from_rank_0(comm, lambda: _schedules(options))
+        self.program = from_rank_0(comm, lambda: _schedule(options))
+        self.instructions = self.program.instructions(0)
         self.current: Instruction | None = None
-        self.setup = set_up_command(comm, options.setup, self.programs[0].header)
+        self.setup = set_up_command(comm, options.setup, self.program.header)
         together(comm, lambda: self.setup.device.try_messages(comm))
 
     def position(self) -> str:
@@ -91,28 +92,25 @@ class Profile:
         on_rank_0(self.comm, lambda: _write(self.options.output, profile))
         return 0
 
-    def _interpreter(self, split: bool) -> tuple[Interpreter, list[Instruction]]:
-        """One that computes all stages on this rank alone, and its instructions."""
-        program = self.programs[split]
-        instructions = program.instructions(0)
-        return build_interpreter(MPI.COMM_SELF, program, instructions, self.setup), instructions
+    def _interpreter(self) -> Interpreter:
+        """One that computes all stages on this rank alone."""
+        return build_interpreter(MPI.COMM_SELF, self.program, self.instructions, self.setup)
 
     def _bytes(self) -> dict[str, object]:
         """Bytes by stage. The same in every run: no time comes in, nor what was measured before."""
         measured: dict[Key, list[Bytes]] = {}
         gc.collect()
         gc.disable()  # its moments are accidents: what only cycles of Python's objects keep, stays
-        for split in (False, True):
-            machine, instructions = self._interpreter(split)
-            with track_memory(self.setup.device.torch) as memory:
-                for i, act in zip(instructions, machine.code, strict=True):
-                    self.current = i
-                    measured.setdefault((i.op, i.stage), []).append(_execute(machine, i, act, memory))
+        machine = self._interpreter()
+        with track_memory(self.setup.device.torch) as memory:
+            for i, act in zip(self.instructions, machine.code, strict=True):
+                self.current = i
+                measured.setdefault((i.op, i.stage), []).append(_execute(machine, i, act, memory))
         gc.enable()
         self.current = None
         stages = range(len(self.setup.shapes))
         weight = [shape.weight_bytes for shape in self.setup.shapes]
-        graph, dataflow = self.programs[0].header.graph, self.setup.dataflows[0]
+        graph, dataflow = self.program.header.graph, self.setup.dataflows[0]
         by_edge = {"apart": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
         return {
             "activation": [measured[Op.FWD, s][0].defined for s in stages],
@@ -131,14 +129,11 @@ class Profile:
         """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
         measured: dict[Key, list[float]] = {}
-        with tqdm(total=2 * steps, unit="step", disable=silent) as progress:
-            for split in (False, True):
-                machine, instructions = self._interpreter(split)
-                self._step(machine, instructions, {})  # to warm up
-                self.comm.Barrier()
-                for _ in range(steps):
-                    self._step(machine, instructions, measured)
-                    progress.update()
+        machine = self._interpreter()
+        self._step(machine, {})  # to warm up
+        self.comm.Barrier()
+        for _ in tqdm(range(steps), unit="step", disable=silent):
+            self._step(machine, measured)
         medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in measured.items()})
         return {
             name: [
@@ -147,11 +142,9 @@ class Profile:
             for name in OPS
         }
 
-    def _step(
-        self, machine: Interpreter, instructions: Sequence[Instruction], measured: dict[Key, list[float]]
-    ) -> None:
+    def _step(self, machine: Interpreter, measured: dict[Key, list[float]]) -> None:
         """Execute and time every instruction once."""
-        for i, act in zip(instructions, machine.code, strict=True):
+        for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
             machine.forward_backward.microbatches.clear()  # in a run they are made on several ranks
             begin = time.perf_counter()
@@ -187,8 +180,8 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
     return read, [(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in graph.producers[i.stage]]
 
 
-def _schedules(options: ProfileOptions) -> list[Program]:
-    """One worker's programs, with unsplit and with split backwards."""
+def _schedule(options: ProfileOptions) -> Program:
+    """One worker's program."""
     graph = ModelGraph(options.stages or 1)
     if options.schedule is not None:
         try:
@@ -198,7 +191,7 @@ def _schedules(options: ProfileOptions) -> list[Program]:
         graph = _of_model(header)
         if options.stages not in (None, graph.stages):
             raise UsageError(f"--stages {options.stages}: {options.schedule} has {graph.stages}")
-    return [_one_worker(graph, split) for split in (False, True)]
+    return _one_worker(graph)
 
 
 def _of_model(header: Header) -> ModelGraph:
@@ -213,19 +206,21 @@ def _of_model(header: Header) -> ModelGraph:
     )
 
 
-def _one_worker(graph: ModelGraph, split: bool) -> Program:
+def _one_worker(graph: ModelGraph) -> Program:
     """A step on one worker.
 
     Microbatches go by twos, so that a stage does two jobs of a kind in a row: what is in the caches then lies between
-    a pipeline's 1F1B and GPipe.
+    a pipeline's 1F1B and GPipe. The backwards of two are whole, those of the next two split.
     """
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
         job = np.where(d == F, s, 3 * graph.stages - 2 * s + (d == W))
         return (b // 2 * 4 * graph.stages + job) * 2 + b % 2
 
-    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split)
-    scheme = scheme._replace(edges=graph.edges, per_consumer=graph.per_consumer)
+    scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split=True)
+    scheme = scheme._replace(
+        unsplit_backward=lambda s, b: (0 * s + b) // 2 % 2 == 0, edges=graph.edges, per_consumer=graph.per_consumer
+    )
     return compile(scheme, Sizes(graph.stages, MICROBATCHES, 1), Options(tied=graph.tied))
 
 
