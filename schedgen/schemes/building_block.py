@@ -14,8 +14,9 @@ from collections.abc import Callable
 import numpy as np
 
 from schedgen.ir.instructions import B, F, Numbers, W
-from schedgen.schemes.job_lists import Job
 from schedgen.util.jit import kernel
+
+PERIOD = 6  # slots from one microbatch to the next
 
 # When worker r of p runs F and then I of a microbatch, on its first stage going down and its second going up: the time
 # slots of (F first, F second, I second, I first).
@@ -37,35 +38,71 @@ def third(r: int, p: int) -> tuple[int, int, int, int]:
     return r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1
 
 
-def squeezed_lists(p: int, batches: int, block: Block, memory: int = 0, keep_steady: bool = False) -> list[list[Job]]:
-    """The jobs of each of p workers in their order; each saves at most `memory` forwards, or as many as the block.
+def squeezed_starts(p: int, batches: int, block: Block, memory: int = 0, keep_steady: bool = False) -> Numbers:
+    """The slots of all jobs (3, S, B) of p workers; each saves at most `memory` forwards, or as many as the block.
 
     `keep_steady`: jobs of the steady state stay where the block has them. Its gaps are room for messages.
     """
-    slots = np.array([block(r, p) for r in range(p)])[:, :, None] + 6 * np.arange(batches)
-    order = np.argsort(slots.ravel(), kind="stable")
+    slots = repeated(np.array([block(r, p) for r in range(p)]), batches)
+    fixed = (0, 0)
     if keep_steady:  # from where the first microbatch is done until the last comes in
-        at = slots.ravel()[order]
-        order = order[(at < slots[0, 3, 0]) | (at > slots[0, 0, -1])]
-    slots = _squeeze.sized(10 * slots.size)(slots, order, memory)
-    return [_with_weight_jobs(r, p, slots[r]) for r in range(p)]
+        fixed = int(slots[0, 3, 0]), int(slots[0, 0, -1]) + 1
+    return by_job(squeeze(slots, memory, fixed))
 
 
-def _with_weight_jobs(r: int, p: int, slots: Numbers) -> list[Job]:
-    """Worker r's jobs in the order of their slots (4, batches), and W, the oldest first, in those left free."""
-    first, second = r, 2 * p - 1 - r
-    kinds = ((F, first), (F, second), (B, second), (B, first))
-    at = {int(slot): (*kinds[kind], b) for (kind, b), slot in np.ndenumerate(slots)}
-    jobs: list[Job] = []
-    waiting: list[Job] = []
-    for slot in range(max(at) + 1):
-        if slot in at:
-            jobs.append(at[slot])
-            if at[slot][0] == B:
-                waiting.append((W, *at[slot][1:]))
-        elif waiting:
-            jobs.append(waiting.pop(0))
-    return jobs + waiting
+def repeated(block: Numbers, batches: int) -> Numbers:
+    """The slots (p, 4, B) of a block's jobs (p, 4), by worker and kind."""
+    return block[:, :, None] + PERIOD * np.arange(batches)
+
+
+def squeeze(slots: Numbers, memory: int, fixed: tuple[int, int] = (0, 0)) -> Numbers:
+    """New slots, none later, where jobs have moved into free ones; those in slots from `fixed` to `fixed` stay."""
+    order = np.argsort(slots.ravel(), kind="stable")
+    at = slots.ravel()[order]
+    order = order[(at < fixed[0]) | (at >= fixed[1])]
+    return _squeeze.sized(10 * slots.size)(slots, order, memory)
+
+
+def by_job(slots: Numbers) -> Numbers:
+    """The slots (3, S, B) of all jobs: W jobs, the oldest first, are in those left free."""
+    p, _, batches = slots.shape
+    first, second = np.arange(p), 2 * p - 1 - np.arange(p)
+    start = np.empty((3, 2 * p, batches), np.int64)
+    start[F, first], start[F, second] = slots[:, 0], slots[:, 1]
+    start[B, second], start[B, first] = slots[:, 2], slots[:, 3]
+    last = int(slots.max()) + 2 * batches + 1
+    weight = np.empty((p, 2, batches), np.int64)
+    _fill.sized(p * last)(slots, np.full(last, -1), np.empty(2 * batches, np.int64), weight)
+    start[W, second], start[W, first] = weight[:, 0], weight[:, 1]
+    return start
+
+
+def by_worker(start: Numbers) -> Numbers:
+    """The slots (p, 4, B), by worker and kind, of jobs in slots (3, S, B)."""
+    p = start.shape[1] // 2
+    first, second = np.arange(p), 2 * p - 1 - np.arange(p)
+    return np.stack([start[F, first], start[F, second], start[B, second], start[B, first]], axis=1)
+
+
+@kernel
+def _fill(slots: Numbers, row: Numbers, queue: Numbers, weight: Numbers) -> None:
+    """Write the slots of W jobs (p, 2, B), of the second stage first, into `weight`; row and queue are to work in."""
+    p, batches = slots.shape[0], slots.shape[2]
+    for r in range(p):
+        for slot in range(len(row)):
+            row[slot] = -1
+        for kind in range(4):
+            for b in range(batches):
+                row[slots[r, kind, b]] = kind * batches + b
+        begun, waiting = 0, 0
+        for slot in range(len(row)):
+            job = row[slot]
+            if job >= 2 * batches:
+                queue[waiting] = job - 2 * batches
+                waiting += 1
+            elif job < 0 and begun < waiting:
+                weight[r, queue[begun] // batches, queue[begun] % batches] = slot
+                begun += 1
 
 
 @kernel

@@ -5,8 +5,7 @@ n: a building block repeated every 6 jobs and squeezed, W jobs in the gaps, stri
 
 from __future__ import annotations
 
-from schedgen.schemes.building_block import Block, half, squeezed_lists
-from schedgen.schemes.job_lists import place_in_list
+from schedgen.schemes.building_block import Block, half, squeezed_starts
 from schedgen.schemes.looped import chunked, vee
 from schedgen.schemes.scheme import Scheme, Sizes
 
@@ -17,5 +16,7 @@ def scheme(sizes: Sizes, name: str, block: Block = half) -> Scheme:
     """S = 2 W. One building block a microbatch, six time slots apart: F and I of two stages, and two W."""
     p, _ = chunked(name, sizes, chunks=2)
     S = sizes.stages
-    n = place_in_list(sizes, squeezed_lists(p, sizes.microbatches, block, keep_steady=block is half))
-    return Scheme(name, p, lambda s, b, d: (vee(s, S), vee(s, S)), n, name, "strict", split=True)
+    start = squeezed_starts(p, sizes.microbatches, block, keep_steady=block is half)
+    return Scheme(
+        name, p, lambda s, b, d: (vee(s, S), vee(s, S)), lambda s, b, d: start[d, s, b], name, "strict", split=True
+    )

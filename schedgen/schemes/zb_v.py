@@ -6,10 +6,10 @@ n: a list a worker, strict; of up to 3W/2 microbatches, V-Half's building block 
 
 from __future__ import annotations
 
-from schedgen.schemes.building_block import half, squeezed_lists
+from schedgen.schemes.building_block import half, squeezed_starts
 from schedgen.schemes.job_lists import Job, JobList, place_in_list
 from schedgen.schemes.looped import chunked, vee
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Function, Scheme, Sizes
 
 PARAMETERS = ("workers",)
 
@@ -19,10 +19,10 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
     W, _ = chunked(name, sizes, chunks=2)
     S, batches = sizes.stages, sizes.microbatches
     if 2 * batches <= 3 * W:  # too few for the steady state: these end sooner
-        lists = squeezed_lists(W, batches, half, memory=2 * W)
+        start = squeezed_starts(W, batches, half, memory=2 * W)
+        n: Function = lambda s, b, d: start[d, s, b]  # noqa: E731
     else:
-        lists = [_list(r, W, batches) for r in range(W)]
-    n = place_in_list(sizes, lists)
+        n = place_in_list(sizes, [_list(r, W, batches) for r in range(W)])
     return Scheme(name, W, lambda s, b, d: (vee(s, S), vee(s, S)), n, name, "strict", split=True)
 
 

@@ -3,6 +3,7 @@
 problem.py         jobs, what they wait for and what memory they take, as arrays; an order is a sequence a worker
 evaluate.py        when the jobs of an order run: the kernel that judges every candidate
 built_ins.py       where the search begins: the orders of built-in schemes with the same placement
+steady_states.py   and, for a V with a limit, blocks of jobs repeated for every microbatch
 priority_rules.py  list scheduling by random rules
 local_search.py    simulated annealing: jobs on the critical path move
 find_order.py      both of these, for so much work

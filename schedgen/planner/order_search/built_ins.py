@@ -1,9 +1,4 @@
-"""Where the search begins: the orders of all built-in schemes that place every job as the one that is searched.
-
-For two stages a worker, down and up again, there are two more under a limit of saved forwards: a steady state that
-takes half or a third of 1F1B's memory, repeated for every microbatch, whose warm-up and cool-down are squeezed until
-they fill the limit (`schemes.building_block`).
-"""
+"""Where the search begins: the orders of all built-in schemes that place every job as the one that is searched."""
 
 from __future__ import annotations
 
@@ -20,7 +15,6 @@ from schedgen.ir.cost import durations
 from schedgen.ir.instructions import B, F
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, order_of
 from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.building_block import half, squeezed_lists, third
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
@@ -44,22 +38,6 @@ def starts(
                 orders.append(Start(scheme, order_of(problem, _starts(other, len(placed.compute)))))
         except UsageError:  # such as one that needs another number of microbatches
             continue
-    return orders
-
-
-def squeezed(problem: OrderProblem, placed: PlacedScheme, limit: int) -> list[Numbers]:
-    """Orders of a steady state repeated, with as many saved forwards as `limit` in warm-up and cool-down."""
-    directions, stages, batches = placed.compute.shape
-    way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
-    if directions != 3 or stages != 2 * placed.workers or (placed.compute != way_down[:, None]).any():
-        return []
-    orders = []
-    for block in (half, third):
-        start = np.zeros(placed.compute.shape, np.int64)
-        for jobs in squeezed_lists(placed.workers, batches, block, limit):
-            for place_in_list, (d, s, b) in enumerate(jobs):
-                start[d, s, b] = place_in_list
-        orders.append(order_of(problem, start.ravel()))
     return orders
 
 

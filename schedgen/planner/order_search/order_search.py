@@ -24,10 +24,11 @@ from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.ir.instructions import COMPUTE, B
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
-from schedgen.planner.order_search.built_ins import Start, squeezed, starts
+from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, fits, make_problem, most_held, places
+from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.footprint import Footprint
@@ -41,6 +42,7 @@ OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
 SMALL_SHARES = (0.1, 0.2)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
+STEADY_SHARE = 0.02  # of the work, beside it: steady states that are tried
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
@@ -92,7 +94,7 @@ def search_order(
     for start in starts(problem, placed, scheme, sizes, rounds.ratios):
         rounds.add_start(start)
     if limits.saved is not None:
-        rounds.add_orders(squeezed(problem, placed, limits.saved))
+        rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
     # A built-in scheme's whole backward never holds `half`, so bounds must hold without it.
     lenient = problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
     bound, enough = lower_bound(lenient, placed), enough * (1 + 1e-9)

@@ -17,6 +17,7 @@ from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import Limits, as_placement, measured, problem_of, search_order
 from schedgen.planner.order_search.problem import fits
+from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
@@ -82,6 +83,17 @@ def test_steady_states_are_squeezed_to_the_limit(limit, value):
     """8 workers, 24 microbatches: V-Min's has 167 and V-Half's 161, at limits of 8 and 10; more memory is used."""
     best = found("zb-v", Sizes(16, 24, 8), UNIT, budget=1, objective="window", saved=limit)
     assert best.value <= value and check(best.program).saved.max() <= limit
+
+
+@pytest.mark.parametrize(("limit", "value"), [(8, 167), (10, 161), (12, 155), (14, 149), (15, 147), (16, 144)])
+def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit, value):
+    """8 workers, 24 microbatches; sail-sg/zero-bubble's v_auto_schedule.py."""
+    sizes = Sizes(16, 24, 8)
+    placed = refine(place(as_placement(load("zb-v", sizes), True), sizes, Options()))
+    problem = problem_of(placed, UNIT, MACHINE, Limits("window", limit))
+    run, orders = new_run(problem), steady_orders(problem, placed, limit, 10**8)
+    assert all(fits(problem, order) for order in orders[2:])
+    assert min(run_order.sized(10**6)(problem, order, np.inf, run) for order in orders[2:]) == value
 
 
 def test_cp_sat_proves_the_best_of_a_small_problem():

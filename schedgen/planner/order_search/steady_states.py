@@ -1,0 +1,118 @@
+"""Steady states of a V, repeated for every microbatch, as orders to begin with: all that a rule of few numbers gives.
+
+Every worker has two stages, down and up again. F of the first stage and I of the second go down from worker to worker,
+the others up, one slot later at each worker. Down it may take 1 to 5 slots to the next worker, one number for the first
+workers and another, no greater, for the rest. Where a microbatch turns there may be a gap. These are the building
+blocks of Qi et al. 2024, "Pipeline parallelism with controllable memory", appendix A. Each is repeated every six slots
+and squeezed until it fills the limit (`schemes.building_block`), as it is and with another warm-up: one that fills the
+memory with forwards first.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+from schedgen.compiler.place import PlacedScheme
+from schedgen.ir.instructions import B, F, W
+from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits, most_held, order_of
+from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
+
+BLOCK_JOBS = 20  # squeezing a block takes so many times longer than giving its jobs a time
+KEPT = 3  # blocks besides V-Half's and V-Min's: the best
+
+
+def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
+    """Orders with up to `limit` saved forwards a worker: of V-Half's block, of V-Min's, and of the best of all others
+    that can be tried with `work`, in jobs that are given a time. None where the placement is no V."""
+    directions, stages, batches = placed.compute.shape
+    way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
+    p = placed.workers
+    if directions != 3 or stages != 2 * p or (placed.compute != way_down[:, None]).any():
+        return []
+    orders = [
+        _squeezed(problem, repeated(np.array([block(r, p) for r in range(p)]), batches), limit)
+        for block in (half, third)
+    ]
+    blocks = steady_states(p) if work else []
+    tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
+    run = new_run(problem)
+    best: dict[float, Numbers] = {}  # by what it takes
+    for k in np.linspace(0, len(blocks) - 1, tries).astype(np.int64):
+        for order in _orders(problem, repeated(blocks[k], batches), limit):
+            value = run_order.sized(len(order))(problem, order, np.inf, run) + 0.1 * run.window.mean()
+            if np.isfinite(value) and fits(problem, order):
+                best.setdefault(value, order)
+    return orders + [best[value] for value in sorted(best)[:KEPT]]
+
+
+def steady_states(p: int) -> list[Numbers]:
+    """The slots (p, 4) of every block: of each worker's F first, F second, I second, I first."""
+    up = np.arange(p)[::-1]
+    gaps = np.array(list(product(range(1, PERIOD + 1), repeat=3)))
+    blocks: dict[bytes, Numbers] = {}
+    for far, near in product(range(1, PERIOD), repeat=2):
+        for first_workers in range(1, p) if near <= far else ():
+            down = np.cumsum([0, *[far] * first_workers, *[near] * (p - 1 - first_workers)])
+            second = down[-1] + gaps[:, :1] + up
+            back = second[:, :1] + gaps[:, 1:2] + down
+            all_down = np.broadcast_to(down, back.shape)
+            slots = np.stack([all_down, second, back, back[:, -1:] + gaps[:, 2:] + up], axis=2)
+            is_apart = (np.diff(np.sort(slots % PERIOD, axis=2), axis=2) > 0).all(axis=(1, 2))
+            for block in slots[is_apart]:
+                blocks.setdefault(block.tobytes(), block)
+    return list(blocks.values())
+
+
+def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
+    """The orders that a repeated block gives, if it fits at all."""
+    peak = int(most_held(problem, order_of(problem, by_job(slots).ravel())).max())
+    if peak > limit:
+        return []
+    orders = [_squeezed(problem, slots, limit)]
+    in_slots = problem._replace(length=np.ones_like(problem.length), hop=0 * problem.hop, own_window=False)
+    run = new_run(problem)
+    for memory in sorted({peak, limit}):
+        start = _with_filled_warm_up(by_job(slots), memory)
+        order = order_of(problem, start.ravel())
+        if np.isfinite(run_order.sized(len(order))(in_slots, order, np.inf, run)):
+            orders.append(_squeezed(problem, by_worker(run.start.astype(np.int64).reshape(start.shape)), limit))
+    return orders
+
+
+def _squeezed(problem: OrderProblem, slots: Numbers, limit: int) -> Numbers:
+    return order_of(problem, by_job(squeeze(slots, limit)).ravel())
+
+
+def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
+    """Numbers of every job (3, S, B) that grow along each worker, where jobs before the first I of a worker's first
+    stage have another order: first as many F as the memory holds, those of the second stage last, which soon come back;
+    then by turns I, W and F."""
+    start = start.copy()
+    stages = start.shape[1]
+    p = stages // 2
+    for r in range(p):
+        second = stages - 1 - r
+        until = start[B, r, 0]
+        groups = []  # F first, F second, I, W
+        for d, own in ((F, [r]), (F, [second]), (B, [second]), (W, [r, second])):
+            own_jobs = [(d, s, b) for s in own for b in range(start.shape[2]) if start[d, s, b] < until]
+            groups.append(sorted(own_jobs, key=lambda job: int(start[job])))
+        places = sorted(int(start[job]) for group in groups for job in group)
+        soon = min(r + 1, memory // 2)
+        alone = min(2 * (p - 1 - r), memory - soon)
+        jobs = [groups[0].pop(0) for _ in range(min(alone, len(groups[0])))]
+        first = memory - soon - alone
+        jobs += _in_turn(groups[0][:first], groups[1][:soon])
+        jobs += _in_turn(groups[2], groups[3], groups[1][soon:] + groups[0][first:])
+        for place, job in zip(places, jobs, strict=True):
+            start[job] = place
+    return start
+
+
+def _in_turn(*groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """One job of each group, the second of each, and so on."""
+    longest = max(map(len, groups), default=0)
+    return [group[k] for k in range(longest) for group in groups if k < len(group)]
