@@ -23,9 +23,8 @@ from mpirun.model.frozen_statistics import frozen_statistics
 from mpirun.model.loss import loss_and_metrics, loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op
 
-Scored = tuple[Tensor, dict[str, Tensor]]  # a microbatch's loss and its metrics, by name
-# What computes the loss of the last stage's outputs, and what is recorded of it, if it is recorded here.
-Score = Callable[[list[Tensor], Microbatch], tuple[Tensor, Scored | None]]
+# What computes the loss of the last stage's outputs, and its metrics by name.
+Score = Callable[[list[Tensor], Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class PendingBackward:
@@ -101,22 +100,23 @@ class ForwardBackward:
         bundles = [dataflow.x(p, i.stage) for p in producers]
         packed = any(len(bundle.indices) != 1 for bundle in bundles)
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
-        read = self._microbatch_reader(mb, save) if arguments.reads_input else None
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
-        read_target = self._microbatch_reader(mb, save) if has_loss else None
+        read = self._microbatch_reader(mb, save) if arguments.reads_input or has_loss else None
         score, divided = self._score(i, save) if has_loss else None, not self.header.weight_versions
+        # Of several shards, the first records the loss.
+        records = has_loss and i.op == Op.FWD and i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
         losses, metrics, microbatches, device = self.losses, self.metrics, self.header.microbatches, self.device
 
         def compute(
             values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
-        ) -> tuple[list[Tensor], Scored | None]:
-            scored = None
+        ) -> tuple[list[Tensor], dict[str, Tensor]]:
+            found: dict[str, Tensor] = {}
 
             def loss(outputs: list[Tensor]) -> Tensor:
-                nonlocal scored
+                nonlocal found
                 assert score is not None and batch is not None
-                value, scored = score(outputs, batch)
+                value, found = score(outputs, batch)
                 return value
 
             outputs, saved = stage.forward(
@@ -124,9 +124,9 @@ class ForwardBackward:
             )
             if saved is not None:
                 pending.saved = saved
-            return outputs, scored
+            return outputs, found
 
-        def compute_again(*inputs: Any) -> tuple[list[Tensor], Scored | None]:
+        def compute_again(*inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
             with frozen_statistics(stage.module):
                 return compute(*inputs)
 
@@ -134,17 +134,19 @@ class ForwardBackward:
         run = self._job(i, compute_again if freezes else compute)
 
         def forward() -> list[Tensor]:
-            weights()
-            values = [wait_value(x) for x in inputs]
+            if weights is not None:
+                weights()
+            values = [x.value if x.arriving is None else wait_value(x) for x in inputs]
             if packed:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
-            leaves = () if read is None else read().leaves
-            stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
-            batch = None if read_target is None else read_target()
-            outputs, scored = run(values, leaves, batch)
-            if scored is not None:
-                losses[mb], metrics[mb] = scored
-            if save and batch is not None:
+            batch = None if read is None else read()
+            if stage.shape.random_layers:
+                stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
+            leaves = batch.leaves if batch is not None and arguments.reads_input else ()
+            outputs, found = run(values, leaves, batch if has_loss else None)
+            if records:
+                losses[mb], metrics[mb] = outputs[0], found
+            if save and has_loss and batch is not None:
                 divisor = batch.loss_divisor if divided else 1
                 pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
             return outputs
@@ -152,24 +154,21 @@ class ForwardBackward:
         return forward
 
     def _score(self, i: Instruction, save: bool) -> Score:
-        """The loss of a microbatch; of several shards, the first records it."""
+        """The loss of a microbatch, with its metrics."""
         names = self.setup.shapes[-1].metrics
-        records = i.op == Op.FWD and i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
         function, has_versions = self.setup.model.loss, bool(self.header.weight_versions)
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
         loss_gradient(torch.float32, 1 if has_versions else self.setup.microbatches.count, self.device)
 
-        def score(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, Scored | None]:
+        def score(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
             if save and not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
-            if not records:
-                return loss, None
             if tuple(sorted(metrics)) != names and (batch.padding < batch.size or not batch.size):
                 raise ValueError(
                     f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
                 )
-            return loss, (loss.detach(), metrics)
+            return loss, metrics
 
         return score
 
@@ -196,14 +195,16 @@ class ForwardBackward:
         reader = self.last_reader[mb] = object()
 
         def read() -> Microbatch:
-            if mb not in self.microbatches:
+            batch = self.microbatches.pop(mb, None)
+            if batch is None:
                 number = self.position.accumulation_pass * self.header.microbatches + mb
                 made = self.setup.microbatches(self.position.step, number)
                 if self.digests is not None:
                     self.digests[number] = digest(made)
-                self.microbatches[mb] = to_device(made, self.device)
-            last = not save or self.last_reader[mb] is reader
-            return self.microbatches.pop(mb) if last else self.microbatches[mb]
+                batch = to_device(made, self.device)
+            if save and self.last_reader[mb] is not reader:
+                self.microbatches[mb] = batch
+            return batch
 
         return read
 
@@ -248,7 +249,8 @@ class ForwardBackward:
         run = self._job(i, compute)
 
         def act() -> None:
-            weights()
+            if weights is not None:
+                weights()
             run()
 
         return act
@@ -260,7 +262,8 @@ class ForwardBackward:
 
         def act() -> None:
             gradients = given()
-            weights()
+            if weights is not None:
+                weights()
             give(run(gradients))
 
         return act
@@ -284,11 +287,11 @@ class ForwardBackward:
         """The stage, with the version of its weights that the instruction names."""
         return self.versions.at(i.stage, i.version) if i.version >= 0 else self.context.stages[i.stage]
 
-    def _wait_for_weights(self, i: Instruction) -> Callable[[], object]:
-        """What waits until the stage's weights, all parts of them, have arrived."""
+    def _wait_for_weights(self, i: Instruction) -> Callable[[], object] | None:
+        """What waits until the stage's weights, all parts of them, have arrived; None: they are never fetched."""
+        if i.stage not in self.context.slots.fetched:
+            return None
         parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.header.weight_shards.parts(i.stage)]
-        if len(parts) == 1:
-            return partial(self.buffers.wait_value, parts[0])
         return partial(self.buffers.wait_values, parts)
 
     def _pending(self, i: Instruction) -> PendingBackward:

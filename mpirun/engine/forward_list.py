@@ -114,9 +114,9 @@ class _Forwards(ForwardBackward):
         first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)
 
-        def give(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, None]:
+        def give(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             if first_shard:
                 self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
-            return zero, None
+            return zero, {}
 
         return give

@@ -68,7 +68,8 @@ class Transfers:
         send, wait_value = self.transport.send, self.buffers.wait_value
 
         def act() -> None:
-            buffer.sends.append((send(wait_value(buffer), peer, kind), row))
+            value = buffer.value if buffer.arriving is None else wait_value(buffer)
+            buffer.sends.append((send(value, peer, kind), row))
 
         return act if prepare is None else in_order(prepare, act)
 
@@ -78,8 +79,10 @@ class Transfers:
         wait_sent, wait_value = self.buffers.wait_sent, self.buffers.wait_value
 
         def act() -> None:
-            wait_sent(buffer)
-            wait_value(buffer)  # it may have been received without being used
+            if buffer.sends:
+                wait_sent(buffer)
+            if buffer.arriving is not None:  # it has been received without being used
+                wait_value(buffer)
             if not keep:
                 buffer.value = None
 

@@ -42,7 +42,8 @@ class SavedForward(NamedTuple):
         """The gradients of all inputs, or of those that are wanted, detached from them; zeros where there is none."""
         gradients = []
         for x in self.inputs if wanted is None else itertools.compress(self.inputs, wanted):
-            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad.contiguous())
+            gradient = x.grad
+            gradients.append(torch.zeros_like(x) if gradient is None else gradient.contiguous())
             x.grad = None  # a graph that is still to give weight gradients keeps x
         return gradients
 
@@ -173,8 +174,7 @@ class LocalStage:
                 return self._compute(arguments([x.detach() for x in values]), loss, specs), None
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
         outputs = self._compute(arguments(leaves), loss, specs)
-        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
-        return [x.detach() for x in outputs], SavedForward(leaves, edges)
+        return [x.detach() for x in outputs], SavedForward(leaves, [_gradient_edge(x) for x in outputs])
 
     def _compute(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
@@ -182,11 +182,11 @@ class LocalStage:
         with NO_AUTOCAST if self.autocast_dtype is None else autocast(self.device.kind, self.autocast_dtype):
             output = self.module(*arguments)
             outputs = [output] if isinstance(output, Tensor) else list(output)
-            for tensor, spec in zip(outputs, specs, strict=True):
-                if tensor.shape != spec.size or tensor.dtype is not spec.dtype:
+            for tensor, (size, dtype) in zip(outputs, specs, strict=True):
+                if tensor.shape != size or tensor.dtype is not dtype:
                     raise RuntimeError(
                         f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                        f"but on the first microbatch {spec.dtype} of shape {spec.size}"
+                        f"but on the first microbatch {dtype} of shape {size}"
                     )
             for index in self.shape.aliased_outputs:
                 outputs[index] = outputs[index].clone()
@@ -216,13 +216,21 @@ class LocalStage:
             weight_half(half, self.parameters)
 
 
+def _gradient_edge(x: Tensor) -> GradientEdge | None:
+    """Where the backward from an output begins; None: it needs no gradient."""
+    node = x.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # a Function's node does not keep its graph alive
+        return get_gradient_edge(x) if x.requires_grad else None
+    return GradientEdge(node, x.output_nr)
+
+
 def _differentiable_outputs(
     saved: SavedForward, gradients: Sequence[Tensor | None]
 ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
     """The outputs that need a gradient and have one, and these gradients."""
     pairs = zip(saved.outputs, gradients, strict=True)
-    needed = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
-    return tuple(edge for edge, _ in needed), tuple(gradient for _, gradient in needed)
+    needed = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
+    return tuple(zip(*needed, strict=True)) or ((), ())
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

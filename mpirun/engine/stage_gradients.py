@@ -20,7 +20,8 @@ def output_gradients(context: Context, i: Instruction) -> Callable[[], list[Tens
     bundles = [context.setup.dataflows[i.mb].g(i.stage, c) for c in consumers]
     wait_value, count = buffers.wait_value, len(context.setup.shapes[i.stage].outputs)
     if len(messages) == count == len(bundles[0].indices) == 1:
-        return lambda: [wait_value(messages[0])]
+        (only,) = messages
+        return lambda: [only.value if only.arriving is None else wait_value(only)]
 
     def added() -> list[Tensor | None]:
         sums: list[Tensor | None] = [None] * count
@@ -50,6 +51,13 @@ def gradient_giver(context: Context, i: Instruction) -> Callable[[list[Tensor]],
     producers, device = graph.producers[i.stage], context.setup.device.torch
     messages = [context.buffers.get(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in producers]
     bundles = [dataflow.g(p, i.stage) for p in producers]
+
+    def give_each(of_inputs: list[Tensor]) -> None:
+        for message, gradient in zip(messages, of_inputs, strict=True):
+            message.value = gradient
+
+    if all(len(bundle.indices) == 1 for bundle in bundles):
+        return give_each
 
     def give(of_inputs: list[Tensor]) -> None:
         gradients = iter(of_inputs)
