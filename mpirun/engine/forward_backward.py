@@ -119,9 +119,7 @@ class ForwardBackward:
                 value, found = score(outputs, batch)
                 return value
 
-            outputs, saved = stage.forward(
-                values, None if score is None else loss, save, lambda values: arguments(values, leaves), specs
-            )
+            outputs, saved = stage.forward(values, None if score is None else loss, save, arguments, leaves, specs)
             if saved is not None:
                 pending.saved = saved
             return outputs, found
@@ -145,7 +143,9 @@ class ForwardBackward:
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()
             outputs, found = run(values, leaves, batch if has_loss else None)
             if records:
-                losses[mb], metrics[mb] = outputs[0], found
+                losses[mb] = outputs[0]
+                if found:
+                    metrics[mb] = found
             if save and has_loss and batch is not None:
                 divisor = batch.loss_divisor if divided else 1
                 pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
@@ -155,7 +155,7 @@ class ForwardBackward:
 
     def _score(self, i: Instruction, save: bool) -> Score:
         """The loss of a microbatch, with its metrics."""
-        names = self.setup.shapes[-1].metrics
+        names = set(self.setup.shapes[-1].metrics)
         function, has_versions = self.setup.model.loss, bool(self.header.weight_versions)
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
         loss_gradient(torch.float32, 1 if has_versions else self.setup.microbatches.count, self.device)
@@ -164,9 +164,9 @@ class ForwardBackward:
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
             if save and not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
-            if tuple(sorted(metrics)) != names and (batch.padding < batch.size or not batch.size):
+            if metrics.keys() != names and (batch.padding < batch.size or not batch.size):
                 raise ValueError(
-                    f"the loss returned the metrics {sorted(metrics)}, but {list(names)} for the first microbatch"
+                    f"the loss returned the metrics {sorted(metrics)}, but {sorted(names)} for the first microbatch"
                 )
             return loss, metrics
 

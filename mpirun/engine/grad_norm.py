@@ -8,7 +8,7 @@ largest subtrees that the piece covers, at most two of each height.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -118,21 +118,25 @@ class GradNorms:
                 self.parameters.append((slice(begin, self.length), all_nodes))
         self.one_each = all(positions.stop - positions.start == 1 for positions, _ in self.parameters)
 
-    def contribute(self, numbers: np.ndarray, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> None:
-        """Put this rank's numbers of a unit in their positions; `gradients`: of the pieces in it."""
+    def contributor(self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
+        """What puts this rank's numbers of a unit in their positions; `gradients`: of the pieces in it.
+
+        It leaves out parameters that an earlier stage has too: that contributes the norm.
+        """
         contributions = self.by_unit.get(unit, [])
-        if not contributions:
-            return
-        views = [gradient for gradient in gradients if gradient.numel()]
-        norms = [(entry, view) for entry, view in zip(contributions, views, strict=True) if not entry.has_sums]
-        positions = [entry.positions.start for entry, _ in norms]
-        numbers[positions] = tensor_norms([view for _, view in norms], self.canonical)
-        for entry, view in zip(contributions, views, strict=True):
-            if stage.names[entry.parameter] in stage.tied_to_earlier:  # that stage contributes the norm
-                numbers[entry.positions] = 0
-            elif entry.has_sums:
-                first = entry.piece.begin * view.element_size() // LINE
-                numbers[entry.positions] = [total for _, total in subtrees(line_sums(view), first)]
+        pairs = zip(contributions, [x for x in gradients if x.numel()] if contributions else [], strict=True)
+        own = [(entry, x) for entry, x in pairs if stage.names[entry.parameter] not in stage.tied_to_earlier]
+        whole = [x for entry, x in own if not entry.has_sums]
+        positions = [entry.positions.start for entry, _ in own if not entry.has_sums]
+        divided = [(entry, x) for entry, x in own if entry.has_sums]
+
+        def contribute(numbers: np.ndarray) -> None:
+            numbers[positions] = tensor_norms(whole, self.canonical)
+            for entry, x in divided:
+                first = entry.piece.begin * x.element_size() // LINE
+                numbers[entry.positions] = [total for _, total in subtrees(line_sums(x), first)]
+
+        return contribute
 
     def norms(self, numbers: Sequence[float]) -> list[float]:
         """The norm of every parameter, from the numbers of all ranks."""

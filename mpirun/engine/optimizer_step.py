@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +68,11 @@ class OptimizerStep:
         owned = context.grad_buffers.owned()
         row_sums = context.grad_buffers.claim_row_sums(owned)
         totals = {unit: buffer.total for unit, buffer in owned.items()}
-        pieces = {unit: context.stages[unit[0]].views_of_part(unit[1], total) for unit, total in totals.items()}
+        stages = {unit: context.stages[unit[0]] for unit in owned}
+        contributors = [
+            self.grad_norms.contributor(unit, stages[unit], stages[unit].views_of_part(unit[1], total))
+            for unit, total in totals.items()
+        ]
 
         def act() -> None:
             context.allreduces.finish()
@@ -77,14 +81,14 @@ class OptimizerStep:
                 buffer.sum_rows()
             if position.passes > 1:
                 context.optimizer.accumulate(owned, first=position.accumulation_pass == 0, last=position.in_last_pass)
-            self._tell(i.group, pieces)
+            self._tell(i.group, contributors)
             if position.in_last_pass and self.finite:
                 self.on_gradients(totals)
 
         return act
 
-    def _tell(self, group: int, gradients: Mapping[Unit, Sequence[Tensor]]) -> None:
-        """Exchange the numbers of all ranks; `gradients`: of the pieces of parameters in each unit.
+    def _tell(self, group: int, contributors: Sequence[Callable[[np.ndarray], None]]) -> None:
+        """Exchange the numbers of all ranks; `contributors`: put in those of the norms.
 
         These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the
         learning rate, three sums that tell whether all ranks have the same, and the metrics of every microbatch.
@@ -95,8 +99,8 @@ class OptimizerStep:
         length = first_metric + context.header.microbatches * len(names)
         # One rank gives a number, or all give whole ones: their sums are exact.
         values, sums = np.zeros(length), np.empty(length)
-        for unit, of_unit in gradients.items():
-            self.grad_norms.contribute(values, unit, context.stages[unit[0]], of_unit)
+        for contribute in contributors:
+            contribute(values)
         if self.losses:
             values[[first_loss + mb for mb in self.losses]] = torch.stack(list(self.losses.values())).tolist()
         self.losses.clear()

@@ -19,13 +19,12 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
-from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
 
-NO_AUTOCAST = autocast("cpu", None)
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
+MakeArguments = Callable[[list[Tensor], Sequence[Any]], list[Any]]
 
 
 class SavedForward(NamedTuple):
@@ -158,39 +157,46 @@ class LocalStage:
         values: Iterable[Tensor],
         loss: LossFunction | None,
         save: bool,
-        arguments: Callable[[list[Tensor]], list[Any]] = list,
+        arguments: MakeArguments = lambda values, leaves: values,
+        leaves: Sequence[Any] = (),
         specs: Sequence[TensorSpec] | None = None,
     ) -> tuple[list[Tensor], SavedForward | None]:
         """The outputs, and what the backward needs if `save`. RuntimeError if an output has another shape or type.
 
         values     outputs of other stages
         loss       of the last stage: its value is the only output; None: no loss is computed
-        arguments  makes the arguments of the module's forward from the values
+        arguments  makes the arguments of the module's forward from the values and `leaves` of the microbatch
         specs      shapes and types of the outputs; None: those of the first microbatch
         """
         specs = specs or self.shape.outputs
+        dtype, compute = self.autocast_dtype, self._outputs
+        if dtype is not None:
+            compute = torch.autocast(self.device.kind, dtype)(compute)
         if not save:
             with torch.no_grad():
-                return self._compute(arguments([x.detach() for x in values]), loss, specs), None
-        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
-        outputs = self._compute(arguments(leaves), loss, specs)
-        return [x.detach() for x in outputs], SavedForward(leaves, [_gradient_edge(x) for x in outputs])
+                return compute(arguments([x.detach() for x in values], leaves), loss, specs), None
+        inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
+        outputs, edges = [], []
+        for x in compute(arguments(inputs, leaves), loss, specs):
+            outputs.append(x.detach())
+            edges.append(_gradient_edge(x))
+        return outputs, SavedForward(inputs, edges)
 
-    def _compute(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
+        """Those of the module, or their loss, with the graph that leads to them."""
         if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
             arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        with NO_AUTOCAST if self.autocast_dtype is None else autocast(self.device.kind, self.autocast_dtype):
-            output = self.module(*arguments)
-            outputs = [output] if isinstance(output, Tensor) else list(output)
-            for tensor, (size, dtype) in zip(outputs, specs, strict=True):
-                if tensor.shape != size or tensor.dtype is not dtype:
-                    raise RuntimeError(
-                        f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                        f"but on the first microbatch {dtype} of shape {size}"
-                    )
-            for index in self.shape.aliased_outputs:
-                outputs[index] = outputs[index].clone()
-            return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
+        output = self.module(*arguments)
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        for tensor, (size, dtype) in zip(outputs, specs, strict=True):
+            if tensor.shape != size or tensor.dtype is not dtype:
+                raise RuntimeError(
+                    f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                    f"but on the first microbatch {dtype} of shape {size}"
+                )
+        for index in self.shape.aliased_outputs:
+            outputs[index] = outputs[index].clone()
+        return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""
@@ -228,9 +234,12 @@ def _differentiable_outputs(
     saved: SavedForward, gradients: Sequence[Tensor | None]
 ) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
     """The outputs that need a gradient and have one, and these gradients."""
-    pairs = zip(saved.outputs, gradients, strict=True)
-    needed = [pair for pair in pairs if pair[0] is not None and pair[1] is not None]
-    return tuple(zip(*needed, strict=True)) or ((), ())
+    roots, root_gradients = [], []
+    for edge, gradient in zip(saved.outputs, gradients, strict=True):
+        if edge is not None and gradient is not None:
+            roots.append(edge)
+            root_gradients.append(gradient)
+    return tuple(roots), tuple(root_gradients)
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

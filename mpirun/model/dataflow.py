@@ -121,9 +121,9 @@ class Dataflow:
     def arguments(self, stage: int) -> Arguments:
         """How the arguments of a stage's forward are made of the values that it receives, in the producers' order."""
         values = [Value(p, index) for p in self.graph.producers[stage] for index in self.outputs_read[p, stage]]
-        return Arguments(
-            [values.index(source) if isinstance(source, Value) else -1 - source.leaf for source in self.reads[stage]]
-        )
+        count = len(values)
+        sources = self.reads[stage]
+        return Arguments([values.index(x) if isinstance(x, Value) else count + x.leaf for x in sources], count)
 
     def activation_bytes(self, stage: int) -> int:
         """Bytes of all messages x.stage.b of a microbatch; 0 of the last stage."""
@@ -135,14 +135,16 @@ class Dataflow:
 class Arguments:
     """The arguments of a stage's forward, in terms of the values it receives and of the input's leaves."""
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        """`positions`, by argument: k for value k, -1 - i for leaf i."""
+    def __init__(self, positions: Sequence[int], values: int) -> None:
+        """`positions`, by argument, among `values` values and then the leaves."""
         self.positions = positions
-        self.reads_input = any(position < 0 for position in positions)
+        self.reads_input = any(position >= values for position in positions)
+        self.first = len(positions) if list(positions) == list(range(len(positions))) else 0  # they are the first ones
 
     def __call__(self, values: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
         """The arguments, in their order."""
-        return [values[position] if position >= 0 else leaves[-1 - position] for position in self.positions]
+        both = [*values, *leaves]
+        return both[: self.first] if self.first else [both[position] for position in self.positions]
 
 
 def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source]:

@@ -41,7 +41,7 @@ def loss_and_metrics(
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the metric {name} should be a tensor of one number")
     loss = returned.reshape(()) if returned.dim() else returned
-    return loss, {name: value.detach().reshape(()) for name, value in metrics.items()}
+    return loss, {name: value.detach().reshape(()) for name, value in metrics.items()} if metrics else {}
 
 
 def without_padding(tree: Any, batch: Microbatch) -> Any:
