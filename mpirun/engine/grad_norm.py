@@ -38,7 +38,7 @@ def tensor_norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[f
 
 def total_norm(norms: Sequence[float]) -> float:
     """The norm of the whole gradient, from those of the parameters in the order of the model."""
-    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64))) if len(norms) else 0.0
+    return math.hypot(*norms)
 
 
 def line_sums(piece: Tensor) -> Tensor:

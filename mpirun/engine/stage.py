@@ -23,6 +23,7 @@ from mpirun.model.dataflow import TensorSpec
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
 
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
 MakeArguments = Callable[[list[Tensor], Sequence[Any]], list[Any]]
 
@@ -202,8 +203,10 @@ class LocalStage:
         """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""
         roots, root_gradients = _differentiable_outputs(saved, gradients)
         if roots:
-            # What Tensor.backward ends in, without its checks: they take as long as three small kernels.
-            _engine_run_backward(roots, root_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            # What Tensor.backward ends in, without its checks: they take as long as three small kernels. On a CPU it
+            # runs in this thread, to which torch need not pass on where it was called.
+            run = _ENGINE.run_backward if self.device.kind == "cpu" else _engine_run_backward
+            run(roots, root_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def backward_input(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> WeightHalf | None:
         """From the outputs' gradients: the inputs' go to `saved`; the result is for `backward_weight`."""
