@@ -4,7 +4,8 @@
 
 The model is the uneven GPT of plan_run.py, on 2 ranks of one thread, each of which may hold so many bytes. Every round
 profiles it, plans, and trains by both schedules in one launch, a step by each in turn: seconds, what was predicted, and
-the ratio of neighbouring steps with its quartiles.
+the ratio of neighbouring steps with its quartiles. Of seconds that others take from the ranks a job's CPU time knows
+nothing: so the simulator, too, says what both take, with the medians of what each job took in these steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,10 +26,14 @@ from typing import NamedTuple
 from ranks import mpi
 from sizes import LAYERED
 
+from schedgen.ir.instructions import Op
+
 HERE = Path(__file__).parent
 RANKS, MICROBATCHES = 2, 8
 QUICK = "--quick" in sys.argv
 NAME = "quick_layers" if QUICK else "uneven"
+OPS: dict[int, str] = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
+Jobs = dict[str, list[float]]  # CPU seconds, by direction and stage
 MODEL = ["--model", f"cases:{NAME}", "--threads", "1"]
 
 
@@ -40,7 +46,7 @@ class Plan(NamedTuple):
 
 
 def rank(schedules: Sequence[str], steps: int) -> None:
-    """One rank: a step by each schedule in turn; rank 0 prints the seconds as JSON."""
+    """One rank: a step by each schedule in turn; rank 0 prints, as JSON, the seconds and the CPU seconds of jobs."""
     import torch
     from mpi4py import MPI
 
@@ -54,14 +60,39 @@ def rank(schedules: Sequence[str], steps: int) -> None:
         each.run_first(0)
         each.run(1)
     seconds: list[list[float]] = [[] for _ in runs]
+    jobs: list[Jobs] = [{} for _ in runs]
+    for each, found in zip(runs, jobs, strict=True):
+        each.code = [
+            timed(act, found.setdefault(f"{OPS[i.op]} {i.stage}", [])) if i.op in OPS else act
+            for act, i in zip(each.code, each.context.instructions, strict=True)
+        ]
     for number in range(2, 2 + steps):
         for each, laps in zip(runs, seconds, strict=True):
             comm.Barrier()
             begin = time.perf_counter()
             each.run(number)
             laps.append(comm.allreduce(time.perf_counter() - begin, MPI.MAX))
+    medians = [{name: statistics.median(laps) for name, laps in found.items()} for found in jobs]
+    costs = [by_stage(dict(ChainMap(*comm.allgather(mine)))) for mine in medians]
     if comm.rank == 0:
-        print(json.dumps(seconds))
+        print(json.dumps([seconds, costs]))
+
+
+def by_stage(seconds: dict[str, float]) -> dict[str, list[float]]:
+    """A profile, from the seconds of every direction and stage."""
+    stages = range(sum(name.startswith("F ") for name in seconds))
+    return {name: [seconds[f"{name} {s}"] for s in stages] for name in OPS.values() if f"{name} 0" in seconds}
+
+
+def timed(act: Callable[[], object], laps: list[float]) -> Callable[[], None]:
+    """`act`, whose CPU seconds are noted."""
+
+    def run() -> None:
+        begin = time.thread_time()
+        act()
+        laps.append(time.thread_time() - begin)
+
+    return run
 
 
 def one_round(memory: float, budget: int, options: argparse.Namespace, folder: Path) -> None:
@@ -84,15 +115,22 @@ def one_round(memory: float, budget: int, options: argparse.Namespace, folder: P
     files = [str(folder / name) for name in ("built-in", "found")]
     more = ["--steps", str(options.steps), *["--quick"] * QUICK]
     done = call([*mpi(RANKS), str(HERE / "found.py"), "--rank", *files, *more])
-    built_in, found = json.loads(done.stdout)
-    for plan, seconds in zip(plans, (built_in, found), strict=True):
-        measured = statistics.median(seconds)
-        what = f"{plan.words:52} {plan.bytes / 1e6:5.1f} MB"
-        print(f"  {what}   predicted {plan.predicted:.4f} s, measured {measured:.4f}")
+    (built_in, found), costs = json.loads(done.stdout)
+    by_cpu = []
+    for plan, seconds, file, cost in zip(plans, (built_in, found), files, costs, strict=True):
+        (folder / "cost").write_text(json.dumps(cost))
+        done = call([sys.executable, "-m", "schedgen", "simulate", file, "--profile", str(folder / "cost"), "--json"])
+        by_cpu.append(json.loads(done.stdout)["makespan"])
+        what = f"{plan.words:52} {plan.bytes / 1e6:5.1f} MB   predicted {plan.predicted:.4f} s"
+        print(f"  {what}, by CPU time {by_cpu[-1]:.4f}, measured {statistics.median(seconds):.4f}")
     ratios = [ours / theirs for ours, theirs in zip(found, built_in, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    print(f"  found / built-in: predicted {plans[1].predicted / plans[0].predicted:.3f}, "
-          f"measured {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)  # fmt: skip
+    predicted = plans[1].predicted / plans[0].predicted
+    measured = f"measured {middle:.3f} ({low:.3f} to {high:.3f})"
+    print(
+        f"  found / built-in: predicted {predicted:.3f}, by CPU time {by_cpu[1] / by_cpu[0]:.3f}, {measured}",
+        flush=True,
+    )
 
 
 def main() -> None:
