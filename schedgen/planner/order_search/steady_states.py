@@ -4,8 +4,9 @@ Every worker has two stages, down and up again. F of the first stage and I of th
 the others up, one slot later at each worker. Down it may take 1 to 5 slots to the next worker, one number for the first
 workers and another, no greater, for the rest. Where a microbatch turns there may be a gap. These are the building
 blocks of Qi et al. 2024, "Pipeline parallelism with controllable memory", appendix A. Each is repeated every six slots
-and squeezed until it fills the limit (`schemes.building_block`), as it is and with another warm-up: one that fills the
-memory with forwards first.
+and squeezed until it fills the limit (`schemes.building_block`), as it is, with a warm-up that fills the memory with
+forwards first, and with a cool-down that leaves W jobs for last: these are of the authors' code,
+sail-sg/zero-bubble-pipeline-parallelism, v_auto_schedule.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits, most_held, order_of
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
 
-BLOCK_JOBS = 20  # squeezing a block takes so many times longer than giving its jobs a time
+BLOCK_JOBS = 40  # squeezing a block takes so many times longer than giving its jobs a time
 KEPT = 3  # blocks besides V-Half's and V-Min's: the best
 
 
@@ -67,19 +68,26 @@ def steady_states(p: int) -> list[Numbers]:
 
 
 def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
-    """The orders that a repeated block gives, if it fits at all."""
+    """The orders that a repeated block gives, if it fits: with its own warm-up and cool-down, and with others."""
     peak = int(most_held(problem, order_of(problem, by_job(slots).ravel())).max())
     if peak > limit:
         return []
-    orders = [_squeezed(problem, slots, limit)]
     in_slots = problem._replace(length=np.ones_like(problem.length), hop=0 * problem.hop, own_window=False)
     run = new_run(problem)
-    for memory in sorted({peak, limit}):
-        start = _with_filled_warm_up(by_job(slots), memory)
-        order = order_of(problem, start.ravel())
-        if np.isfinite(run_order.sized(len(order))(in_slots, order, np.inf, run)):
-            orders.append(_squeezed(problem, by_worker(run.start.astype(np.int64).reshape(start.shape)), limit))
-    return orders
+
+    def with_order(numbers: list[Numbers]) -> list[Numbers]:
+        """The slots of jobs in the order of their numbers, of each order that ends, squeezed."""
+        found = []
+        for start in numbers:
+            order = order_of(problem, start.ravel())
+            if np.isfinite(run_order.sized(len(order))(in_slots, order, np.inf, run)):
+                found.append(squeeze(by_worker(run.start.astype(np.int64).reshape(start.shape)), limit))
+        return found
+
+    warm = [_with_filled_warm_up(by_job(slots), memory) for memory in sorted({peak, limit})]
+    begun = [squeeze(slots, limit), *with_order(warm)]
+    ended = with_order([_with_dense_cool_down(each, limit) for each in begun])
+    return [order_of(problem, by_job(each).ravel()) for each in (*begun, *ended)]
 
 
 def _squeezed(problem: OrderProblem, slots: Numbers, limit: int) -> Numbers:
@@ -110,6 +118,23 @@ def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
         for place, job in zip(places, jobs, strict=True):
             start[job] = place
     return start
+
+
+def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
+    """Numbers of every job (3, S, B) that grow along each worker, where the last I, as many as the memory holds, follow
+    each other every second slot behind the first worker's last F; W jobs beside them come at the end."""
+    p, _, batches = slots.shape
+    numbers, last = 2 * by_job(slots), 2 * int(slots[0, 1, -1])
+    up = min((memory + 1) // 2, batches)
+    for r in range(p):
+        second = 2 * p - 1 - r
+        numbers[B, r, batches - up :] = last + 2 * (2 * p - r) - 4 * np.arange(up)[::-1]
+        down = min(r + 1, memory - up, batches)
+        numbers[B, second, batches - down :] = last + 2 * (r + 1) + 1 - 4 * np.arange(down)[::-1]
+        own = numbers[W, [r, second]].ravel()
+        own[np.argsort(own)[-memory:]] += 10 * batches * p * PERIOD  # behind all others
+        numbers[W, [r, second]] = own.reshape(2, batches)
+    return numbers
 
 
 def _in_turn(*groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
