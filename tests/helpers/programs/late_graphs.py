@@ -52,11 +52,12 @@ class Pool:
         return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.size(), like.stride())
 
     def _give_back(self, address: int, size: int) -> None:
-        self.free[size].append(address)
+        # First it is noted, then it is free: in another thread another tensor might get it in between.
         if self.kernels is None:
             self.died.add(address)
         else:
             self.kernels.append(self._emptied(address))
+        self.free[size].append(address)
 
     def _emptied(self, address: int) -> Kernel:
         return lambda: self.blocks[address].fill_(ONES)
