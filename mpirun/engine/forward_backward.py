@@ -128,8 +128,7 @@ class ForwardBackward:
             with frozen_statistics(stage.module):
                 return compute(*inputs)
 
-        freezes = i.op == Op.RECOMPUTE and stage.shape.overwrites_buffers
-        run = self._job(i, compute_again if freezes else compute)
+        run = self._job(i, compute_again if i.op == Op.RECOMPUTE and stage.shape.overwrites_buffers else compute)
 
         def forward() -> list[Tensor]:
             if weights is not None:
