@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from mpirun.comm.device import Device
 from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
+from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
@@ -170,9 +171,7 @@ class LocalStage:
         specs      shapes and types of the outputs; None: those of the first microbatch
         """
         specs = specs or self.shape.outputs
-        dtype, compute = self.autocast_dtype, self._outputs
-        if dtype is not None:
-            compute = torch.autocast(self.device.kind, dtype)(compute)
+        compute = self._outputs if self.autocast_dtype is None else self._autocast_outputs
         if not save:
             with torch.no_grad():
                 return compute(arguments([x.detach() for x in values], leaves), loss, specs), None
@@ -198,6 +197,11 @@ class LocalStage:
         for index in self.shape.aliased_outputs:
             outputs[index] = outputs[index].clone()
         return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
+
+    def _autocast_outputs(self, *arguments: Any) -> list[Tensor]:
+        """As `_outputs`, in mixed precision."""
+        with autocast(self.device.kind, self.autocast_dtype):
+            return self._outputs(*arguments)
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""
