@@ -405,7 +405,7 @@ class BackwardThread:
         modes = _get_current_dispatch_mode_stack()
         others = modes[modes.index(self.device.launches) + 1 :]  # autograd's threads have the modes of who calls
         self.calls.put((self.device.streams.current, others, args, kwargs))
-        result, error = self.results.get()
+        result, error = self.results.get().pop()
         if error is not None:
             raise error
         return result
@@ -421,5 +421,6 @@ class BackwardThread:
                     result = self.engine.run_backward(*args, **kwargs)
                 except BaseException as raised:
                     error = raised
-            self.results.put((result, error))
+            answer = [(result, error)]
             del call, modes, args, kwargs, result, error
+            self.results.put(answer)  # nothing dies here once the caller goes on: it takes what is in the list

@@ -35,7 +35,7 @@ class Pool:
         self.free: dict[int, list[int]] = {}  # by size, addresses
         self.kernels: list[Kernel] | None = None  # of the capture
         self.captures = self.replays = 0  # of graphs
-        self.died: set[int] = set()  # addresses of tensors that died in no capture, since the last one
+        self.died: set[int] = set()  # free addresses whose last tensor's values are still there
 
     def make(self, like: Tensor) -> Tensor:
         """A tensor like another without values."""
@@ -46,17 +46,17 @@ class Pool:
             self.blocks[block.data_ptr()] = block
             addresses.append(block.data_ptr())
         address = addresses.pop()
-        self.died.discard(address)
+        if address in self.died:
+            self.died.remove(address)
+            if self.kernels:  # else it may be an input of the graph, filled before the replay
+                self.kernels.append(self._emptied(address))
         storage = bytes_at(address, size).untyped_storage()
         weakref.finalize(storage, self._give_back, address, size).atexit = False
         return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.size(), like.stride())
 
     def _give_back(self, address: int, size: int) -> None:
         # First it is noted, then it is free: in another thread another tensor might get it in between.
-        if self.kernels is None:
-            self.died.add(address)
-        else:
-            self.kernels.append(self._emptied(address))
+        self.died.add(address)
         self.free[size].append(address)
 
     def _emptied(self, address: int) -> Kernel:

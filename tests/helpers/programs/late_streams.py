@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -170,8 +172,12 @@ class Streams:
         ended = threading.Event()
 
         def run() -> None:
-            while not ended.wait(NAP):
-                self.turn()
+            try:
+                while not ended.wait(NAP):
+                    self.turn()
+            except BaseException:  # the host would wait for ever for a word of the stream
+                traceback.print_exc()
+                os._exit(1)
 
         thread = threading.Thread(target=run, name="late-streams", daemon=True)
         thread.start()
