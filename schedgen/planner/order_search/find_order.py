@@ -1,4 +1,5 @@
-"""`find_order`: the best order of a problem, by random rules and by annealing the best.
+"""`find_order`: the best order of a problem, by random rules and by annealing the best. Of every order on the way, its W
+jobs are also placed anew.
 
 Work is counted, not seconds: the same call gives the same order on any machine.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.local_search import anneal
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits
@@ -16,13 +18,14 @@ from schedgen.util.progress import counted
 HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
 RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
 ROUNDS = (100, 6000)  # of rules, at least and at the most
+BEST = 4  # orders that are found
 LEAST_MOVES = 20_000  # annealing with fewer moves in all finds nothing: rules have their work, too
 
 
 def find_order(
     problem: OrderProblem, begin: list[Numbers], bound: float, budget: int, turn: int = 0
-) -> tuple[Numbers | None, int]:
-    """The best order, None where none keeps to the memory, and the work it took: jobs that were given a time.
+) -> tuple[list[Numbers], int]:
+    """The best orders, none where none keeps to the memory, and the work they took: jobs that were given a time.
 
     It begins with the orders of `begin` and ends where `bound` is reached, or after about `budget`. Each `turn` draws
     other numbers.
@@ -31,7 +34,7 @@ def find_order(
     for order in begin:
         search.add(order)
     if search.is_done:
-        return search.found[0][1], 0
+        return search.best(), budget - search.left
     anneals = budget // search.jobs >= LEAST_MOVES
     rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
     rounds = max(ROUNDS[0], min(ROUNDS[1], rounds))
@@ -40,8 +43,8 @@ def find_order(
             search.add(order)
         search.left -= rounds * RULE_JOBS * search.jobs
         if not search.found:
-            return None, budget - search.left
-        first = [order for _, order in search.found[:3]] if anneals else []
+            return [], budget - search.left
+        first = [order for _, _, order in search.found[:3]] if anneals else []
         seed = 1000 * turn
         for order in first:
             for hot in HOT:
@@ -50,9 +53,9 @@ def find_order(
                     done(1)
         for share in (0.3, 0.4, 0.5, 1.0) if anneals else ():
             if not search.is_done:
-                search.anneal(search.found[0][1], HOT[seed % 3], share, seed := seed + 1)
+                search.anneal(search.found[0][2], HOT[seed % 3], share, seed := seed + 1)
                 done(1)
-    return search.found[0][1], budget - search.left
+    return search.best(), budget - search.left
 
 
 class _Search:
@@ -62,7 +65,7 @@ class _Search:
         self.problem, self.bound, self.left = problem, bound, budget
         self.run, self.trial = new_run(problem), new_run(problem)
         self.jobs = len(problem.worker)
-        self.found: list[tuple[float, Numbers]] = []
+        self.found: list[tuple[float, float, Numbers]] = []  # what `judge` says, longest window, order
 
     def judge(self, order: Numbers) -> float:
         """The longest window, and a tenth of the mean of all."""
@@ -70,11 +73,22 @@ class _Search:
         return value + 0.1 * float(self.run.window.mean())
 
     def add(self, order: Numbers) -> None:
-        """Keep an order, if it ends and fits."""
+        """Keep an order, if it ends and fits, and the same with its W placed anew."""
+        self._keep(order)
+        late = with_late_weights(self.problem, order, self.bound, float(self.run.window.max()))
+        self.left -= len(late) * self.jobs * (1 + RULE_JOBS)
+        for each in late:
+            self._keep(each)
+
+    def _keep(self, order: Numbers) -> None:
         value = self.judge(order)
-        if np.isfinite(value) and fits(self.problem, order):
-            self.found.append((value, order))
+        if np.isfinite(value) and fits(self.problem, order) and all(value != other for other, _, _ in self.found):
+            self.found.append((value, float(self.run.window.max()), order))
             self.found.sort(key=lambda entry: entry[0])
+
+    def best(self) -> list[Numbers]:
+        """Those with the shortest longest windows, the best first."""
+        return [order for _, _, order in sorted(self.found, key=lambda entry: entry[1])[:BEST]]
 
     def anneal(self, order: Numbers, hot: float, share: float, seed: int) -> None:
         """Change an order for a share of the work that is left."""
@@ -90,9 +104,4 @@ class _Search:
     @property
     def is_done(self) -> bool:
         """Whether the bound is reached."""
-        return bool(self.found) and self.value <= self.bound * (1 + 1e-9)
-
-    @property
-    def value(self) -> float:
-        """The longest window of the best order."""
-        return float(run_order.sized(self.jobs)(self.problem, self.found[0][1], np.inf, self.run))
+        return any(window <= self.bound * (1 + 1e-9) for _, window, _ in self.found)

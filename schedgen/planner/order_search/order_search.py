@@ -184,9 +184,9 @@ class _Rounds:
         if best is not None and best.value <= bound * (1 + 1e-9):
             return
         begin = [judged.order for judged in self.judged if fits(problem, judged.order)]
-        order, used = find_order(problem, begin, bound, work, turn)
+        orders, used = find_order(problem, begin, bound, work, turn)
         self.work += used
-        if order is not None:
+        for order in orders:
             self._add(order)
 
     def prove(self, lenient: OrderProblem, best: _Judged, bound: float, seconds: float) -> float:

@@ -133,9 +133,9 @@ class _Tries:
         for named in sorted(sets):
             problem = self._with_redone(np.isin(np.arange(self.sizes.stages), named))
             with compiled_always():
-                order, used = find_order(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
+                orders, used = find_order(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
             self.work += used // 10**6
-            if order is not None:
+            for order in orders:
                 yield places(problem, order).reshape(self.placed.compute.shape)
 
     def fitting(self, n: Numbers) -> Iterator[Program]:

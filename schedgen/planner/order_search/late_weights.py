@@ -1,0 +1,125 @@
+"""The forwards and backwards of an order with its W jobs placed anew: for gaps, and no sooner than need be.
+
+A W goes into a gap that is long enough. Before a shorter gap the question is whether the worker can afford to wait: it
+can as long as its window may still end by a target, which is when the time left until then is no less than all jobs to
+come. Otherwise a W goes first, and what is behind it comes later. So W jobs are kept for the end, where backwards come
+seldom, and every worker waits about equally long. The greedy search for ZB-V does the same with the largest idle time
+so far in place of a target [Qi et al. 2023, "Zero bubble pipeline parallelism", section 6]. Where memory is full the
+oldest W goes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.ir.instructions import B, W
+from schedgen.planner.order_search.evaluate import Run, begin_run, new_run
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.util.jit import kernel
+
+TARGETS = 9  # windows aimed at, evenly from the bound to the order's own
+
+
+def with_late_weights(problem: OrderProblem, order: Numbers, bound: float, value: float) -> list[Numbers]:
+    """An order for each of some targets from a lower bound to the order's own `value`; none where backwards are whole
+    or the order breaks off."""
+    node = problem.class_jobs[problem.class_first[:-1]] // problem.microbatches
+    direction = node // problem.stages
+    if not (direction == W).any() or not np.isfinite(value):
+        return []
+    workers = np.repeat(np.arange(len(problem.row) - 1), np.diff(problem.worker_class))
+    key = workers * 3 * problem.stages + node  # classes are sorted by it
+    weight = np.where(direction == B, np.searchsorted(key, key + problem.stages), -1)
+    kept = direction[order] != W
+    row = np.concatenate([[0], np.cumsum(kept)])[problem.row]
+    busy = np.bincount(problem.worker, problem.length, len(row) - 1)
+    run, orders = new_run(problem), []
+    for target in np.linspace(bound, value, TARGETS):
+        late, queue = np.zeros_like(order), np.zeros_like(order)
+        place = place_weights.sized(len(order))
+        if place(problem, order[kept], row, weight, target - busy, np.zeros((4, len(busy)), np.int64), queue,
+                 np.zeros(len(busy)), run, late):  # fmt: skip
+            orders.append(late)
+    return orders
+
+
+@kernel
+def place_weights(
+    problem: OrderProblem, order: Numbers, row: Numbers, weight: Numbers, slack: Times, at: Numbers, queue: Numbers,
+    held: Times, run: Run, late: Numbers,
+) -> bool:  # fmt: skip
+    """Write an order with all W into `late`; False where it breaks off.
+
+    order, row      F and I of all workers, as classes; worker w's are order[row[w]:row[w + 1]]
+    weight          by class of I: the class of its W
+    slack           by worker: how long it may wait in all
+    at, queue, held  zeros to work in: (4, workers), by place, by worker
+    """
+    batches, capacity = problem.microbatches, problem.capacity * (1 + 1e-12)
+    class_jobs, class_first, takes, length = problem.class_jobs, problem.class_first, problem.takes, problem.length
+    clock, stack, stacked, workers = run.clock, run.stack, run.stacked, len(row) - 1
+    place, end, first, last = at[0], at[1], at[2], at[3]  # of F and I; of all jobs; of W that wait in the queue
+    begin_run(problem, run)
+    for w in range(workers):
+        place[w], end[w], first[w], last[w], clock[w] = row[w], problem.row[w], problem.row[w], problem.row[w], 0.0
+        stack[w], stacked[w] = workers - 1 - w, True
+    top = workers
+    while top:
+        top -= 1
+        w = stack[top]
+        stacked[w] = False
+        while True:
+            c, job = -1, -1
+            if place[w] < row[w + 1]:
+                c = order[place[w]]
+                job = class_jobs[class_first[c] + run.begun[c]]
+                if run.waits[job] > 0:
+                    break
+            elif first[w] == last[w]:
+                break
+            if first[w] < last[w]:
+                v = queue[first[w]]
+                wait = run.ready[job] - clock[w] if c >= 0 else np.inf
+                is_full = c >= 0 and takes[c] > 0 and held[w] + takes[c] > capacity[w]
+                time = length[class_jobs[class_first[v] + run.begun[v]]]
+                if is_full or (wait > 0 and (wait >= time * (1 - 1e-9) or wait > slack[w])):
+                    c, job = v, class_jobs[class_first[v] + run.begun[v]]
+                    first[w] += 1
+            if takes[c] > 0 and held[w] + takes[c] > capacity[w]:
+                return False
+            start = max(clock[w], run.ready[job])
+            if end[w] > problem.row[w] or not problem.own_window:
+                slack[w] -= start - clock[w]
+            clock[w] = start + length[job]
+            held[w] += takes[c]
+            late[end[w]] = c
+            end[w] += 1
+            if job // batches < 2 * problem.stages:
+                place[w] += 1
+            if weight[c] >= 0:
+                queue[last[w]] = weight[c]
+                last[w] += 1
+            top = _let_others_go(problem, job, c, w, run, top)
+    for w in range(workers):
+        if end[w] < problem.row[w + 1]:
+            return False
+    return True
+
+
+@kernel
+def _let_others_go(problem: OrderProblem, job: int, c: int, w: int, run: Run, top: int) -> int:
+    """A job has ended at its worker's clock; how many workers are now on the stack of those that may go on."""
+    batches, time = problem.microbatches, run.clock[w]
+    node = job // batches
+    run.begun[c] += 1
+    for k in range(problem.first[node], problem.first[node + 1]):
+        other = problem.after[k] * batches + job - node * batches
+        v = problem.worker[other]
+        run.ready[other] = max(run.ready[other], time if v == w else time + problem.hop[k])
+        run.waits[other] -= 1
+        if run.waits[other] == 0 and v != w and not run.stacked[v]:
+            run.stack[top] = v
+            run.stacked[v] = True
+            top += 1
+    return top
