@@ -12,11 +12,19 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
+from schedgen.ir.instructions import B, F, Op, W
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import Limits, as_placement, measured, problem_of, search_order
-from schedgen.planner.order_search.problem import fits
+from schedgen.planner.order_search.order_search import (
+    Limits,
+    as_placement,
+    measured,
+    problem_of,
+    search_order,
+)
+from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -25,6 +33,7 @@ from schedgen.simulator.simulate import simulate
 
 MACHINE = Machine()
 UNIT = {"F": 1, "I": 1, "W": 1}
+DIRECTIONS = {Op.FWD: (F,), Op.BWD: (B, W), Op.BWD_I: (B,), Op.BWD_W: (W,)}
 
 # Zero Bubble (Qi et al. 2023), table 5: workers, microbatches, F, B, W and a message in us; bubble rates of 1F1B, ZB-H1
 # and ZB-H2, and of ZB-2p, which their search finds with memory for 2p forwards.
@@ -97,6 +106,53 @@ def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit
     run, orders = new_run(problem), steady_orders(problem, placed, limit, 10**8)
     assert all(fits(problem, order) for order in orders[2:])
     assert min(run_order.sized(10**6)(problem, order, np.inf, run) for order in orders[2:]) == value
+
+
+# Zero Bubble (Qi et al. 2023), table 8, ZB-V: workers, microbatches, F, B, W of a half stage and a message in us; rate.
+TABLE_8 = [(16, 48, 14407, 14380, 9676, 1610, 0.0697), (16, 64, 14412, 14393, 9688, 1621, 0.0533)]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "c", "rate"), TABLE_8)
+def test_the_search_is_at_most_zb_v_of_table_8(p, m, f, i, w, c, rate):
+    """No order of a V with 1F1B's memory is better by more than a ten thousandth, by the bound."""
+    cost = {"F": f, "I": i, "W": w}
+    best = found("zb-v", Sizes(2 * p, m, p), cost, Machine(c), 1, objective="window", saved=2 * p)
+    assert 1 - 2 * m * (f + i + w) / best.value <= rate + 5e-5
+    assert best.value <= 1.0001 * best.bound and check(best.program).saved.max() <= 2 * p
+
+
+@pytest.mark.parametrize("own_window", [False, True])
+@pytest.mark.parametrize(("name", "chunks", "limit"), [("zb-h1", 1, 4), ("zb-h2", 1, 7), ("v-half", 2, 6), ("zb-v", 2, 8)])
+def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_window):
+    """Every worker has its forwards and backwards in the order that it had, and W that wait behind their I."""
+    sizes = Sizes(4 * chunks, 9, 4)
+    scheme = load(name, sizes)
+    placed = refine(place(scheme, sizes, Options()))
+    objective = "window" if own_window else "makespan"
+    problem = problem_of(placed, {"F": 10, "I": 12, "W": 7}, Machine(2), Limits(objective, limit))
+    n = compile(scheme, sizes)
+    start = np.zeros(placed.compute.shape)
+    for rank in range(4):
+        for k, job in enumerate(n.instructions(rank)):
+            for d in DIRECTIONS.get(job.op, ()):
+                start[d, job.stage, job.mb] = 3 * k + d
+    order, run = order_of(problem, start.ravel()), new_run(problem)
+    value = run_order(problem, order, np.inf, run)
+    is_weight = problem.class_jobs[problem.class_first[:-1]] >= 2 * sizes.stages * sizes.microbatches
+    orders = with_late_weights(problem, order, 0.5 * value, value)
+    assert len({late.tobytes() for late in orders}) > 1
+    for late in orders:
+        assert sorted(late.tolist()) == sorted(order.tolist()) and fits(problem, late)
+        assert (late[~is_weight[late]] == order[~is_weight[order]]).all()
+        assert run_order(problem, late, np.inf, run) < np.inf
+
+
+def test_whole_backwards_leave_no_w_to_place():
+    sizes = Sizes(4, 8, 4)
+    placed = refine(place(load("1f1b", sizes), sizes, Options()))
+    problem = problem_of(placed, {"F": 1, "B": 2}, MACHINE, Limits())
+    order = order_of(problem, np.arange(len(problem.worker)))
+    assert with_late_weights(problem, order, 0.0, 100.0) == []
 
 
 def test_cp_sat_proves_the_best_of_a_small_problem():
