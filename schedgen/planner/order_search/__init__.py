@@ -6,7 +6,8 @@ built_ins.py       where the search begins: the orders of built-in schemes with 
 steady_states.py   and, for a V with a limit, blocks of jobs repeated for every microbatch
 priority_rules.py  list scheduling by random rules
 local_search.py    simulated annealing: jobs on the critical path move
-find_order.py      both of these, for so much work
+late_weights.py    the W of an order placed anew, in gaps
+find_order.py      all of these, for so much work
 cp_sat.py          OR-Tools' CP-SAT: proofs for small problems
 order_search.py    the story: begin, find, prove; the simulator has the last word
 least_memory.py    the other way round: the least memory for the scheme's own time

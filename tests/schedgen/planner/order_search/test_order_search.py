@@ -122,7 +122,9 @@ def test_the_search_is_at_most_zb_v_of_table_8(p, m, f, i, w, c, rate):
 
 
 @pytest.mark.parametrize("own_window", [False, True])
-@pytest.mark.parametrize(("name", "chunks", "limit"), [("zb-h1", 1, 4), ("zb-h2", 1, 7), ("v-half", 2, 6), ("zb-v", 2, 8)])
+@pytest.mark.parametrize(
+    ("name", "chunks", "limit"), [("zb-h1", 1, 4), ("zb-h2", 1, 7), ("v-half", 2, 6), ("zb-v", 2, 8)]
+)
 def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_window):
     """Every worker has its forwards and backwards in the order that it had, and W that wait behind their I."""
     sizes = Sizes(4 * chunks, 9, 4)
