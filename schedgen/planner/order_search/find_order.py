@@ -1,5 +1,4 @@
-"""`find_order`: the best order of a problem, by random rules and by annealing the best. Of every order on the way, its W
-jobs are also placed anew.
+"""`find_order`: the best orders of a problem, by random rules and by annealing the best; W jobs are also placed anew.
 
 Work is counted, not seconds: the same call gives the same order on any machine.
 """

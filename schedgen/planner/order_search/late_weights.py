@@ -11,7 +11,6 @@ oldest W goes first.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.instructions import B, W
 from schedgen.planner.order_search.evaluate import Run, begin_run, new_run
@@ -64,7 +63,7 @@ def place_weights(
     for w in range(workers):
         place[w], end[w], first[w], last[w], clock[w] = row[w], problem.row[w], problem.row[w], problem.row[w], 0.0
         stack[w], stacked[w] = workers - 1 - w, True
-    top = workers
+    top, placed = workers, 0
     while top:
         top -= 1
         w = stack[top]
@@ -95,16 +94,14 @@ def place_weights(
             held[w] += takes[c]
             late[end[w]] = c
             end[w] += 1
+            placed += 1
             if job // batches < 2 * problem.stages:
                 place[w] += 1
             if weight[c] >= 0:
                 queue[last[w]] = weight[c]
                 last[w] += 1
             top = _let_others_go(problem, job, c, w, run, top)
-    for w in range(workers):
-        if end[w] < problem.row[w + 1]:
-            return False
-    return True
+    return placed == len(late)
 
 
 @kernel
