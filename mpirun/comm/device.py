@@ -82,6 +82,10 @@ class Device:
         """In it, this thread launches into the stream of copies to the host (`out`) or from it."""
         return contextlib.nullcontext()
 
+    def sums(self) -> contextlib.AbstractContextManager[object]:
+        """In it, this thread launches into the stream that sums over ranks are added up in."""
+        return contextlib.nullcontext()
+
     def host(self, size: int) -> Tensor:
         """Host memory, shape (bytes,), of the kind that is copied fastest from and to the device."""
         return torch.empty(size, dtype=torch.uint8)
@@ -159,6 +163,7 @@ class Cuda(Device):
         torch.cuda.set_stream(torch.cuda.Stream(self.torch))
         self.pool: tuple[int, int] | None = None  # of graphs
         self.copy_streams = torch.cuda.Stream(self.torch), torch.cuda.Stream(self.torch)
+        self.sum_stream = torch.cuda.Stream(self.torch)
         gpus = [str(each) for each in same_host.allgather(torch.cuda.get_device_properties(self.torch).uuid)]
         same_host.Free()
         self.messages = messages
@@ -181,6 +186,10 @@ class Cuda(Device):
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
         """One stream for each direction: a GPU copies both ways at once."""
         return torch.cuda.stream(self.copy_streams[out])
+
+    def sums(self) -> contextlib.AbstractContextManager[object]:
+        """That of the computation may be waiting for a message of a rank that waits for the sum."""
+        return torch.cuda.stream(self.sum_stream)
 
     def host(self, size: int) -> Tensor:
         """Pinned memory."""

@@ -5,13 +5,16 @@
    send's copy waits for the kernels before the call, and the send for the copy.
 3. What has arrived *arrives* in the stream of who asks: kernels launched from then on wait for its copy, not the host.
    With words (`stream_words`) the host does not wait for the message either: the stream waits for both.
+4. Sums over ranks are added up in a stream of their own, and what is sent of them waits for that stream alone. Behind
+   a send of the list it might wait for kernels that wait for a message of the very rank that the sum is sent to.
 
-A thread asks for marks and messages, so that a transfer begins when its kernels end whatever the launching thread
-does. Where MPI lets one thread in only, the launching thread asks, whenever it polls.
+A thread asks for marks and messages, and advances sums, so that a transfer begins when its kernels end whatever the
+launching thread does. Where MPI lets one thread in only, the launching thread does all that, whenever it polls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -86,7 +89,9 @@ class Transfer:
 
 
 class QueuedTransport(Transport):
-    """Transfers begin in the order of the calls. What arrives in one place goes through one place of the host's."""
+    """Transfers begin in the order of the calls, those of what is summed and others. What arrives in one place goes
+    through one place of the host's.
+    """
 
     def __init__(self, device: Device, *arguments: Any) -> None:
         """`device`: of the tensors; `arguments`: those of `Transport`."""
@@ -94,6 +99,8 @@ class QueuedTransport(Transport):
         self.device = device
         self.sends: deque[Transfer] = deque()  # those that have not begun
         self.receives_to_begin: deque[Transfer] = deque()
+        self.sends_of_sums: deque[Transfer] = deque()
+        self.receives_of_sums: deque[Transfer] = deque()
         self.under_way: list[Transfer] = []
         self.mirrors: dict[int, Mirror] = {}  # by block of memory, those that have no memory yet
         self.advancing = threading.Lock()
@@ -108,22 +115,34 @@ class QueuedTransport(Transport):
             self.thread = threading.Thread(target=self._run, name="transfers", daemon=True)
             self.thread.start()
 
-    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
+    def mark(self) -> Mark | None:
+        """As `Transport.mark`."""
+        return self.device.mark()
+
+    def sums(self) -> contextlib.AbstractContextManager[object]:
+        """As `Transport.sums`."""
+        return self.device.sums()
+
+    def send(
+        self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
+    ) -> Done:
         """As `Transport.send`."""
         source, mark = tensor, self.device.mark()
         if not self.device.direct:
             source = self.device.host(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            with self.device.copies(out=True):
+            with contextlib.nullcontext() if summed else self.device.copies(out=True):
                 if mark is not None:
                     mark.arrive()
                 source.copy_(tensor, non_blocking=True)
                 mark = self.device.mark()
         transfer = Transfer(mark, lambda: (comm or self.comm).Isend(mpi_buffer(source), peer, tag))
-        self._enqueue(self.sends, transfer)
+        self._enqueue(self.sends_of_sums if summed else self.sends, transfer)
         return lambda: transfer.done
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
-        """As `Transport.receive`."""
+    def receive(
+        self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
+    ) -> Receive:
+        """As `Transport.receive`; the host waits for what a sum receives."""
         mirror = None if self.device.direct else self._mirror(tensor)
         into = tensor.data  # autograd must not see this copy, as it sees no message: a graph may have saved the weights
         target: Tensor | None = None
@@ -154,12 +173,12 @@ class QueuedTransport(Transport):
         def start() -> None:
             nonlocal transfer, word
             promise = None
-            if self.device.words is not None:
+            if self.device.words is not None and comm is None:
                 word = word or self.device.words.word()
                 promise = word.next()
             transfer = Transfer(self.device.mark(), begin, lambda: end(promise))
             transfer.promise = promise
-            self._enqueue(self.receives_to_begin, transfer)
+            self._enqueue(self.receives_of_sums if summed else self.receives_to_begin, transfer)
 
         def done() -> bool:
             if transfer is not None and transfer.promise is not None:
@@ -199,13 +218,21 @@ class QueuedTransport(Transport):
         if not self.advancing.acquire(blocking=False):
             return True  # another thread does it
         try:
-            for queue in (self.sends, self.receives_to_begin):
+            queues = self.sends, self.receives_to_begin, self.sends_of_sums, self.receives_of_sums
+            for queue in queues:
                 while queue and queue[0].begun():
                     self.under_way.append(queue.popleft())
             self.under_way = [transfer for transfer in self.under_way if not transfer.ended()]
-            return bool(self.under_way or self.sends or self.receives_to_begin)
+            return bool(self.under_way or any(queues))
         finally:
             self.advancing.release()
+
+    def _advance_all(self) -> bool:
+        """As `advance`, and sums, whose next transfers are then in the queues: there is something to ask for again."""
+        left = self.advance()
+        if self.background is not None:
+            self.background()
+        return left
 
     def free(self) -> None:
         """As `Transport.free`, after the thread has ended."""
@@ -224,7 +251,7 @@ class QueuedTransport(Transport):
             while self.thread is not None:
                 self.busy.wait()
                 self.busy.clear()
-                while self.advance() and self.thread is not None:
+                while self._advance_all() and self.thread is not None:
                     time.sleep(NAP)
         except BaseException as error:
             self.failure = error

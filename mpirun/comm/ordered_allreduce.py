@@ -5,15 +5,19 @@ sum of all rows, added in ascending order of the keys: the same bits on all of t
 1. SCATTER: member m receives slice m of every row of the others and adds these slices up.
 2. GATHER: every member receives the sums of the other slices.
 The traffic is that of a reduce-scatter and an allgather. MPI's own reductions know no bf16 and promise no order.
+
+On a GPU the thread of transfers advances sums, and their kernels are in a stream of their own (`gpu_transport`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.device import Mark
 from mpirun.comm.sections import Section, add, numbers
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done
@@ -59,9 +63,10 @@ class OrderedAllreduce:
         self.first_slice = in_order[0]
         self.in_order = [numbers(piece, sections, slices[me].start) for piece in in_order]
         self.scattered = [(row[slices[m]], m) for m in others for row in rows]
-        self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group) for m in others]
+        self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group, summed=True) for m in others]
         self.others, self.transport, self.group, self.tags = others, transport, group, tags
         self.under_way: list[Done] = []
+        self.ended: Mark | None = None  # in the stream of sums
         self.phase = DONE
 
     @property
@@ -72,62 +77,87 @@ class OrderedAllreduce:
     def start(self) -> None:
         """Start the first phase. The rows may not change from now on until the sum is done."""
         self.phase = SCATTER
+        mark = self.transport.mark()  # this member's rows are there, and what reads `total` is done
         for receive in self.receives:
             receive.start()
         sends = [self.transport.send(piece, m, self.tags[SCATTER], self.group) for piece, m in self.scattered]
         self.under_way = [*(receive.done for receive in self.receives), *sends]
+        if mark is not None:
+            self.under_way.append(mark.reached)
 
     def advance(self) -> None:
         """Begin the next phase if all messages of this one are done."""
-        self.under_way = [done for done in self.under_way if not done()]
-        if self.under_way:
-            return
-        if self.phase == SCATTER:
-            first, *later = self.in_order
-            for piece in later:
-                add(first, piece)
-            if self.first_slice is not self.own_slice:
-                self.own_slice.copy_(self.first_slice)
-            for receive in self.gathers:
-                receive.start()
-            sends = [self.transport.send(self.own_slice, m, self.tags[GATHER], self.group) for m in self.others]
-            self.under_way = [*(receive.done for receive in self.gathers), *sends]
-        self.phase += 1
+        with self.transport.sums():
+            self.under_way = [done for done in self.under_way if not done()]
+            if self.under_way:
+                return
+            if self.phase == SCATTER:
+                self._gather()
+            else:
+                self.ended = self.transport.mark()
+            self.phase += 1
+
+    def _gather(self) -> None:
+        """Add this member's slices up, and start the second phase."""
+        first, *later = self.in_order
+        for piece in later:
+            add(first, piece)
+        if self.first_slice is not self.own_slice:
+            self.own_slice.copy_(self.first_slice)
+        for receive in self.gathers:
+            receive.start()
+        tag = self.tags[GATHER]
+        sends = [self.transport.send(self.own_slice, m, tag, self.group, summed=True) for m in self.others]
+        self.under_way = [*(receive.done for receive in self.gathers), *sends]
+
+    def arrive(self) -> None:
+        """Kernels launched from now on into the current stream find the sum, which is done."""
+        if self.ended is not None:
+            self.ended.arrive()
+            self.ended = None
 
 
 class AllreduceQueue:
     """The sums under way on a rank. Those of the same tags begin to gather in the order of their starts.
 
-    All ranks share that order.
+    All ranks share that order. Several threads may advance them.
     """
 
     def __init__(self, transport: Transport) -> None:
         """From now on the polls of the transport advance the sums."""
         self.transport = transport
         self.active: list[OrderedAllreduce] = []
+        self.started: set[OrderedAllreduce] = set()  # since the last `finish`
+        self.lock = threading.Lock()
         transport.background = self.advance
 
     def start(self, allreduce: OrderedAllreduce) -> None:
         """Start a sum behind those under way."""
-        allreduce.start()
-        self.active.append(allreduce)
+        self.started.add(allreduce)
+        with self.lock:
+            allreduce.start()
+            self.active.append(allreduce)
 
     def advance(self) -> None:
         """Advance all sums; of the same tags, up to the first that still scatters."""
         scattering: set[tuple[int, int]] = set()
-        for allreduce in self.active:
-            if allreduce.tags in scattering:
-                continue
-            allreduce.advance()
-            if allreduce.phase == SCATTER:
-                scattering.add(allreduce.tags)
-        self.active = [allreduce for allreduce in self.active if not allreduce.done]
+        with self.lock:
+            for allreduce in self.active:
+                if allreduce.tags in scattering:
+                    continue
+                allreduce.advance()
+                if allreduce.phase == SCATTER:
+                    scattering.add(allreduce.tags)
+            self.active = [allreduce for allreduce in self.active if not allreduce.done]
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all of them. Kernels launched from now on find the sums."""
 
         def done() -> bool:
             self.advance()
             return not self.active
 
         self.transport.wait(done)
+        for allreduce in self.started:
+            allreduce.arrive()
+        self.started.clear()

@@ -9,6 +9,7 @@ divide them. A receive fills the same memory in every step, so it is a persisten
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.comm.device import Mark
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
@@ -58,7 +60,7 @@ class Transport:
         ]
         self.receives: list[MPI.Prequest] = []
         self.waited = 0.0  # seconds, all waits together
-        self.background: Callable[[], None] | None = None  # advances allreduces: every poll calls it
+        self.background: Callable[[], None] | None = None  # advances allreduces: every poll calls it, and the thread
 
     def group(self, index: int) -> MPI.Intracomm:
         """The communicator of a group of the schedule that this rank is a member of."""
@@ -66,11 +68,27 @@ class Transport:
         assert comm is not None
         return comm
 
-    def send(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Done:
-        """Start sending; the tensor must neither change nor be freed until that is done."""
+    def mark(self) -> Mark | None:
+        """A mark behind all kernels launched so far into the current stream; None if they are done already."""
+        return None
+
+    def sums(self) -> contextlib.AbstractContextManager[object]:
+        """In it, this thread adds up sums: on a GPU in a stream of their own."""
+        return contextlib.nullcontext()
+
+    def send(
+        self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
+    ) -> Done:
+        """Start sending; the tensor must neither change nor be freed until that is done.
+
+        comm    a group's, of a sum over it
+        summed  the tensor has been added up in `sums`
+        """
         return (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None) -> Receive:
+    def receive(
+        self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
+    ) -> Receive:
         """A receive into the memory of a tensor, which the caller keeps alive; nothing arrives before its `start`."""
         request = self._persistent(tensor, peer, tag, comm)
         return Receive(request.Start, request.Test)

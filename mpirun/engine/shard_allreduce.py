@@ -51,6 +51,7 @@ class ShardAllreduce:
         def done() -> bool:
             allreduces.advance()
             if allreduce.done:
+                allreduce.arrive()
                 buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand
             return allreduce.done
 

@@ -11,6 +11,7 @@ from late_device import Late, Launches
 from late_streams import COMPUTE, Event, WordOperations
 
 from mpirun.comm.gpu_transport import QueuedTransport, Transfer
+from mpirun.comm.ordered_allreduce import OrderedAllreduce
 from mpirun.comm.stream_words import Number, StreamWords
 from mpirun.comm.transport import Receive
 
@@ -75,6 +76,7 @@ BREAKS = {
     "a copy to the host waits for no kernel": mock.patch.object(Event, "arrive", arrive_in_compute_only),
     "a kernel waits for no copy from the host": mock.patch.object(Event, "arrive", arrive_in_copies_only),
     "copies in another stream than their marks": mock.patch.object(Launches, "copy", copy_elsewhere),
+    "a sum is used before its copies from the host": mock.patch.object(OrderedAllreduce, "arrive", lambda self: None),
     "no stream waits for a word": mock.patch.object(WordOperations, "wait", lambda *_: None),
     "a mark's word is written at once": mock.patch.object(StreamWords, "mark", mark_that_is_reached),
     "a word is written before the copy that it is of": mock.patch.object(Number, "keep_in_stream", keep_on_copies),

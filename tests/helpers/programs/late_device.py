@@ -358,6 +358,10 @@ class Late(Device):
         """One stream for each direction."""
         return self.streams.using("copies out" if out else "copies in")
 
+    def sums(self) -> contextlib.AbstractContextManager[None]:
+        """A stream of their own."""
+        return self.streams.using("sums")
+
     def host(self, size: int) -> Tensor:
         """Memory that is pinned as far as the device is concerned."""
         with as_a_kernel():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from golden_cases import MODEL, cases
@@ -139,6 +140,42 @@ def test_a_replay_empties_what_dead_tensors_had_but_not_its_inputs(launch):
     assert done.out.splitlines() == ["True 0", "first False", "second True"], done.err
 
 
+ALONE = """
+import sys, time
+sys.path.append("programs")
+import torch
+from late_device import Late
+from mpi4py import MPI
+from mpirun.comm.gpu_transport import QueuedTransport
+from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
+from mpirun.comm.sections import Section
+rank = MPI.COMM_WORLD.rank
+device = Late(sys.argv[1] == "direct", rank)
+with device.working():
+    transport = QueuedTransport(device, MPI.COMM_WORLD, [[0, 1]])
+    rows = torch.zeros((1, 4000), device=device.torch).view(torch.uint8)
+    keys, sections = [[0], [1]], [Section(0, 16000, torch.float32)]
+    summed, sums = OrderedAllreduce(transport, transport.group(0), rows, keys, sections), AllreduceQueue(transport)
+    for again in range(2):
+        rows.view(torch.float32).fill_(10 * again + rank)
+        sums.start(summed)
+        end = time.monotonic() + 30
+        while not summed.done and time.monotonic() < end:
+            time.sleep(1e-3)
+        done = summed.done
+        sums.finish()
+        values = rows.view(torch.float32) + 0.5
+        sys.stdout.write(f"{done} {values.unique().tolist()}\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["direct", "staged"])
+def test_a_sum_goes_on_while_the_launching_thread_does_something_else(launch, how):
+    """Both phases, and what is added up between them: that thread asks for nothing and calls nothing of MPI."""
+    done = launch(2, program=["-c", ALONE, how])
+    assert sorted(done.out.splitlines()) == sorted(2 * ["True [1.5]", "True [21.5]"]), done.out + done.err
+
+
 # Ways to break the order of transfers and kernels (helpers/programs/broken_order.py), and where messages go by then.
 BREAKS = [
     ("no marks", "direct"),
@@ -151,42 +188,50 @@ BREAKS = [
     ("what is received is used before it has come", "direct"),
     ("what is received is used before it has come", "staged"),
 ]
-Case = tuple[str | None, str | None]  # how order is broken, where messages go by; None: in order, on the CPU
-IN_ORDER: list[Case] = [(None, None), (None, "direct"), (None, "staged")]
+BREAKS_OF_SUMS = [("a sum is used before its copies from the host", "staged")]
+Case = tuple[str, str | None, str | None]  # a scheme, how order is broken, where messages go by; None: well, on the CPU
+# Gpipe receives gradients into a place where others may not have been read yet; ddp sums gradients.
+IN_ORDER: list[Case] = [(scheme, None, how) for scheme in ("gpipe", "ddp") for how in (None, "direct", "staged")]
+BROKEN: list[Case] = [("gpipe", *how) for how in BREAKS] + [("ddp", *how) for how in BREAKS_OF_SUMS]
 
 
 @pytest.fixture(scope="module")
-def gpipe(compiled, text) -> list[str]:
-    """A step on 2 ranks in which gradients can be received into a place before the ones there have been read."""
-    schedule = str(compiled("gpipe", stages=2, microbatches=6))
-    return [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "1", "--canonical"]
+def step(compiled, text) -> dict[str, list[str]]:
+    """By scheme, the arguments of a step on 2 ranks."""
+    options = ["--model", "mpirun.examples.mlp:tiny", "--text", str(text), "--steps", "1", "--canonical"]
+    return {
+        scheme: [str(compiled(scheme, stages=2, microbatches=6, workers=2)), *options] for scheme in ("gpipe", "ddp")
+    }
 
 
 @pytest.fixture(scope="module")
-def ended(in_one_launch, gpipe) -> dict[Case, tuple[int, str]]:
+def ended(in_one_launch, step) -> dict[Case, tuple[int, str]]:
     """By how order is broken, how that step ends: exit code, hash of weights. No other test is in the launch."""
-    cases: list[Case] = [*IN_ORDER, *BREAKS]
-    runs = [{"arguments": gpipe, "break": name, "late": how} for name, how in cases]
-    results = in_one_launch(2, runs, env={"ORDER": "broken"})
-    ended = {case: (code, weights) for case, (code, _, weights) in zip(cases, results, strict=True)}
-    for (name, how), (code, weights) in ended.items():
-        same = weights == ended[None, None][1]
-        print(f"{how or 'cpu':8}{name or 'in order':52}{code}  {'the same' if same else 'other'} bits")
+    cases, ended = [*IN_ORDER, *BROKEN], {}
+    for scheme, name, how in cases:
+        begin = time.monotonic()
+        run = {"arguments": step[scheme], "break": name, "late": how}
+        ((code, _, weights),) = in_one_launch(2, [run], env={"ORDER": "broken"})
+        ended[scheme, name, how] = code, weights
+        bits = "the same" if weights == ended[scheme, None, None][1] else "other"
+        seconds = time.monotonic() - begin
+        print(f"{scheme:6}{how or 'cpu':7}{name or 'in order':48}{seconds:5.1f} s  code {code}, {bits} bits")
     return ended
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
 def test_in_order_all_is_well(ended, case):
-    assert ended[case] == (0, ended[None, None][1])
+    assert ended[case] == (0, ended[case[0], None, None][1])
 
 
-def test_in_order_all_is_well_where_mpi_lets_one_thread_in(in_one_launch, gpipe, ended):
-    runs = [{"arguments": gpipe, "late": how} for how in ("direct", "staged")]
+def test_in_order_all_is_well_where_mpi_lets_one_thread_in(in_one_launch, step, ended):
+    cases = [case for case in IN_ORDER if case[2]]
+    runs = [{"arguments": step[scheme], "late": how} for scheme, _, how in cases]
     results = in_one_launch(2, runs, env={"MPI4PY_RC_THREAD_LEVEL": "serialized"})
-    assert [(code, weights) for code, _, weights in results] == [(0, ended[None, None][1])] * 2
+    assert [(code, weights) for code, _, weights in results] == [ended[case[0], None, None] for case in cases]
 
 
-@pytest.mark.parametrize("case", BREAKS, ids=", ".join)
+@pytest.mark.parametrize("case", BROKEN, ids=", ".join)
 def test_order_that_is_broken_is_seen(ended, case):
     """Or the other tests would show nothing."""
-    assert ended[case][0] != 0 or ended[case][1] != ended[None, None][1]
+    assert ended[case] != ended[case[0], None, None]
