@@ -112,8 +112,24 @@ gpus() { # NUMBER OPTION...: of a node
     VENV=$(dirname "$bin") sbatch --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node="$1" "${@:2}" \
         mpirun/cli/slurm-gpu.sbatch "${train[@]:2}" --steps 3
 }
-for fabric in "" ucx wheel; do FABRIC=$fabric gpus 2 --test-only; done
+for fabric in "" ucx cray wheel; do FABRIC=$fabric gpus 2 --test-only; done
 if gpus 3 --test-only 2> /dev/null; then fail "a job of more GPUs than there are is accepted"; fi
+refused() { # SENTENCE: the last job's, whose settings are wrong
+    grep --quiet "$1" "$dir/refused.log" || fail "a job with wrong settings says $(cat "$dir/refused.log")"
+}
+FABRIC=crey gpus 2 --wait --output="$dir/refused.log" && fail "a job of an unknown FABRIC runs"
+refused "^FABRIC=crey, but should be ucx, cray or wheel$"
+FABRIC=cray gpus 2 --wait --output="$dir/refused.log" && fail "a job runs without Cray's MPICH"
+refused "FABRIC=cray: load the module cray-mpich"
+export CRAY_MPICH_ROOTDIR=$dir/cray
+FABRIC=cray gpus 2 --wait --output="$dir/refused.log" && fail "a job runs without Cray's library for GPUs"
+refused "^FABRIC=cray: there is no $dir/cray/gtl/lib/libmpi_gtl_cuda.so$"
+mkdir --parents "$dir/cray/gtl/lib"
+cp "$(ldconfig -p | awk '/libdl\.so\.2/ { print $NF; exit }')" "$dir/cray/gtl/lib/libmpi_gtl_cuda.so" # it does nothing
+FABRIC=cray gpus 2 --wait --time=3 --output="$dir/cray.log" || fail "the job fails: $(cat "$dir/cray.log")"
+cat "$dir/cray.log"
+grep --quiet "^step 3/3 " "$dir/cray.log" || fail "the job for Cray's MPICH does not come to its last step"
+if grep "cannot be preloaded" "$dir/cray.log"; then fail "ranks do not load the library for GPUs"; fi
 mkdir "$dir/stand-in"
 printf '#!/bin/sh\necho "$SLURMD_NODENAME" >> %s\nexec sleep 600\n' "$dir/mps" > "$dir/stand-in/nvidia-cuda-mps-control"
 chmod +x "$dir/stand-in/nvidia-cuda-mps-control"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,30 @@ def test_what_arrives_in_one_place_goes_through_one_place_of_the_host():
         assert (places[k % 3] == k).all()
     assert device.asked == 900 + 64 * 300  # every send has its own
     transport.free()
+
+
+PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30  # in linux/prctl.h
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="naps have no such setting")
+def test_naps_end_in_time():
+    """Linux lets the sleeps of a thread end late by 50 us: not in that which waits, nor in that which asks."""
+    prctl, slacks = ctypes.CDLL(None).prctl, {}
+
+    class Noting(Staged):
+        def use_in_thread(self) -> None:
+            slacks["asking"] = prctl(PR_GET_TIMERSLACK)
+
+    def run() -> None:
+        prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(50_000))
+        transport = QueuedTransport(Noting(), MPI.COMM_SELF, ())
+        slacks["waiting"] = prctl(PR_GET_TIMERSLACK)
+        transport.free()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert slacks["waiting"] == 1 and slacks.get("asking", 1) == 1
 
 
 def test_numbers_of_several_widths_lie_in_the_host_s_memory_as_in_the_block():
