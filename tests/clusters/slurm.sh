@@ -109,7 +109,9 @@ cat "$dir/job.log"
 
 echo "== sbatch: the example for GPUs"
 gpus() { # NUMBER OPTION...: of a node
-    VENV=$(dirname "$bin") sbatch --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node="$1" "${@:2}" \
+    # A job that is slow would be requeued near its limit, again and again.
+    VENV=$(dirname "$bin") timeout 300 sbatch --time=30 \
+        --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node="$1" "${@:2}" \
         mpirun/cli/slurm-gpu.sbatch "${train[@]:2}" --steps 3
 }
 for fabric in "" ucx cray wheel; do FABRIC=$fabric gpus 2 --test-only; done
@@ -126,14 +128,14 @@ FABRIC=cray gpus 2 --wait --output="$dir/refused.log" && fail "a job runs withou
 refused "^FABRIC=cray: there is no $dir/cray/gtl/lib/libmpi_gtl_cuda.so$"
 mkdir --parents "$dir/cray/gtl/lib"
 cp "$(ldconfig -p | awk '/libdl\.so\.2/ { print $NF; exit }')" "$dir/cray/gtl/lib/libmpi_gtl_cuda.so" # it does nothing
-FABRIC=cray gpus 2 --wait --time=3 --output="$dir/cray.log" || fail "the job fails: $(cat "$dir/cray.log")"
+FABRIC=cray gpus 2 --wait --output="$dir/cray.log" || fail "the job fails: $(cat "$dir/cray.log")"
 cat "$dir/cray.log"
 grep --quiet "^step 3/3 " "$dir/cray.log" || fail "the job for Cray's MPICH does not come to its last step"
 if grep "cannot be preloaded" "$dir/cray.log"; then fail "ranks do not load the library for GPUs"; fi
 mkdir "$dir/stand-in"
 printf '#!/bin/sh\necho "$SLURMD_NODENAME" >> %s\nexec sleep 600\n' "$dir/mps" > "$dir/stand-in/nvidia-cuda-mps-control"
 chmod +x "$dir/stand-in/nvidia-cuda-mps-control"
-PATH=$dir/stand-in:$PATH FABRIC=wheel MPS=1 gpus 2 --wait --time=3 --output="$dir/gpus.log" ||
+PATH=$dir/stand-in:$PATH FABRIC=wheel MPS=1 gpus 2 --wait --output="$dir/gpus.log" ||
     fail "the job fails: $(cat "$dir/gpus.log")"
 cat "$dir/gpus.log"
 [ "$(sort "$dir/mps" | xargs)" = "n1 n2" ] || fail "the service of GPUs was not started once a node"
