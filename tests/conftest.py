@@ -10,13 +10,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import mpiexec
 from warm_ranks import IN_THE_WAY
+from warm_servers import PROGRAM, WarmServers
 
 import schedgen.util.jit
 
@@ -29,7 +29,6 @@ schedgen.util.jit.SMALL = 0
 
 KEPT = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
 WARM = "WARM_RANKS"  # the folder of the servers that all workers share
-SERVERS = Path(__file__).parent / "helpers" / "warm_ranks.py"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,22 +66,16 @@ def start_servers(config: pytest.Config, ask: bool) -> None:
     folder = tempfile.TemporaryDirectory()
     os.environ[WARM] = folder.name
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
-    servers = [
-        subprocess.Popen(
-            [sys.executable, str(SERVERS), "serve", folder.name, name], stdin=subprocess.PIPE, env=environment
-        )
-        for name in ("0", "1")
-    ]
-    while ask and not Path(folder.name, "0").exists() and servers[0].poll() is None:
-        time.sleep(0.01)
-    rank = [sys.executable, "-I", "-S", str(SERVERS), "rank", folder.name, "-c", "pass"]
+    servers = WarmServers(Path(folder.name), [environment, environment])
+    if ask:
+        servers.wait()
+    rank = [sys.executable, "-I", "-S", str(PROGRAM), "rank", folder.name, "-c", "pass"]
     asked = subprocess.Popen(rank, env=environment) if ask else None
 
     def stop() -> None:
         if asked:
             asked.wait()
-        for server in servers:
-            server.communicate()
+        servers.close()
         folder.cleanup()
 
     config.add_cleanup(stop)
@@ -99,7 +92,7 @@ def warm_ranks() -> Iterator[list[str]]:
 
     The value is what starts a process that has imported torch, too, and then does what Python would do.
     """
-    folder, program = os.environ[WARM], [sys.executable, "-I", "-S", str(SERVERS)]
+    folder, program = os.environ[WARM], [sys.executable, "-I", "-S", str(PROGRAM)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPIEXEC", shlex.join([*program, "mpiexec", folder, *mpiexec()]))
         yield [*program, "rank", folder]

@@ -6,15 +6,11 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 from processes import environment
 from standing_launch import StandingLaunch
-
-SERVERS = Path(__file__).parents[3] / "helpers" / "warm_ranks.py"
+from warm_servers import WarmServers
 
 SCHEMES = {
     "gpipe": {}, "1f1b": {}, "zb-h1": {}, "lpp": {"groups": 2}, "fslpp": {"groups": 2},
@@ -44,17 +40,9 @@ def several(warm_ranks, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("traced")
     calls = [f"split_models:{name}:{stages}" for name, stages in TRACED]
-    servers = [
-        subprocess.Popen(
-            [*warm_ranks, str(SERVERS), "serve", str(folder), name, *calls],
-            stdin=subprocess.PIPE,
-            env=environment("", {"PMI_RANK": name}),
-        )
-        for name in ("0", "1")
-    ]
-    while not all((folder / name).exists() for name in ("0", "1")):
-        assert all(server.poll() is None for server in servers)
-        time.sleep(0.01)
+    environments = [environment("", {"PMI_RANK": name}) for name in ("0", "1")]
+    servers = WarmServers(folder, environments, calls, python=warm_ranks)
+    servers.wait()
     launches: dict[int, StandingLaunch] = {}
 
     def several(ranks, runs):
@@ -68,8 +56,7 @@ def several(warm_ranks, tmp_path_factory):
         yield several
     for launch in launches.values():
         launch.close()
-    for server in servers:
-        server.communicate()
+    servers.close()
 
 
 @pytest.fixture(scope="module")
