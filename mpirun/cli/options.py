@@ -6,14 +6,18 @@ A mistake is a `Stop` that all ranks end with and rank 0 prints; so is --help, w
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop
+from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.engine.options import SetupOptions
+from schedgen.util.errors import UsageError
+from schedgen.util.files import is_same_file
 from schedgen.util.option_types import number
 
 EXAMPLES = """built-in models: mpirun.examples.gpt:tiny, :small, :tied and :tensor; mpirun.examples.mlp:tiny and :small;
@@ -112,8 +116,8 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
     add("--save", metavar="DIR", help="write checkpoints there")
-    add("--every", type=_positive_count, default=100, metavar="N", help="steps between two; default: 100")
-    add("--keep", type=_positive_count, default=3, metavar="K", help="so many, the newest; default: 3")
+    add("--every", type=_positive_count, metavar="N", help="steps between two; default: 100")
+    add("--keep", type=_positive_count, metavar="K", help="so many, the newest; default: 3")
     add("--resume", metavar="DIR", help="go on from the newest whole checkpoint there; --steps counts from the first")
     add(
         "--on-nan",
@@ -137,9 +141,11 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
     add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
     add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
-    add("--trace-steps", type=_positive_count, default=1, metavar="K", help="trace the last K steps; default: 1")
+    add("--trace-steps", type=_positive_count, metavar="K", help="trace the last K steps; default: 1")
     values = _values(comm, parser, arguments, file="FILE", model="--model")
     _check_momentum(parser, values)
+    _check_company(parser, values)
+    _check_files(comm, read=[values["file"], values["text"]], written=[values["metrics"], values["trace"]])
     if values["trace"] and not values["steps"]:
         parser.error("--trace: there is nothing to trace in 0 steps")
     for name in ("save", "resume"):
@@ -169,6 +175,7 @@ def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
     _check_momentum(parser, values)
     if values["stages"] is None and values["schedule"] is None:
         parser.error("--stages or --schedule is missing")
+    _check_files(comm, read=[values["schedule"], values["text"]], written=[values["output"]])
     if not values["steps"]:
         parser.error("--steps: nothing is measured in 0 steps")
     return _made(ProfileOptions, values, setup=_made(SetupOptions, values))
@@ -240,6 +247,31 @@ def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
 def _check_momentum(parser: Parser, values: dict[str, Any]) -> None:
     if values["momentum"] and values["optimizer"] != "sgd":
         parser.error("--momentum is of --optimizer sgd")
+
+
+def _check_company(parser: Parser, values: dict[str, Any]) -> None:
+    """Refuse options that say how something is done that is not asked for, and set their defaults."""
+    for name, asked, default in (("every", "save", 100), ("keep", "save", 3), ("trace_steps", "trace", 1)):
+        if values[name] is None:
+            values[name] = default
+        elif values[asked] is None:
+            parser.error(f"--{name.replace('_', '-')} is of --{asked}")
+    if values["tolerance"] is not None and not values["verify"]:
+        parser.error("--tolerance is of --verify")
+
+
+def _check_files(comm: MPI.Comm, read: Sequence[str | None], written: Sequence[str | None]) -> None:
+    """A Stop where a file that is read would be written over, or two things be written to one file. Collective."""
+
+    def check() -> None:
+        names = [name for name in written if name]
+        for name, other in itertools.product(names, filter(None, read)):
+            if is_same_file(name, other):
+                raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
+        if len({Path(name).resolve() for name in names}) < len(names):
+            raise UsageError(f"{names[0]} would be written twice: give each its own name")
+
+    on_rank_0(comm, check)
 
 
 def _made(options: type[Options], values: dict[str, Any], **more: Any) -> Options:

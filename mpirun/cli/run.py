@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 
 from mpi4py import MPI
@@ -72,6 +73,8 @@ class Run:
             saved = self._steps(trace, traced)
             if trace is not None and options.trace:
                 trace.write(self.comm, session.schedule.all_ranks, options.trace)
+            elif options.trace and self.comm.rank == 0:
+                print(f"mpirun: note: --trace: no step is left, so {options.trace} is not written", file=sys.stderr)
             self._print_memory()
             code = session.verify()
             sleeping_barrier(self.comm)  # nobody is done before all are

@@ -38,7 +38,7 @@ from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.template import new
-from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError
 from schedgen.util.files import display_name, open_output, read_text
 
@@ -134,6 +134,8 @@ def run_compare(options: CompareOptions) -> int:
     sizes = Sizes(options.stages, options.microbatches, options.workers)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
+    if options.output not in (None, "-") and not str(options.output).endswith(".svg"):
+        raise UsageError(f"{options.output}: the name should end in .svg")
     comparison = compare(sizes, options.cost, options.memory)
     if not comparison.rows:
         reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
@@ -159,6 +161,8 @@ def run_plan(options: PlanOptions) -> int:
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     if options.search and options.partition_only:
         raise UsageError("plan --partition-only searches nothing: leave --search out")
+    if options.schemes and options.partition_only:
+        raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
     numbers: dict[str, Any] = {}
     lines: list[str] = []
     downsets = all_downsets(layers)
@@ -195,7 +199,7 @@ def run_search(options: SearchOptions) -> int:
     sizes = Sizes(options.stages, options.microbatches, options.workers, chunks=options.chunks)
     scheme = load(options.scheme, sizes)
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
-    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
+    machine = options.machine
     if options.profile:
         cost, machine = read_profile(read_text(options.profile), display_name(options.profile), sizes.stages)
     if set(cost) <= {"F", REDO}:

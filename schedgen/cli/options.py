@@ -1,7 +1,8 @@
 """What every subcommand of `schedgen` takes: a frozen dataclass for each, whose fields are its arguments.
 
 `option`, `switch` and `argument` declare a field with what argparse must know of it. `add_arguments` gives the fields
-to a parser, and `read` makes the dataclass from what was parsed.
+to a parser, and `read` makes the dataclass from what was parsed. A field marked READ or WRITTEN names a file: what is
+read is never written over.
 """
 
 from __future__ import annotations
@@ -20,18 +21,27 @@ from schedgen.planner.candidates import SEARCHED
 from schedgen.planner.order_search.order_search import BUDGET, OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
+from schedgen.simulator.machine import Machine
 from schedgen.util import option_types as types
+from schedgen.util.errors import UsageError
+from schedgen.util.files import is_same_file
 
 T = TypeVar("T")
 
+READ, WRITTEN = "read", "written"  # what a command does with the file that a field names
+_SIZES = ("alpha", "beta", "activation", "weight", "saved")  # fields of a Machine that are options
 
-def option(spelling: str, help: str, type: Any = None, default: Any = None, group: str = "", **more: Any) -> Any:
+
+def option(
+    spelling: str, help: str, type: Any = None, default: Any = None, group: str = "", file: str = "", **more: Any
+) -> Any:
     """A field that is an option, spelled as in "-o --output FILE"; of those in one `group` only one may be given."""
     words = spelling.split()
     flags = [word for word in words if word.startswith("-")]
     if len(words) > len(flags):
         more["metavar"] = words[-1]
-    return field(metadata={"flags": flags, "group": group, "help": help, "type": type, "default": default, **more})
+    own = {"flags": flags, "group": group, "file": file}
+    return field(metadata={**own, "help": help, "type": type, "default": default, **more})
 
 
 def switch(spelling: str, help: str) -> Any:
@@ -39,9 +49,9 @@ def switch(spelling: str, help: str) -> Any:
     return field(metadata={"flags": [spelling], "help": help, "action": "store_true"})
 
 
-def argument(metavar: str, help: str, **more: Any) -> Any:
-    """A field that is a positional argument."""
-    return field(metadata={"metavar": metavar, "help": help, **more})
+def argument(metavar: str, help: str, file: str = READ, **more: Any) -> Any:
+    """A field that is a positional argument, most often a file that is read."""
+    return field(metadata={"metavar": metavar, "help": help, "file": file, **more})
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
@@ -49,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
     groups: dict[str, Any] = {"": parser}
     for each in fields(options):
         how = dict(each.metadata)
-        flags, group = how.pop("flags", None), how.pop("group", "")
+        flags, group, _ = how.pop("flags", None), how.pop("group", ""), how.pop("file", "")
         if group not in groups:
             groups[group] = parser.add_mutually_exclusive_group()
         if flags:
@@ -59,8 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def read(options: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of options from the parsed values of its fields."""
+    """A dataclass of options from the parsed values of its fields; UsageError where they do not go together."""
+    _check_files(options, values)
+    if values.get("json") and values.get("output") == "-":
+        raise UsageError("-o - and --json would both be standard output: give one of them a file")
     return options(**{each.name: values[each.name] for each in fields(options)})  # type: ignore[arg-type]
+
+
+def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
+    """Refuse to write to a file that is read: what was in it would be lost."""
+    files = {
+        use: [values[each.name] for each in fields(options) if each.metadata.get("file") == use and values[each.name]]
+        for use in (READ, WRITTEN)
+    }
+    for name in files[WRITTEN]:
+        for other in files[READ]:
+            if isinstance(other, str) and other not in SCHEMES and is_same_file(name, other):
+                raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
 
 
 def durations(text: str) -> dict[str, float]:
@@ -111,14 +136,29 @@ class CostOptions:
     """What jobs and messages cost."""
 
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; default: those in the file", durations)
-    alpha: float = option("--alpha T", "time a message takes, in the same unit; default: 0", types.time, 0.0)
-    beta: float = option("--beta T", "and time each of its bytes takes; default: 0", types.time, 0.0)
-    activation: int = option("--activation N", "bytes of an activation or its gradient; default: 1", types.count, 1)
-    weight: int = option("--weight N", "bytes of a stage's weights or their gradient; default: 1", types.count, 1)
-    saved: int = option("--saved N", "bytes a forward keeps for its backward; default: 1", types.count, 1)
+    alpha: float | None = option("--alpha T", "time a message takes, in the same unit; default: 0", types.time)
+    beta: float | None = option("--beta T", "and time each of its bytes takes; default: 0", types.time)
+    activation: int | None = option("--activation N", "bytes of an activation or its gradient; default: 1", types.count)
+    weight: int | None = option("--weight N", "bytes of a stage's weights or their gradient; default: 1", types.count)
+    saved: int | None = option("--saved N", "bytes a forward keeps for its backward; default: 1", types.count)
     profile: str | None = option(
-        "--profile P", "JSON with all of these and more by name, times and bytes also by stage"
+        "--profile P", "JSON with all of these and more by name, times and bytes also by stage", file=READ
     )
+
+    def __post_init__(self) -> None:
+        """UsageError where a profile would silently take the place of what another option says."""
+        if self.profile is not None and len(self.given) > 1:
+            raise UsageError(f"--profile has all costs: leave --{self.given[1]} out")
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were given of these, by name."""
+        return [name for name in ("profile", "cost", *_SIZES) if getattr(self, name) is not None]
+
+    @property
+    def machine(self) -> Machine:
+        """Links and sizes as the options say, without the profile's."""
+        return Machine(**{name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None})
 
 
 @dataclass(frozen=True)
@@ -163,7 +203,9 @@ class CompileOptions:
         "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", types.count
     )
     graph: str | None = option(
-        "--graph FILE", "what mpirun graph writes of a model: stages, edges, ties and more; - is standard input"
+        "--graph FILE",
+        "what mpirun graph writes of a model: stages, edges, ties and more; - is standard input",
+        file=READ,
     )
     forward: bool = switch("--forward", "forwards alone, for evaluation and prediction, where training has them")
     updates: str | None = option(
@@ -172,7 +214,7 @@ class CompileOptions:
         "behind some with two versions; default: the scheme's own",
         choices=tuple(UPDATES),
     )
-    output: str = option("-o --output FILE", "the schedule; - is standard output", required=True)
+    output: str = option("-o --output FILE", "the schedule; - is standard output", required=True, file=WRITTEN)
 
 
 @dataclass(frozen=True)
@@ -209,8 +251,8 @@ class StatsOptions(Form, InputFile):
 class SimulateOptions(Form, CostOptions, InputFile):
     """simulate: a schedule, its costs, and where its trace goes."""
 
-    trace: str | None = option("--trace OUT", "Chrome trace events, for Perfetto")
-    measured: str | None = option("--measured TRACE", "durations as mpirun --trace found them; OUT has both")
+    trace: str | None = option("--trace OUT", "Chrome trace events, for Perfetto", file=WRITTEN)
+    measured: str | None = option("--measured TRACE", "durations as mpirun --trace found them; OUT has both", file=READ)
 
 
 @dataclass(frozen=True)
@@ -218,13 +260,15 @@ class DrawOptions(CostOptions, InputFile):
     """draw: one or two schedules, their costs, and what the picture looks like."""
 
     other: str | None = argument("FILE2", "another, drawn below on the same time axis", nargs="?")
-    output: str | None = option("-o --output OUT", "OUT.svg, OUT.png or OUT.html; default: in the terminal")
+    output: str | None = option(
+        "-o --output OUT", "OUT.svg, OUT.png or OUT.html; default: in the terminal", file=WRITTEN
+    )
     by: str | None = option(
         "--by", "what colours say; default: the microbatch, or the stage where a worker has several",
         choices=("microbatch", "stage"),
     )  # fmt: skip
     transfers: bool = switch("--transfers", "messages as arrows (in OUT.html: at first)")
-    measured: str | None = option("--measured TRACE", "what mpirun --trace wrote, drawn over its simulation")
+    measured: str | None = option("--measured TRACE", "what mpirun --trace wrote, drawn over its simulation", file=READ)
 
 
 @dataclass(frozen=True)
@@ -237,7 +281,7 @@ class ExportOptions(CostOptions, InputFile):
         required=True,
         choices=("chrome", "chakra", "csv"),
     )
-    output: str = option("-o --output OUT", "- is standard output", required=True)
+    output: str = option("-o --output OUT", "- is standard output", required=True, file=WRITTEN)
 
 
 @dataclass(frozen=True)
@@ -291,7 +335,7 @@ class PlanOptions(Form):
         types.count,
         0,
     )
-    output: str | None = option("-o --output FILE", "the fastest schedule; - is standard output")
+    output: str | None = option("-o --output FILE", "the fastest schedule; - is standard output", file=WRITTEN)
 
 
 @dataclass(frozen=True)
@@ -320,14 +364,14 @@ class SearchOptions(Form, CostOptions):
     budget: int = option(
         "--budget N", f"million times that a job is given a time; default: {BUDGET}", types.count, BUDGET
     )
-    output: str | None = option("-o --output FILE", "the schedule; - is standard output")
+    output: str | None = option("-o --output FILE", "the schedule; - is standard output", file=WRITTEN)
 
 
 @dataclass(frozen=True)
 class NewOptions:
     """new: the scheme to begin with."""
 
-    name: str = argument("NAME", "of the scheme; the file is NAME.py")
+    name: str = argument("NAME", "of the scheme; the file is NAME.py", file="")
 
 
 @dataclass(frozen=True)

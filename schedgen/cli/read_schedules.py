@@ -35,7 +35,7 @@ from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.stats_table import cycle_line, named_numbers, stats_table
-from schedgen.report.torch_csv import as_torch_csv
+from schedgen.report.torch_csv import as_torch_csv, lost_in_csv
 from schedgen.simulator.clock_cycles import clock_cycles
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.simulator.simulate import Simulation, simulate
@@ -136,8 +136,7 @@ def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount]
     """Durations of jobs by direction, and the machine, as the options say."""
     if options.profile:
         return _read_profile(options.profile, program)
-    machine = Machine(options.alpha, options.beta, options.activation, options.weight, options.saved)
-    return options.cost or program.header.cost, machine
+    return options.cost or program.header.cost, options.machine
 
 
 def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machine]:
@@ -158,6 +157,8 @@ def run_draw(options: DrawOptions) -> int:
     form = Path(options.output).suffix if options.output else None
     if form not in (None, ".svg", ".png", ".html"):
         raise UsageError(f"{options.output}: the name should end in .svg, .png or .html")
+    if form is None and options.transfers:
+        raise UsageError("--transfers: a terminal shows no arrows: give -o OUT.svg, OUT.png or OUT.html")
     scenes = _scenes(options, [name for name in (options.file, options.other) if name])
     by = options.by or default_colouring(scenes)
     if options.output is None or form is None:
@@ -196,6 +197,10 @@ def run_export(options: ExportOptions) -> int:
     unit = 1e6 if options.profile else 1.0
     files: Iterable[tuple[str, bytes]]
     if options.to == "csv":
+        if options.given:
+            raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
+        if lost := lost_in_csv(program):
+            print(f"schedgen: note: torch's CSV has jobs alone, nothing of {' or '.join(lost)}", file=sys.stderr)
         files = [("", as_torch_csv(program).encode())]
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import csv
 import io
 
+import numpy as np
+
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
+from schedgen.ir.stage_graph import chain
 from schedgen.util.errors import UsageError
 
 LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
@@ -31,3 +34,16 @@ def as_torch_csv(program: Program) -> str:
         instructions = program.instructions(rank)
         rows.writerow([f"{i.stage}{LETTER[Op(i.op)]}{i.mb}" for i in instructions if i.op in LETTER])
     return text.getvalue()
+
+
+def lost_in_csv(program: Program) -> list[str]:
+    """What the schedule has besides its jobs, each in words, that no action says; empty where the CSV is all of it."""
+    header = program.header
+    weights = header.weights[: len(header.compute)]
+    lost = {
+        "the stage graph": header.graph.edges != chain(header.stages),
+        "ties": bool(header.tied),
+        "weights away from their jobs": bool(header.part_owners) or not np.array_equal(weights, header.compute),
+        "forwards that are redone": bool((program.rows.op == Op.RECOMPUTE).any()),
+    }
+    return [words for words, is_lost in lost.items() if is_lost]

@@ -25,6 +25,9 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     n = getattr(module, "n", no_order)
     if not callable(n):
         raise UsageError(f"{path}: n is no function n(s, b, d)")
+    for name in ("tied", "whole"):
+        if hasattr(module, name):
+            raise UsageError(f"{path}: {name} is a model's, not a scheme's: put it into a graph file, for --graph")
     by_shard = fourth_argument(module.w) == "t"
     if not by_shard:
         sizes = sizes.per_shard(tensor)

@@ -24,6 +24,13 @@ def display_name(name: str) -> str:
     return "standard input" if name == "-" else name
 
 
+def is_same_file(name: str, other: str) -> bool:
+    """Whether both names are of one regular file that is there; - is none."""
+    if "-" in (name, other) or not (Path(name).is_file() and Path(other).is_file()):
+        return False
+    return Path(name).samefile(other)
+
+
 @contextlib.contextmanager
 def open_input(name: str) -> Iterator[BinaryIO]:
     """The file `name`, opened for reading; OSError if it cannot be."""

@@ -133,6 +133,7 @@ def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
     }
     runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
     runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
+    runs["done, and traced"] = [*command, "--resume", saved / "adamw" / "whole", "--trace", folder / "trace"]
     runs["of another model"] = [*command[:-1], "mpirun.examples.mlp:tiny", "--resume", saved / "adamw" / "half"]
     runs["of another optimizer"] = [*command, "--optimizer", "sgd", "--resume", saved / "adamw" / "half"]
     runs["used"] = [*command, "--save", saved / "adamw" / "half"]
@@ -171,6 +172,12 @@ def test_what_a_dead_run_left_unfinished_is_removed(damaged):
         f"step-{STEPS // 2:08d}",
         f"step-{STEPS:08d}",
     ]
+
+
+def test_a_trace_of_no_step_is_not_written_and_a_line_says_so(damaged):
+    ended, trace = damaged[0]["done, and traced"], damaged[1] / "trace"
+    assert (ended.code, ended.err) == (0, f"mpirun: note: --trace: no step is left, so {trace} is not written\n")
+    assert not trace.exists()
 
 
 def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damaged):

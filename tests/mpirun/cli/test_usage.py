@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 MLP = "mpirun.examples.mlp:tiny"
+OVER = " would be written over, but it is read: give what is written another name"
 SEE = " (see python -m mpirun --help)"
 
 
@@ -33,6 +34,15 @@ def model(name: str, sentence: str) -> Mistake:
 
 def option(*words: str, sentence: str) -> Mistake:
     return Mistake(lambda files: [files.schedule, "--model", MLP, *words], 2, f"{sentence}{SEE}")
+
+
+def over_input(word: str, name: str) -> Mistake:
+    """A file that is read is to be written, too; other mistakes, which read it, show that it is as it was."""
+
+    def arguments(files: Files) -> list[Any]:
+        return [files.schedule, "--model", MLP, "--text", files.text, word, getattr(files, name)]
+
+    return Mistake(arguments, 2, lambda files: f"{getattr(files, name)}{OVER}")
 
 
 def text_file(name: str, content: bytes | None, sentence: Callable[[Path], str]) -> Mistake:
@@ -117,6 +127,31 @@ MISTAKES = {
     "not positive": option("--lr", "0", sentence="argument --lr: '0' is not a positive number"),
     "no walk": option("--accumulate", "0", sentence="argument --accumulate: '0' is not a whole number of at least 1"),
     "momentum of adamw": option("--momentum", "0.9", sentence="--momentum is of --optimizer sgd"),
+    "how often, of nothing": option("--every", "1", sentence="--every is of --save"),
+    "how many, of nothing": option("--keep", "3", sentence="--keep is of --save"),
+    "so many steps, of nothing": option("--trace-steps", "2", sentence="--trace-steps is of --trace"),
+    "a limit of nothing": option("--tolerance", "1", sentence="--tolerance is of --verify"),
+    "a trace over the schedule": over_input("--trace", "schedule"),
+    "metrics over the schedule": over_input("--metrics", "schedule"),
+    "metrics over the text": over_input("--metrics", "text"),
+    "a profile over the schedule": Mistake(
+        lambda files: ["profile", "--model", MLP, "--schedule", files.schedule, "-o", files.schedule],
+        2,
+        lambda files: f"{files.schedule}{OVER}",
+    ),
+    "metrics and a trace in one": Mistake(
+        lambda files: [
+            files.schedule,
+            "--model",
+            MLP,
+            "--trace",
+            files.folder / "a",
+            "--metrics",
+            files.folder / "." / "a",
+        ],
+        2,
+        lambda files: f"{files.folder / 'a'} would be written twice: give each its own name",
+    ),
     "nonsense": option("--nonsense", sentence="unrecognized arguments: --nonsense"),
     "no model": Mistake(lambda files: [files.schedule], 2, f"--model is missing{SEE}"),
     "no schedule": Mistake(lambda files: ["--model", MLP], 2, f"FILE is missing{SEE}"),

@@ -273,3 +273,45 @@ def test_an_error_in_a_real_process_is_one_line(process):
 def test_diff_between_a_file_and_standard_input(process, files):
     same = process("diff", "gpipe.json", "-", stdin=files["gpipe"].read_bytes())
     assert (same.returncode, same.stdout, same.stderr) == (0, b"", b"")
+
+
+def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_file, tmp_path, monkeypatch):
+    """What was in it would be lost; a link to it is the same file, the name of a scheme is none."""
+    monkeypatch.chdir(tmp_path)
+    schedule, link = files["1f1b"], tmp_path / "link"
+    link.symlink_to(schedule)
+    (tmp_path / "own.py").write_text("def w(s, b, d):\n    return s, s\n")
+    (tmp_path / "costs.json").write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
+    graph = graph_file(stages=4)
+    own = ("own.py", "--stages", 4, "--microbatches", 4)
+    for command in (
+        ("simulate", schedule, "--trace", link),
+        ("simulate", schedule, "--profile", "costs.json", "--trace", "costs.json"),
+        ("export", schedule, "--to", "csv", "-o", schedule),
+        ("compile", *own, "--n", "1f1b", "-o", "own.py"),
+        ("compile", "1f1b", "--graph", graph, "--microbatches", 4, "-o", graph),
+        ("search", *own, "--budget", 1, "-o", "./own.py"),
+        ("plan", "costs.json", "--workers", 2, "--microbatches", 2, "-o", tmp_path / "costs.json"),
+    ):
+        before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+        assert "would be written over, but it is read" in refused(run(*command), 2)
+        assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    for _ in range(2):
+        assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "-o", "1f1b").code == 0
+
+
+def test_no_option_is_passed_over(files, run, refused, tmp_path):
+    """Where another one decides, or nothing does what the option asks for."""
+    costs, schedule = tmp_path / "costs.json", files["1f1b"]
+    costs.write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
+    sizes = ("--stages", 4, "--microbatches", 4)
+    for options in (("--cost", "F=1,B=2"), ("--alpha", 0), ("--beta", 1), ("--activation", 1), ("--saved", 2)):
+        for command in (("simulate", schedule), ("draw", schedule), ("search", "1f1b", *sizes)):
+            assert f"leave {options[0]} out" in refused(run(*command, "--profile", costs, *options), 2)
+    plan = ("plan", costs, "--workers", 2, "--microbatches", 2, "--bandwidth", 1e9)
+    assert "leave --schemes out" in refused(run(*plan, "--partition-only", "--schemes", "gpipe"), 2)
+    assert "a terminal shows no arrows" in refused(run("draw", schedule, "--transfers"), 2)
+    compare = ("compare", *sizes, "--workers", 4)
+    assert "should end in .svg" in refused(run(*compare, "-o", tmp_path / "picture.png"), 2)
+    for command in (compare, plan, ("search", "1f1b", *sizes)):
+        assert "would both be standard output" in refused(run(*command, "--json", "-o", "-"), 2)

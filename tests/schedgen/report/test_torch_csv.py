@@ -166,3 +166,20 @@ def test_sizes_are_the_files_own(actions, run, refused, tmp_path):
         message = refused(run("compile", path, f"--{option}", value, "-o", "-"), 2)
         assert f"has its own sizes: leave --{option} {value} out" in message
     assert "No such file" in refused(run("compile", tmp_path / "none.csv", "-o", "-"), 1)
+
+
+def test_what_no_action_says_is_named(run, graph_file, refused, tmp_path):
+    """A schedule that its CSV does not give back; one whose CSV is all of it makes no such note (above)."""
+    graph = graph_file(stages=4, edges=[[0, 1], [0, 2], [1, 2], [2, 3]], tied=[[0, 3]])
+    sizes = ("--microbatches", 4, "-o", tmp_path / "s.json")
+    for options, words in (
+        (("1f1b", "--graph", graph), "the stage graph or ties"),
+        (("fsdp", "--stages", 4), "weights away from their jobs"),
+        (("fsdp", "--stages", 4, "--shards", 2), "weights away from their jobs"),
+        (("1f1b", "--stages", 4, "--recompute", "0.1"), "forwards that are redone"),
+    ):
+        assert run("compile", *options, *sizes).code == 0
+        code, out, err = run("export", tmp_path / "s.json", "--to", "csv", "-o", "-")
+        assert (code, err) == (0, f"schedgen: note: torch's CSV has jobs alone, nothing of {words}\n") and "0F0" in out
+    costs = ("export", tmp_path / "s.json", "--to", "csv", "-o", "-", "--alpha", 0)
+    assert "leave --alpha out" in refused(run(*costs), 2)

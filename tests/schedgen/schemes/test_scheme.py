@@ -114,6 +114,8 @@ WRONG = {
     "lacks n": ("del n", [], "defines no function n(s, b, d)"),
     "lacks w": ("w = 4", [], "defines no function w(s, b, d)"),
     "n: no function": ("n = 3", [], "n is no function n(s, b, d)"),
+    "ties, which are a model's": ("tied = [[0, 3]]", [], "tied is a model's, not a scheme's"),
+    "replicated stages, too": ("whole = [0]", [], "put it into a graph file, for --graph"),
     "raises": ("import no_such_module_anywhere", [], "ModuleNotFoundError"),
     "exits": ("raise SystemExit(0)", [], "mine.py"),
     "a syntax error": ("def w(s, b, d) return s", [], "SyntaxError"),
