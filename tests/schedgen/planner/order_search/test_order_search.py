@@ -131,14 +131,14 @@ def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit
     assert min(run_order.sized(10**6)(problem, order, np.inf, run) for order in orders[2:]) == value
 
 
-@pytest.mark.parametrize("row", TABLE_8[:2])
-def test_the_search_is_at_most_zb_v_of_table_8(row):
-    """No order of a V with 1F1B's memory is better by more than a ten thousandth, by the bound."""
+@pytest.mark.parametrize(("row", "gap"), [*zip(TABLE_8, (1e-4, 1e-4, 4e-3, 4e-3, 4e-3), strict=True)])
+def test_the_search_is_at_most_zb_v_of_table_8(row, gap):
+    """No order of a V with 1F1B's memory is better by more than the gap, by the bound."""
     p, m, f, i, w, c, *_, rate = row
     cost = {"F": f, "I": i, "W": w}
     best = found("zb-v", Sizes(2 * p, m, p), cost, Machine(c), 1, objective="window", saved=2 * p)
     assert 1 - 2 * m * (f + i + w) / best.value <= rate + 5e-5
-    assert best.value <= 1.0001 * best.bound and check(best.program).saved.max() <= 2 * p
+    assert best.value <= (1 + gap) * best.bound and check(best.program).saved.max() <= 2 * p
 
 
 @pytest.mark.parametrize("own_window", [False, True])
