@@ -109,7 +109,7 @@ PR_SET_TIMERSLACK, PR_GET_TIMERSLACK = 29, 30  # in linux/prctl.h
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="naps have no such setting")
-def test_naps_end_in_time():
+def test_naps_end_in_time_and_the_thread_that_asks_uses_the_device():
     """Linux lets the sleeps of a thread end late by 50 us: not in that which waits, nor in that which asks."""
     prctl, slacks = ctypes.CDLL(None).prctl, {}
 
@@ -122,11 +122,12 @@ def test_naps_end_in_time():
         transport = QueuedTransport(Noting(), MPI.COMM_SELF, ())
         slacks["waiting"] = prctl(PR_GET_TIMERSLACK)
         transport.free()
+        slacks.setdefault("asking", 0 if transport.moves_alone else 1)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert slacks["waiting"] == 1 and slacks.get("asking", 1) == 1
+    assert slacks["waiting"] == 1 and slacks["asking"] == 1
 
 
 def test_numbers_of_several_widths_lie_in_the_host_s_memory_as_in_the_block():
