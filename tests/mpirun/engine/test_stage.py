@@ -214,12 +214,14 @@ def test_the_module_computes_with_the_memory_of_weights(model, index):
     ),
     parts=st.integers(1, 4),
 )
-def test_every_parameter_begins_at_64_bytes_and_none_overlap(kinds, parts):
+def test_every_parameter_begins_where_kernels_are_the_same_and_none_overlap(kinds, parts):
+    """At 64 bytes on a CPU, and at 256 on a GPU, whose allocations begin at 512."""
     module = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in kinds])
     stage = owned(module, StageShape((TensorSpec((), torch.float32),), ()))
     views = stage.views(stage.weights)
     assert [(list(view.shape), view.dtype) for view in views] == kinds
     assert all(view.data_ptr() % 64 == 0 for view in views if view.numel())
+    assert all(view.data_ptr() % 256 == stage.weights.data_ptr() % 256 for view in views if view.numel())
     for k, view in enumerate(views):
         view.reshape(-1).view(torch.uint8).fill_(k + 1)
     assert Counter(stage.weights.tolist()) == Counter(

@@ -29,7 +29,7 @@ def test_a_message_of_several_tensors_gives_them_back(indices):
     back = bundle.unpack(message)
     assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(back, tensors, strict=True))
     if len(indices) > 1:
-        assert all((view.data_ptr() - message.data_ptr()) % 64 == 0 for view in back)
+        assert all((view.data_ptr() - message.data_ptr()) % 256 == 0 for view in back if view.numel())
 
 
 def test_outputs_are_apart_where_consumers_read_different_ones():
