@@ -34,7 +34,7 @@ from mpirun.engine.setup import StepOptions, expanded_model, use_host
 from mpirun.training.arguments import Log, Models, checked_type, make_log, make_recipe, take_model, tell_nobody
 from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for
-from mpirun.training.errors import end_on_uncaught, exit_by
+from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
@@ -340,25 +340,29 @@ class Engine:
             return
         self.session.wait_for_others()
         self.prepared.free()
-        self._end(None)
+        self._end()
 
     def __enter__(self) -> Engine:
         """The engine itself, which is closed at the end of the block."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close; where an exception leaves the block, other ranks are not waited for."""
-        if error is None:
+        """Close. An exception that leaves the block ends the other ranks, whether or not this one would catch it."""
+        if self.session is None:
+            return
+        if error is None or isinstance(error, SystemExit):  # of all ranks
             self.close()
-        elif self.session is not None:
-            self._end(error)
+        elif self.comm.size == 1:
+            self._end()
+        else:
+            end_on_error(self.comm, error)
 
     # How
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self) -> None:
         session = self._running
         atexit.unregister(session.close_together)
-        session.close(error)
+        session.close()
         self.session = None
 
     @property

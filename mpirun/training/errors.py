@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -40,6 +39,11 @@ def exit_by(comm: MPI.Intracomm, position: Callable[[], str], show_traceback: bo
         if comm.rank == 0:
             print("mpirun: interrupted", file=sys.stderr, flush=True)
         comm.Abort(130)
+    except (UsageError, RefusedFile) as error:
+        if comm.size > 1:
+            end_all_ranks(comm, position(), error, show_traceback)
+        print(f"mpirun: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.code) from None
     except BaseException as error:
         if isinstance(error, SystemExit) or (comm.size == 1 and not show_traceback):
             raise
@@ -59,13 +63,14 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
     raise SystemExit(1)
 
 
+def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
+    """End all ranks by an exception of the script's own code, or by Ctrl-C."""
+    if isinstance(error, KeyboardInterrupt):
+        print("mpirun: interrupted", file=sys.stderr, flush=True)
+        comm.Abort(130)
+    end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
+
+
 def end_on_uncaught(comm: MPI.Intracomm) -> None:
     """From now on an exception that ends this process, of the script's own code, ends all ranks."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            print("mpirun: interrupted", file=sys.stderr, flush=True)
-            comm.Abort(130)
-        end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
-
-    sys.excepthook = hook
+    sys.excepthook = lambda kind, error, trace: end_on_error(comm, error)

@@ -220,6 +220,34 @@ print(all(second < first for first, second in losses[1::2]), all(a == b for a, b
     assert done.code == 0 and done.out.split() == ["True", "True"], done.err
 
 
+def test_an_exception_that_is_caught_ends_its_engine_alone(tmp_path, launch):
+    """As in a notebook, where every exception is: the guard does not end the process, and another Engine follows."""
+    script = tmp_path / "notebook.py"
+    script.write_text(
+        """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+for error in (ValueError("mine"), KeyboardInterrupt(), None):
+    try:
+        with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss) as run:
+            guard = run.session.watchdog.process
+            run.step((x, x))
+            if error is not None:
+                raise error
+            print("done")
+    except BaseException as caught:
+        assert caught is error
+    assert guard.wait(60) == 0
+mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss,
+              lr=lambda step: float("nan")).step((x, x))
+"""
+    )
+    done = launch(None, program=(str(script),))
+    sentence = "mpirun: the learning rate of step 1 is nan, not a number\n"
+    assert (done.code, done.out, done.err) == (2, "done\n", sentence)
+
+
 FAILING = """
 import os, signal, sys, time, torch, mpirun
 from torch.nn.functional import mse_loss
@@ -235,6 +263,12 @@ x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 run.step((x, x))
 if sys.argv[1] == "evaluate":
     run.step((x, x)) if run.rank == 0 else run.evaluate([(x, x)])
+if sys.argv[1] == "block":
+    try:
+        with run:
+            [][0]
+    except IndexError:
+        time.sleep(60)
 if sys.argv[1] == "shape":
     for batch in run.loader(lambda step, mb, rng: (torch.zeros(4 + step, 4), torch.zeros(4 + step, 4)), 4):
         run.step(batch)
@@ -247,13 +281,14 @@ if run.rank == 0 or sys.argv[1] == "loss":
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 21'),
+        ("loop", 'fails.py", line 27'),
         ("set-up", r"mpirun: rank 1 on \S+: asked to leave \(SIGTERM\) before the first step: nothing is saved\n"),
         ("evaluate", r"nothing has moved for 3 s: .*\n  rank 0 on \S+: step 2: .*\n  rank 1 on \S+: evaluating"),
         (
             "shape",
             r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
         ),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:20\)"),
         ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
     ],
 )
