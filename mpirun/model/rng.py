@@ -8,7 +8,8 @@ forwards: the same forward draws the same numbers again, on whichever rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,16 @@ def seed_generators(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Afterwards torch's generators, of the CPU and of the current GPU, are as they were, whatever drew or seeded.
+
+    Ranks have other layers and seed differently; what a script draws from these generators has to be the same on all.
+    """
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        yield
 
 
 class RandomOp(nn.Module):

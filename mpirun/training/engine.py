@@ -31,6 +31,7 @@ from mpirun.data.loader import Batch, Loader
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory
 from mpirun.engine.setup import StepOptions, expanded_model, use_host
+from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import Log, Models, checked_type, make_log, make_recipe, take_model, tell_nobody
 from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for
@@ -45,11 +46,11 @@ T = TypeVar("T")
 
 
 def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
-    """A method whose errors end all ranks."""
+    """A method whose errors end all ranks, and that draws nothing from the script's generators."""
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        with exit_by(self.comm, self._position):
+        with generators_kept(), exit_by(self.comm, self._position):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # its argument is called self
@@ -124,7 +125,7 @@ class Engine:
         self.source = None if weights is None else Path(weights)
         self.verifies = verify
         self.said: set[str] = set()  # notes on data, by all loaders
-        with exit_by(self.comm, self._position):
+        with generators_kept(), exit_by(self.comm, self._position):
             if self.comm.size > 1:
                 end_on_uncaught(self.comm)
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))

@@ -248,6 +248,30 @@ mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=m
     assert (done.code, done.out, done.err) == (2, "done\n", sentence)
 
 
+def test_what_a_script_draws_is_the_same_on_all_ranks(tmp_path, launch):
+    """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws go on as without it."""
+    script = tmp_path / "draws.py"
+    script.write_text(
+        """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+stages = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 4))]
+torch.manual_seed(3)
+run = mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss)
+drawn = []
+for _ in range(3):
+    drawn.append(torch.randn(8, 4))
+    run.step((drawn[-1], drawn[-1]))
+    run.evaluate([(drawn[-1], drawn[-1])])
+torch.manual_seed(3)
+same = all(torch.equal(batch, torch.randn(8, 4)) for batch in drawn)
+print(all(run.comm.allgather(same)) if run.rank == 0 else run.comm.allgather(same) and "")
+"""
+    )
+    done = launch(2, program=(str(script),))
+    assert done.code == 0 and done.out.split() == ["True"], (done.out, done.err)
+
+
 FAILING = """
 import os, signal, sys, time, torch, mpirun
 from torch.nn.functional import mse_loss
@@ -288,7 +312,7 @@ if run.rank == 0 or sys.argv[1] == "loss":
             "shape",
             r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
         ),
-        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:20\)"),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:19\)"),
         ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
     ],
 )
