@@ -71,6 +71,11 @@ class Recipe:
             raise UsageError(
                 f"the optimizer's factory should return a torch.optim.Optimizer, not {type(made).__name__}"
             )
+        closure = inspect.signature(made.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise UsageError(
+                f"{type(made).__name__} computes gradients within its step, as no schedule does: take another"
+            )
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
         missing = [entry.name for entry in named if id(entry.parameter) not in held]
         if missing:

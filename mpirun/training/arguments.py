@@ -65,6 +65,18 @@ def take_model(
     return (model if weights is None else model._replace(weights=Pretrained(weights))), rebuild
 
 
+def weights_directory(weights: object) -> Path | None:
+    """The directory that weights are read from; UsageError where that is no name, as a state_dict."""
+    if weights is None:
+        return None
+    if not isinstance(weights, str | os.PathLike):
+        kind = type(weights).__name__
+        raise UsageError(
+            f"weights should be a directory of safetensors files, not a {kind}: a module may have them itself"
+        )
+    return Path(weights)
+
+
 def _as_it_is(output: Any) -> Any:
     return output
 

@@ -32,7 +32,16 @@ from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory
 from mpirun.engine.setup import StepOptions, expanded_model, use_host
 from mpirun.model.rng import generators_kept
-from mpirun.training.arguments import Log, Models, checked_type, make_log, make_recipe, take_model, tell_nobody
+from mpirun.training.arguments import (
+    Log,
+    Models,
+    checked_type,
+    make_log,
+    make_recipe,
+    take_model,
+    tell_nobody,
+    weights_directory,
+)
 from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
@@ -122,12 +131,12 @@ class Engine:
         self.saving: Path | None = None  # where `save` writes
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
-        self.source = None if weights is None else Path(weights)
         self.verifies = verify
         self.said: set[str] = set()  # notes on data, by all loaders
         with generators_kept(), exit_by(self.comm, self._position):
             if self.comm.size > 1:
                 end_on_uncaught(self.comm)
+            self.source = together(self.comm, lambda: weights_directory(weights))
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(
                 self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)
@@ -415,6 +424,10 @@ class Engine:
     ) -> T:
         """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape."""
         session = self._running
+        if batches is not None and (type(batches) is not int or batches < 0):
+            raise Stop(f"batches should be a whole number, not {batches!r}", 2, speaker=0)
+        if not isinstance(loader, Iterable):
+            raise Stop(f"a {type(loader).__name__} gives no batches: take what loader(...) returns", 2, speaker=0)
         position = loader.state() if isinstance(loader, Loader) else None
         shapes = Shapes(self.comm, self.shapes.buckets)
 

@@ -494,6 +494,10 @@ def sentences() -> Any:
         "lr and scheduler": lambda: mpirun.Engine(file, modules(), lr=1.0, scheduler=lambda o: o, **plain),
         "left out": stepped(optimizer=lambda named: torch.optim.SGD([p.parameter for p in named[1:]], 0.1)),
         "no optimizer": stepped(optimizer=lambda named: 3),
+        "closure": stepped(optimizer=lambda named: torch.optim.LBFGS([p.parameter for p in named])),
+        "weights": lambda: mpirun.Engine(file, modules(), weights=modules()[0].state_dict(), **plain),
+        "batches": refused_at_once("evaluate", [(INPUTS, TARGETS)], -1),
+        "no loader": refused_at_once("predict", 5),
         "plateau": stepped(scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)),
         "pieces": stepped(scheme="fsdp-shards", optimizer=lambda named: Alone([p.parameter for p in named])),
         "muon": stepped(
