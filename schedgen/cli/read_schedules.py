@@ -199,9 +199,9 @@ def run_export(options: ExportOptions) -> int:
     if options.to == "csv":
         if options.given:
             raise UsageError(f"torch's CSV has no costs: leave --{options.given[0]} out")
+        files = [("", as_torch_csv(program).encode())]
         if lost := lost_in_csv(program):
             print(f"schedgen: note: torch's CSV has jobs alone, nothing of {' or '.join(lost)}", file=sys.stderr)
-        files = [("", as_torch_csv(program).encode())]
     elif options.to == "chrome":
         slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
         files = [("", trace_file(slices))]

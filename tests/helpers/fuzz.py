@@ -200,7 +200,7 @@ class Range:
             if not case.sealed and data not in self.bases:
                 raise Failure("a file with the wrong hash is accepted")
             for command in readers if case.compiled else [reader]:
-                late = "csv" in command and b'"updates": ' in data  # torch's CSV has no versions
+                late = "csv" in command and (b'"updates": ' in data or b'"tensor": ' in data)  # not in torch's CSV
                 self.ask(case, command, (0, 1) if command[0] == "diff" else (2,) if late else (0,))
             self.ask(case, ["seal", mutant], (0,))
             if self.mutant.read_bytes() != data:
@@ -269,7 +269,9 @@ def judge(said: Answer, command: list[str], codes: Sequence[int]) -> None:
             raise Failure(f"not one sentence on stderr: {words}")
         if len(sentence) > SENTENCE + 10 * sum(map(len, command)):
             raise Failure(f"a sentence of {len(sentence)} characters: {words}")
-    elif said.err:
+    elif said.err and not (
+        "csv" in command and re.fullmatch(r"schedgen: note: torch's CSV has jobs alone.*\n", said.err)
+    ):
         raise Failure(f"done, but: {words}")
     if said.code == 0 and "--json" in command:
         lowest = min(_numbers(json.loads(said.out, parse_constant=_no_number)))
