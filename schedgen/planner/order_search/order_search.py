@@ -41,7 +41,7 @@ from schedgen.util.jit import compiled_always
 OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
-SMALL_SHARES = (0.1, 0.2)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
+SMALL_SHARES = (0.2, 0.4)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
 STEADY_SHARE = 0.02  # of the work, beside it: steady states that are tried
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
