@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mpirun.engine.setup import Setup
 from schedgen.ir.header import Header
 from schedgen.util.errors import one_line
@@ -29,6 +31,7 @@ def run_settings(
             "microbatches": header.microbatches * setup.passes,
         },
         "options": {option: value for option, value in options.items() if value is not None},
+        "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # of a rank, the last now
         "changed": [],  # settings that changed across resumes, in words
     }
 
@@ -48,6 +51,16 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
         for name in ({**old, **new} if old else ())  # old manifests have no options
     }
     return [one_line(words) for words, differ in differs.items() if differ]
+
+
+def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """That torch has had another number of threads on a rank, by which its sums have other bits, in words if so."""
+    return [
+        f"{threads} thread{'s' * (threads > 1)} a rank, not {now}"
+        for now in current["threads"][-1:]
+        for threads in saved["threads"]
+        if threads != now
+    ][-1:]
 
 
 def _in_words(name: str, value: object) -> str:

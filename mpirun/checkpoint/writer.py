@@ -23,7 +23,7 @@ from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
 from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writing_rank
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import restore
-from mpirun.checkpoint.run_settings import differing_settings, run_settings
+from mpirun.checkpoint.run_settings import differing_settings, other_threads, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
@@ -86,9 +86,10 @@ class CheckpointWriter:
         if self.comm.rank == 0:
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
             differing = differing_settings(manifest.settings, self.settings)
-            for words in differing:
+            for words in [*differing, *other_threads(manifest.settings, self.settings)]:
                 print(f"mpirun: note: the checkpoint was made with {words}", file=sys.stderr, flush=True)
             self.settings["changed"] = [*manifest.settings["changed"], *differing]
+            self.settings["threads"] = [*manifest.settings["threads"], *self.settings["threads"]]
 
     def open(self, directory: str, keep: int, resumed: str | None) -> None:
         """Save to a directory from now on, and keep so many checkpoints. Collective.

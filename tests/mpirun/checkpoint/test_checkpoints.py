@@ -145,6 +145,8 @@ def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
     runs["options"] = [*command, *options, *resumed, "--save", folder / "changed", "--every", 1]
     runs["options, to be verified"] = [*command, *options, *resumed, "--verify"]
     runs["changed on the way"] = [*command, *options, "--resume", folder / "changed", "--verify"]
+    runs["threads"] = [*command, "--threads", 3, *resumed]
+    runs["threads, to be verified"] = [*command, "--threads", 3, *resumed, "--verify", "--canonical"]
     return dict(zip(runs, mistakes(4, list(runs.values())), strict=True)), folder
 
 
@@ -215,6 +217,14 @@ def test_other_options_are_said_and_cannot_be_verified(damaged):
     for name in ("options, to be verified", "changed on the way"):
         why = "verify repeats all steps from the first, but the checkpoint was made with lr 0.001, not lr 0.5"
         assert (damaged[0][name].code, damaged[0][name].err) == (2, f"mpirun: {why}\n")
+
+
+def test_other_threads_are_said_and_have_other_bits_than_one_process(damaged, saved):
+    (threads,) = json.loads((next((saved / "adamw" / "half").glob("step-*")) / "manifest.json").read_text())["threads"]
+    made = f"the checkpoint was made with {threads} thread{'s' * (threads > 1)} a rank, not 3\n"
+    assert (damaged[0]["threads"].code, damaged[0]["threads"].err) == (0, f"mpirun: note: {made}")
+    ended = damaged[0]["threads, to be verified"]
+    assert (ended.code, ended.err) == (2, f"mpirun: verify repeats all steps from the first, but {made}")
 
 
 # Keeping

@@ -77,6 +77,8 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
         {"options": 1},
         {"changed": [1]},
         {"changed": 1},
+        {"threads": ["1"]},
+        {"threads": 1},
         {"parts": 1},
         {"parts": [1]},
         {"parts": [{"name": "weights-0.safetensors"}]},
