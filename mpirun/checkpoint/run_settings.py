@@ -55,12 +55,9 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
 
 def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """That torch has had another number of threads on a rank, by which its sums have other bits, in words if so."""
-    return [
-        f"{threads} thread{'s' * (threads > 1)} a rank, not {now}"
-        for now in current["threads"][-1:]
-        for threads in saved["threads"]
-        if threads != now
-    ][-1:]
+    now = current["threads"][-1:]  # none on a GPU
+    others = [threads for threads in saved["threads"] if now and threads != now[0]]
+    return [f"{others[-1]} thread{'s' * (others[-1] > 1)} a rank, not {now[0]}"] if others else []
 
 
 def _in_words(name: str, value: object) -> str:
