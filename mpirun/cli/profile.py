@@ -88,6 +88,9 @@ class Profile:
         alpha, beta = measure_link_speed(self.comm, self.setup.device, self.setup.crowded)
         if self.comm.size == 1:
             print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
+        elif not beta and self.comm.rank == 0:
+            print("mpirun: note: other programs disturbed the links: long messages took no longer than short ones, and "
+                  "beta is 0", file=sys.stderr)  # fmt: skip
         profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
         on_rank_0(self.comm, lambda: _write(self.options.output, profile))
         return 0

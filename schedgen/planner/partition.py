@@ -76,7 +76,7 @@ def hierarchy(
         raise UsageError(f"--topology {'x'.join(map(str, components))} has {total} workers, not {workers}")
     if bandwidths is None:
         if not beta:
-            raise UsageError("the profile does not say how fast links are: give --bandwidth")
+            raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
         bandwidths = [1 / beta] * len(components)
     if len(bandwidths) != len(components):
         raise UsageError(f"--bandwidth needs {len(components)} numbers, one for each level, not {len(bandwidths)}")
