@@ -6,7 +6,8 @@ Theirs are torch's GPipe, 1F1B, interleaved 1F1B, ZBV, DDP and FSDP2, of which t
 schedule that `schedgen plan` writes from a profile of the model, given the same limit: none, 60 % and 40 % of the most
 that DDP holds on a rank. Every contestant is a launch of its own; in every round all have one, one thread a rank.
 Memory is the most bytes of tensors alive at once on a rank, in a second step, by a count at every torch op. The losses
-of the first step have to agree, or nothing is reported.
+of the first step have to agree, or nothing is reported. A launch that does not end within five minutes is ended, which
+is said; what it had measured counts.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import mpi
+from ranks import ended, mpi
 from sizes import LAYERED
 
 HERE = Path(__file__).parent
@@ -29,6 +31,7 @@ LIMITS = (None, 0.6, 0.4)  # of what DDP holds
 STAGES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zbv": 2, "ddp": 1, "fsdp": 1}  # of each rank
 TEXT = str(HERE.parents[1] / "LICENSE")  # a short one: it lies in the memory that is counted
 AGREE = 1e-4  # relative difference of losses
+LIMIT = 300  # seconds of a launch: torch's process group does not always end
 
 
 class Result(NamedTuple):
@@ -78,7 +81,7 @@ def rank(options: argparse.Namespace) -> None:
         laps.append(comm.allreduce(time.perf_counter() - begin, MPI.MAX))
     if comm.rank == 0:
         values = losses[0] if options.contestant == "ours" else [loss for of_rank in losses for loss in of_rank]
-        print(json.dumps([statistics.mean(values), peak, statistics.median(laps)]))
+        print(json.dumps([statistics.mean(values), peak, statistics.median(laps)]), flush=True)
     comm.Barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -92,19 +95,24 @@ class Contest:
         self.layers, self.microbatches = len(LAYERED[model].blocks), LAYERED[model].case.microbatches
         self.call = partial(subprocess.run, check=True, cwd=HERE, capture_output=True, text=True)
         self.results: dict[str, list[Result]] = {}
+        self.launches = count()
 
     def launch(self, contestant: str, schedule: str, stages: int, name: str) -> None:
         """One more result of `name`."""
-        number = len(self.results.setdefault(name, []))
-        schedule = schedule or str(self.folder / f"{contestant}-{number}")  # where torch's ranks find each other
+        schedule = schedule or str(self.folder / f"{contestant}-{next(self.launches)}")  # where torch's ranks meet
         program = [str(HERE / "best.py"), "rank", contestant, schedule, "--model", f"cases:{self.model}"]
         program += ["--stages", str(stages), "--microbatches", str(self.microbatches)]
-        try:
-            done = self.call([*mpi(self.options.ranks), "-m", "mpi4py", *program, "--steps", str(self.options.steps)])
-        except subprocess.CalledProcessError as error:
-            raise SystemExit(f"{name} on {self.model} ended with {error.returncode}:\n{error.stderr}") from None
-        result = Result(*json.loads(done.stdout.splitlines()[-1]))
-        self.results[name].append(result)
+        command = [*mpi(self.options.ranks), "-m", "mpi4py", *program, "--steps", str(self.options.steps)]
+        done = ended(command, LIMIT, HERE)
+        printed = [line for line in done.stdout.splitlines() if line.startswith("[")]
+        if done.returncode == 124:
+            print(f"{name} on {self.model} did not end; it had measured {printed or 'nothing'}", flush=True)
+            if not printed:
+                return
+        elif done.returncode:
+            raise SystemExit(f"{name} on {self.model} ended with {done.returncode}:\n{done.stderr}")
+        result = Result(*json.loads(printed[-1]))
+        self.results.setdefault(name, []).append(result)
         expected = next(iter(self.results.values()))[0].loss
         if abs(result.loss - expected) > AGREE * abs(expected):
             raise SystemExit(f"{name} on {self.model}: the loss is {result.loss}, not {expected}: another training")
@@ -127,13 +135,15 @@ class Contest:
         """Measure and print a line for each limit; the ratios."""
         ranks, profile = self.options.ranks, str(self.folder / "profile.json")
         stages = {name: STAGES[name] * ranks for name in self.options.theirs}
-        theirs = {name: count for name, count in stages.items() if count <= self.layers}
+        theirs = {name: number for name, number in stages.items() if number <= self.layers}
         words: dict[str, set[str]] = {}
         for _ in range(self.options.rounds):
             for name in theirs:
                 self.launch(name, "", theirs[name], name)
             model = ["--model", f"cases:{self.model}", "--threads", "1", "--stages", str(self.layers)]
             self.call([*mpi(ranks), "-m", "mpirun", "profile", *model, "-o", profile])
+            if "ddp" not in self.results:
+                raise SystemExit(f"ddp on {self.model} measured nothing, and limits are parts of its bytes")
             most = self.results["ddp"][0].peak
             for limit in self.options.limits:
                 planned = self.plan(float("inf") if limit is None else limit * most)
@@ -148,7 +158,7 @@ class Contest:
         bytes_ = float("inf") if limit is None else limit * most
         time = {name: statistics.median(x.seconds for x in found) for name, found in self.results.items()}
         peak = {name: max(x.peak for x in found) for name, found in self.results.items()}
-        fitting = [name for name in theirs if peak[name] <= bytes_]
+        fitting = [name for name in theirs if name in peak and peak[name] <= bytes_]
         best, name = min(fitting, key=time.__getitem__, default=None), f"ours {limit}"
         ours = f"{1e3 * time[name]:8.1f} {peak[name] / 1e6:7.1f}" if name in time else f"{'-':>8} {'-':>7}"
         their = f"{1e3 * time[best]:8.1f} {peak[best] / 1e6:7.1f}" if best else f"{'-':>8} {'-':>7}"
