@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.ir.instructions import Kind, Numbers, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
@@ -43,18 +44,16 @@ def fitting_labels(scene: Scene, row: float, wide: float) -> list[Label]:
 def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: float, labels: Sequence[Label]) -> None:
     """Draw bars, waits and memory on an axis of `span` time, in the colours of `count` microbatches or stages."""
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba_array
 
     workers, bars = scene.program.header.workers, scene.bars
     axes.set_xlim(0, span)
     axes.set_ylim(workers, 0)
-    tracks = [_corners(0, rank + TOP, scene.makespan, BAR) for rank in range(workers)]
+    tracks = _corners(np.zeros(workers), np.arange(workers) + TOP, scene.makespan, BAR)
     axes.add_collection(PolyCollection(tracks, facecolor=TRACK, linewidth=0))
     gaps = scene.gaps()
-    thin = [
-        _corners(start, rank + TOP + 0.42 * BAR, end - start, 0.16 * BAR)
-        for start, end, rank in zip(gaps.start, gaps.end, gaps.worker, strict=True)
-    ]
-    causes = np.array(SHARE_COLOURS)[gaps.share].tolist()
+    thin = _corners(gaps.start, gaps.worker + TOP + 0.42 * BAR, gaps.end - gaps.start, 0.16 * BAR)
+    causes = to_rgba_array(SHARE_COLOURS)[gaps.share]
     axes.add_collection(PolyCollection(thin, facecolors=causes, linewidth=0, rasterized=len(thin) > MOST_VECTORS))
     pixels = len(bars.row) > MOST_VECTORS
     for look in scene.looks:
@@ -68,15 +67,13 @@ def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: 
 def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: float, pixels: bool) -> None:
     """The bars of one look; narrow ones have neither edges nor hatches."""
     from matplotlib.collections import PolyCollection
+    from matplotlib.colors import to_rgba_array
 
     bars = scene.bars
     chosen = np.flatnonzero(bars.look == look)
     number = (bars.mb if by == "microbatch" else bars.stage)[chosen]
-    paints = np.array(colours(LOOKS[look], count))[np.maximum(number, 0)].tolist()
-    corners = [
-        _corners(start, rank + TOP, length, BAR)
-        for start, rank, length in zip(bars.start[chosen], bars.worker[chosen], bars.length[chosen], strict=True)
-    ]
+    paints = to_rgba_array(colours(LOOKS[look], count))[np.maximum(number, 0)]
+    corners = _corners(bars.start[chosen], bars.worker[chosen] + TOP, bars.length[chosen], BAR)
     narrow = float(np.median(bars.length[chosen])) * wide < 4
     edges, linewidths = (paints, 0.0) if narrow else (PAPER, 0.5)
     axes.add_collection(
@@ -89,8 +86,12 @@ def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: f
         )
 
 
-def _corners(x: float, y: float, width: float, height: float) -> list[tuple[float, float]]:
-    return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
+def _corners(
+    x: NDArray[np.float64], y: NDArray[np.float64], width: NDArray[np.float64] | float, height: float
+) -> NDArray[np.float64]:
+    """The corners (N, 4, 2) of N rectangles: of an array matplotlib makes paths at once."""
+    right, below = x + width, y + height
+    return np.stack([x, y, right, y, right, below, x, below], axis=-1).reshape(-1, 4, 2)
 
 
 def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
