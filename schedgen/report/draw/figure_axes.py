@@ -6,7 +6,7 @@ Row k of the axes, from k to k + 1, is worker k: bars, and below them a strip fo
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,10 +86,8 @@ def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: f
         )
 
 
-def _corners(
-    x: NDArray[np.float64], y: NDArray[np.float64], width: NDArray[np.float64] | float, height: float
-) -> NDArray[np.float64]:
-    """The corners (N, 4, 2) of N rectangles: of an array matplotlib makes paths at once."""
+def _corners(x: NDArray[Any], y: NDArray[Any], width: NDArray[Any] | float, height: float) -> Any:
+    """The corners of N rectangles, an array (N, 4, 2), of which matplotlib makes paths at once; its stubs know none."""
     right, below = x + width, y + height
     return np.stack([x, y, right, y, right, below, x, below], axis=-1).reshape(-1, 4, 2)
 
