@@ -196,7 +196,7 @@ def run_plan(options: PlanOptions) -> int:
 
 def run_search(options: SearchOptions) -> int:
     """Print what the best order takes and the bound; write it."""
-    sizes = Sizes(options.stages, options.microbatches, options.workers, chunks=options.chunks)
+    sizes = Sizes(options.stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
     scheme = load(options.scheme, sizes)
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
     machine = options.machine

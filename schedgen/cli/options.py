@@ -347,6 +347,7 @@ class SearchOptions(Form, CostOptions):
     microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
+    groups: int | None = option("--groups G", "groups of workers (lpp)", types.count)
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold, until the end of W; default: no limit", types.count,
         group="memory",

@@ -17,7 +17,7 @@ from typing import Any
 
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import chain, check_edges, check_per_consumer
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import RefusedFile, UsageError, clip
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class ModelGraph:
 
 
 def read_graph(text: str, name: str) -> ModelGraph:
-    """The graph in a file's text; UsageError, which calls the file `name`, where it is none."""
+    """The graph in a file's text; RefusedFile or UsageError, which call it `name`, else."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name}: not JSON: {error}") from None
+        raise RefusedFile(f"{name}: not JSON: {error}") from None
     optional = ("edges", "apart", "tied", "whole", "layers")
     if not isinstance(values, dict) or not {"stages"} <= values.keys() <= {"stages", *optional}:
-        raise UsageError(f"{name}: should be an object with stages, and perhaps {', '.join(optional)}")
+        raise RefusedFile(f"{name}: should be an object with stages, and perhaps {', '.join(optional)}")
     stages = values["stages"]
     if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
         raise UsageError(f"{name}: stages should be a whole number of at least 1, not {clip(repr(stages))}")

@@ -14,7 +14,7 @@ import numpy as np
 from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import RefusedFile, UsageError, clip
 
 
 class Machine(NamedTuple):
@@ -77,16 +77,17 @@ def read_profile(
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
     F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
-    Raises UsageError for anything else; `counted` says in it where the numbers of stages and edges come from.
+    Raises RefusedFile where it is no such object, UsageError for values that do not fit; `counted` says in it where the
+    numbers of stages and edges come from.
     """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{name}: not JSON: {error}") from None
+        raise RefusedFile(f"{name}: not JSON: {error}") from None
     given = {*values} if isinstance(values, dict) else set()
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:
-        raise UsageError(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
+        raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None and header.tensor_parallel and all(map(_has_amounts, values.values())):
         values = _expand_shards(values, header)
     of_stages = f"{counted} {stages} stages"

@@ -48,7 +48,6 @@ def test_an_output_apart_or_not_is_said_by_its_name(run, judge, tmp_path):
         ({"tied": [[0, "a"]]}, "edges and tied should be lists"),
         ({"tied": [[2, 2]]}, "a tie is two or more different stages"),
         ({"stages": 0}, "stages should be a whole number of at least 1"),
-        ({"what": 1}, "should be an object with stages, and perhaps edges"),
         ({"whole": [4]}, "it names a stage that is not in 0..3"),
         ({"whole": 0}, "apart and whole lists of stages"),
         ({"layers": [1, 2]}, "layers has 2 numbers, but there are 4 stages"),
@@ -73,7 +72,9 @@ def test_stages_must_be_the_graphs(run, refused, tmp_path):
     assert "graph.json has 4" in refused(run(*command, "--stages", 3), 2)
     assert "graph.json has 4 stages, which are no chain" in refused(run(*command, "--stages", 2), 2)
     (tmp_path / "graph.json").write_text("{")
-    assert "not JSON" in refused(run(*command), 2)
+    assert "not JSON" in refused(run(*command), 1)
+    (tmp_path / "graph.json").write_text(json.dumps(GRAPH | {"what": 1}))
+    assert "should be an object with stages, and perhaps edges" in refused(run(*command), 1)
     assert "none: No such file" in refused(run(*command[:3], tmp_path / "none", *command[4:]), 1)
 
 

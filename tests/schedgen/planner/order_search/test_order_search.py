@@ -285,6 +285,13 @@ def test_memory_as_the_objective_takes_no_limit(run):
     assert done.code == 2 and "leave --memory-limit, --memory and --recompute out" in done.err
 
 
+def test_the_command_takes_schemes_with_groups(run):
+    words = ("search", "lpp", "--stages", 4, "--microbatches", 4, "--workers", 4, "--budget", 1, "--json")
+    assert "needs --workers W and --groups G" in run(*words).err
+    numbers = json.loads(run(*words, "--groups", 2).out)
+    assert numbers["value"] >= numbers["bound"] > 0
+
+
 def test_the_command_says_value_and_bound(run, tmp_path):
     out = tmp_path / "found.json"
     done = run("search", "zb-v", "--stages", 8, "--microbatches", 8, "--objective", "window", "--budget", 2, "--json",
