@@ -47,7 +47,10 @@ class ModelGraph:
 
 
 def read_graph(text: str, name: str) -> ModelGraph:
-    """The graph in a file's text; RefusedFile or UsageError, which call it `name`, else."""
+    """The graph in a file's text. Raises RefusedFile where it is none, UsageError where its values do not fit.
+
+    `name`: what sentences call the file.
+    """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -15,10 +15,12 @@ def mpi(ranks: int) -> list[str]:
     return [*mpiexec, "-n", str(ranks), sys.executable]
 
 
-def ended(command: list[str], limit: float, folder: Path) -> subprocess.CompletedProcess[str]:
+def ended(
+    command: list[str], limit: float, folder: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """What a launch printed, also one that was ended because it took longer than `limit` seconds (code 124)."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             out, err = process.communicate(timeout=limit)
             code = process.returncode

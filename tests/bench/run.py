@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import mpi
+from ranks import ended, mpi
 from sizes import CASES
 
 HERE = Path(__file__).parent
@@ -95,7 +95,7 @@ def launch(case: str, pair: Pair, steps: int, seed: int) -> dict[str, dict[str, 
         subprocess.run([*compiler, *pair.options, "-o", schedule], check=True, env=environment)
         command = [*mpi(pair.ranks), "-m", "mpi4py", "peers.py", pair.peer, schedule, "--model", f"cases:{case}"]
         command += [*sizes, "--steps", str(steps), "--seed", str(seed), "--meet", str(Path(folder) / "meet")]
-        done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        done = ended(command, LIMIT, HERE, environment)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
