@@ -45,7 +45,7 @@ from schedgen.util.files import display_name, open_output, read_text
 
 def run_compile(options: CompileOptions) -> int:
     """Write the schedule of a scheme, once it is proved; notes on stderr say what was slow."""
-    graph = None if options.graph is None else read_graph(read_text(options.graph), display_name(options.graph))
+    graph = _graph(options.graph)
     scheme, sizes = _scheme(options, None if graph is None else graph.stages)
     parts = 1
     if graph is not None:
@@ -79,6 +79,11 @@ def run_compile(options: CompileOptions) -> int:
         if issubclass(warning.category, SlowScheme):
             print(f"schedgen: note: {warning.message}", file=sys.stderr)
     return 0
+
+
+def _graph(name: str | None) -> ModelGraph | None:
+    """The model's graph in a file, where one is named."""
+    return None if name is None else read_graph(read_text(name), display_name(name))
 
 
 def _redone(named: str | Sequence[Redone], stages: int, microbatches: int) -> Collection[Redone]:
@@ -196,12 +201,18 @@ def run_plan(options: PlanOptions) -> int:
 
 def run_search(options: SearchOptions) -> int:
     """Print what the best order takes and the bound; write it."""
-    sizes = Sizes(options.stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
+    graph = _graph(options.graph)
+    stages = _searched_stages(options, graph)
+    sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
     scheme = load(options.scheme, sizes)
+    if graph is not None:
+        scheme = _with_graph(scheme, graph, 1)
+    tied = graph.tied if graph else ()
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
     machine = options.machine
     if options.profile:
-        cost, machine = read_profile(read_text(options.profile), display_name(options.profile), sizes.stages)
+        edges = stages - 1 if scheme.edges is None else len(scheme.edges)
+        cost, machine = read_profile(read_text(options.profile), display_name(options.profile), stages, edges)
     if set(cost) <= {"F", REDO}:
         raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
     begin = time.perf_counter()
@@ -212,11 +223,11 @@ def run_search(options: SearchOptions) -> int:
             raise UsageError(
                 "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
             )
-        best = least_memory(scheme, sizes, durations, machine, options.budget)
+        best = least_memory(scheme, sizes, durations, machine, options.budget, tied)
     elif options.recompute:
-        best = search_with_recompute(scheme, sizes, cost, machine, limits, options.budget)
+        best = search_with_recompute(scheme, sizes, cost, machine, limits, options.budget, tied)
     else:
-        best = search_order(scheme, sizes, durations, machine, limits, options.budget)
+        best = search_order(scheme, sizes, durations, machine, limits, options.budget, tied=tied)
     seconds = time.perf_counter() - begin
     check_compiled(best.program)
     if options.output:
@@ -226,6 +237,16 @@ def run_search(options: SearchOptions) -> int:
     if not (best.optimal or is_installed()):
         print("schedgen: note: OR-Tools proves more, for small problems: pip install ortools", file=sys.stderr)
     return 0
+
+
+def _searched_stages(options: SearchOptions, graph: ModelGraph | None) -> int:
+    """The number of stages, which a graph says, too; UsageError where it says another, or nothing says any."""
+    if options.stages is None and graph is None:
+        raise UsageError("search needs --stages or --graph (see schedgen search --help)")
+    if options.stages and graph and options.stages != graph.stages:
+        name = display_name(options.graph or "-")
+        raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
+    return options.stages or (graph.stages if graph else 0)
 
 
 def run_new(options: NewOptions) -> int:

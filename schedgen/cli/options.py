@@ -343,11 +343,15 @@ class SearchOptions(Form, CostOptions):
     """search: a placement and its sizes, what jobs cost, and what an order must keep to."""
 
     scheme: str = argument("SCHEME|FILE", "whose placement is taken: a built-in scheme, or FILE.py with w and n")
-    stages: int = option("--stages S", "of the scheme", types.count, required=True)
+    stages: int | None = option("--stages S", "of the scheme; needed unless a graph says it", types.count)
     microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
     workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp)", types.count)
+    graph: str | None = option(
+        "--graph FILE", "what mpirun graph writes of a model: stages, edges, ties and layers; - is standard input",
+        file=READ,
+    )  # fmt: skip
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold, until the end of W; default: no limit", types.count,
         group="memory",

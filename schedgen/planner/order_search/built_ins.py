@@ -33,12 +33,20 @@ def starts(
     orders = []
     for scheme in (own, *_built_in(sizes)):
         try:
+            scheme = _of_model(scheme, own)
             other = refine(place(scheme, sizes, Options(cost=dict(durations(ratios, 3 if scheme.split else 2)))))
             if np.array_equal(other.compute[[F, B]], placed.compute[[F, B]]):
                 orders.append(Start(scheme, order_of(problem, _starts(other, len(placed.compute)))))
         except UsageError:  # such as one that needs another number of microbatches
             continue
     return orders
+
+
+def _of_model(scheme: Scheme, own: Scheme) -> Scheme:
+    """A scheme for the model that `own` is for: with its edges and layers."""
+    layers = {name: value for name, value in own.parameters.items() if name == "layers"}
+    parameters = {**scheme.parameters, **layers}
+    return scheme._replace(edges=own.edges, per_consumer=own.per_consumer, parameters=parameters)
 
 
 def _built_in(sizes: Sizes) -> list[Scheme]:

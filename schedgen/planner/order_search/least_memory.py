@@ -16,6 +16,7 @@ from schedgen.planner.order_search.order_search import (
     FoundOrder,
     Limits,
     NoOrder,
+    Ties,
     compile_own,
     least_time,
     mean_ratios,
@@ -34,13 +35,14 @@ def least_memory(
     cost: Mapping[str, Amount],
     machine: Machine = Machine(),  # noqa: B008  frozen
     budget: int = BUDGET,
+    tied: Ties = (),
 ) -> FoundOrder:
     """The schedule, its saved forwards as `value`, and as `bound` those with less than which no order is in time.
 
     Arguments as of `search_order`, which has a part of the budget for every limit; UsageError as there.
     """
     cost = own_costs(scheme, cost)
-    own = compile_own(scheme, sizes, mean_ratios(cost, sizes))
+    own = compile_own(scheme, sizes, mean_ratios(cost, sizes), tied)
     time = measured(simulate(own, cost, machine), False)
     peak = _saved(own)
     least = 1
@@ -51,7 +53,7 @@ def least_memory(
     while low < peak:
         limit = (low + peak) // 2
         try:
-            found = search_order(scheme, sizes, cost, machine, Limits(saved=limit), max(1, budget // tries), time)
+            found = search_order(scheme, sizes, cost, machine, Limits(saved=limit), max(1, budget // tries), time, tied)
         except NoOrder:
             low = limit + 1
             continue

@@ -10,7 +10,7 @@ Work is counted, not seconds: the same call gives the same schedule on any machi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
+Ties = Collection[Sequence[int]]  # lists of stages that share parameters
 OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
@@ -77,12 +78,13 @@ def search_order(
     limits: Limits = Limits(),  # noqa: B008  frozen
     budget: int = BUDGET,
     enough: float = 0.0,
+    tied: Ties = (),
 ) -> FoundOrder:
     """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder where none keeps to the
     limits, UsageError for what the search does not know.
 
     `cost` has F, I, W or F, B, for all stages or by stage; of all four, those count that the scheme has. `budget`:
-    millions of jobs that are given a time.
+    millions of jobs that are given a time. `tied`: stages that share parameters, which the schedule then sums.
     """
     _check(scheme)
     cost = own_costs(scheme, cost)
@@ -90,7 +92,7 @@ def search_order(
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
         raise UsageError(f"{scheme.name} moves weights or backwards: search orders jobs that run beside the weights")
     problem = problem_of(placed, cost, machine, limits)
-    rounds = _Rounds(problem, scheme, sizes, cost, machine, limits)
+    rounds = _Rounds(problem, scheme, sizes, cost, machine, limits, tied)
     for start in starts(problem, placed, scheme, sizes, rounds.ratios):
         rounds.add_start(start)
     if limits.saved is not None:
@@ -135,11 +137,11 @@ def mean_ratios(cost: Mapping[str, Amount], sizes: Sizes) -> dict[str, float]:
     return cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
 
 
-def compile_own(scheme: Scheme, sizes: Sizes, ratios: Mapping[str, float]) -> Program:
+def compile_own(scheme: Scheme, sizes: Sizes, ratios: Mapping[str, float], tied: Ties = ()) -> Program:
     """A scheme in its own order; where the backward has halves in `ratios` alone, their sum."""
     whole = not scheme.split and "B" not in ratios
     cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
-    return compile(scheme, sizes, Options(cost=cost))
+    return compile(scheme, sizes, Options(cost=cost, tied=tied))
 
 
 class _Judged(NamedTuple):
@@ -157,10 +159,10 @@ class _Rounds:
 
     def __init__(
         self, problem: OrderProblem, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine,
-        limits: Limits,
+        limits: Limits, tied: Ties,
     ) -> None:  # fmt: skip
         self.problem, self.scheme, self.sizes, self.limits = problem, scheme, sizes, limits
-        self.cost, self.machine = cost, machine
+        self.cost, self.machine, self.tied = cost, machine, tied
         self.ratios = mean_ratios(cost, sizes)
         self.judged: list[_Judged] = []
         self.work = 0
@@ -169,7 +171,7 @@ class _Rounds:
         """Judge a built-in scheme, unless it holds more saved forwards than it may."""
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
-        self._judge(start.scheme.name, start.order, compile_own(start.scheme, self.sizes, self.ratios))
+        self._judge(start.scheme.name, start.order, compile_own(start.scheme, self.sizes, self.ratios, self.tied))
 
     def add_orders(self, orders: Sequence[Numbers]) -> None:
         """Judge orders that are of no built-in scheme, those that fit."""
@@ -211,7 +213,7 @@ class _Rounds:
         scheme = as_placement(self.scheme, len(self.ratios) == 3)._replace(
             n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
         )
-        program = compile(scheme, self.sizes, Options(cost=self.ratios))
+        program = compile(scheme, self.sizes, Options(cost=self.ratios, tied=self.tied))
         if self.limits.saved is not None:
             lowering = {**program.header.lowering, "memory_limit": self.limits.saved}
             program = replace(program, header=replace(program.header, lowering=lowering))

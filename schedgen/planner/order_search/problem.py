@@ -21,6 +21,7 @@ from schedgen.compiler.job_graph import job_graph
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import B, F
+from schedgen.ir.stage_graph import StageGraph
 from schedgen.simulator.machine import Machine
 
 Times = NDArray[np.float64]
@@ -73,13 +74,14 @@ def make_problem(
     class_jobs = np.argsort(class_of, kind="stable")
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
     class_node = keys % (directions * stages)
-    activation = by_stage(machine.activation, stages)
-    message = np.where(activation > 0, machine.alpha + machine.beta * activation, 0.0)  # as in `simulate`
+    message = _message_times(placed.graph, machine)
 
     def hop(node: int, other: int) -> float:
         """The time from a node to one that waits for it: forwards send their x, and I the g of the stage before."""
-        d, stage = divmod(node, stages)
-        return 0.0 if d != other // stages or d > B else float(message[stage if d == F else other % stages])
+        (d, stage), other_stage = divmod(node, stages), other % stages
+        if d != other // stages or d > B:
+            return 0.0
+        return message[(stage, other_stage) if d == F else (other_stage, stage)]
 
     edges = [(node, other) for node, others in enumerate(graph.succ) for other in others]
     back = [(node, other) for node, others in enumerate(graph.pred) for other in others]
@@ -104,6 +106,16 @@ def make_problem(
         capacity=by_stage(capacity, placed.workers).astype(np.float64),
         own_window=own_window,
     )
+
+
+def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int], float]:
+    """By edge (producer, consumer): the time of its x or its g, as in `simulate`."""
+    sizes = by_stage(machine.activation, graph.stages)[[producer for producer, _ in graph.edges]]
+    if machine.edge_activation is not None:
+        is_apart = graph.is_per_consumer[[producer for producer, _ in graph.edges]]
+        sizes = np.where(is_apart, by_stage(machine.edge_activation, len(graph.edges)), sizes)
+    times = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0)
+    return dict(zip(graph.edges, times.tolist(), strict=True))
 
 
 def order_of(problem: OrderProblem, start: NDArray[Any]) -> Numbers:

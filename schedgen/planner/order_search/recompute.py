@@ -27,6 +27,7 @@ from schedgen.planner.order_search.order_search import (
     BUDGET,
     FoundOrder,
     Limits,
+    Ties,
     as_placement,
     input_bytes,
     lower_bound,
@@ -55,6 +56,7 @@ def search_with_recompute(
     machine: Machine = Machine(),  # noqa: B008  frozen
     limits: Limits = Limits(),  # noqa: B008  frozen
     budget: int = BUDGET,
+    tied: Ties = (),
 ) -> FoundOrder:
     """The best order within the limits and what it redoes; UsageError where none keeps to them.
 
@@ -65,14 +67,14 @@ def search_with_recompute(
     kept = {name: time for name, time in cost.items() if name != REDO}
     best, refusal = None, None
     try:
-        best = search_order(scheme, sizes, kept, machine, limits, budget)
+        best = search_order(scheme, sizes, kept, machine, limits, budget, tied=tied)
     except UsageError as error:
         refusal = error
     if limits.saved is None and limits.bytes is None:
         if best is None:
             raise refusal or AssertionError
         return best
-    tries, work = _Tries(scheme, sizes, cost, machine, limits), 0 if best is None else best.work
+    tries, work = _Tries(scheme, sizes, cost, machine, limits, tied), 0 if best is None else best.work
     if best is not None and best.value <= tries.bound * (1 + 1e-9):
         return best
     for n in tries.orders(budget):
@@ -92,9 +94,9 @@ class _Tries:
     """Orders that redo forwards, for one placement, costs and limits."""
 
     def __init__(
-        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
+        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits, tied: Ties
     ) -> None:
-        self.scheme, self.sizes, self.machine, self.limits = scheme, sizes, machine, limits
+        self.scheme, self.sizes, self.machine, self.limits, self.tied = scheme, sizes, machine, limits, tied
         self.cost = {name: time for name, time in cost.items() if name != REDO}
         self.redo = by_stage(redo_duration(cost), sizes.stages)
         ratios = cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
@@ -179,7 +181,7 @@ class _Tries:
             n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
         )
         pairs = [(s, b) for s, b in np.argwhere(flags).tolist()]
-        program = compile(scheme, self.sizes, Options(cost=self.ratios, recompute=pairs))
+        program = compile(scheme, self.sizes, Options(cost=self.ratios, recompute=pairs, tied=self.tied))
         if self.limits.saved is None:
             return program
         lowering = {**program.header.lowering, "memory_limit": self.limits.saved}

@@ -17,6 +17,7 @@ import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
+from schedgen.ir.stage_graph import chain
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits, most_held, order_of
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
@@ -27,10 +28,13 @@ KEPT = 3  # blocks besides V-Half's and V-Min's: the best
 
 def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
     """Orders with up to `limit` saved forwards a worker: of V-Half's block, of V-Min's, and of the best of all others
-    that can be tried with `work`, in jobs that are given a time. None where the placement is no V."""
+    that can be tried with `work`, in jobs that are given a time. None where the placement is no V, or stages are no
+    chain; they may read more than the stage before."""
     directions, stages, batches = placed.compute.shape
     way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
     p = placed.workers
+    if not {*chain(stages)} <= {*placed.graph.edges}:
+        return []
     if directions != 3 or stages != 2 * p or (placed.compute != way_down[:, None]).any():
         return []
     orders = [

@@ -217,6 +217,16 @@ def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, tex
         assert code == 0 and differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}, out
 
 
+def test_an_order_found_for_tied_stages_gives_the_bits_of_one_process(several, text, tmp_path):
+    graph, file = tmp_path / "tied.graph", tmp_path / "found.json"
+    graph.write_text('{"stages": 8, "tied": [[0, 7]]}')
+    command = ["search", "zb-v", "--graph", str(graph), "--microbatches", "8", "--cost", "F=10,I=12,W=8"]
+    assert schedgen([*command, "--memory-limit", "5", "--budget", "2", "-o", str(file)]) == 0
+    assert '"n": "search makespan"' in file.read_text() and '"buf": "t.0"' in file.read_text()
+    ((code, out),) = several(4, [verify(file, TIED, text, "--canonical")])
+    assert code == 0 and differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}, out
+
+
 def test_the_command_itself_verifies(launch, two_ranks, text):
     result = launch(2, *verify(two_ranks, MLP, text, "--canonical"))
     assert result.code == 0, result.err
