@@ -117,7 +117,7 @@ def _own_untrained(
     """Those of the stages that a rank writes, with the first of its stages that has them."""
     own: dict[str, tuple[int, Tensor]] = {}
     for index, stage in sorted(stages.items()):
-        if writing_rank(header, index) == rank and index % header.tensor_parallel.degree == 0:
+        if writing_rank(header, index) == rank and header.is_first_shard(index):
             seen: set[int] = set()  # addresses: a tensor is written under its first name
             for entry, value in untrained_entries(setup.model, stage).items():
                 if entry.endswith("_extra_state"):

@@ -67,8 +67,8 @@ class CheckpointWriter:
 
     def _check_entries(self, untrained: list[str]) -> None:
         model = self.setup.unsharded_model
-        first_shards = self.setup.shapes[:: self.header.tensor_parallel.degree]
-        names = ((s, name) for s, shape in enumerate(first_shards) for name in shape.parameter_names)
+        shapes = [self.setup.shapes[stage] for stage in self.header.first_shards]
+        names = ((s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names)
         counts = Counter(model.entry_name(*key) for key in names)
         counts.update(list(self.first_stage) if self.setup.model.named else untrained)
         tied = {model.entry_name(*key) for tie in model.tied for key in tie}
@@ -143,7 +143,7 @@ class CheckpointWriter:
 
     def _writes_untrained(self, stage: int) -> bool:
         """Untrained entries are the same in all tensor shards: the first writes them."""
-        return self._writing_rank(stage) == self.comm.rank and stage % self.header.tensor_parallel.degree == 0
+        return self._writing_rank(stage) == self.comm.rank and self.header.is_first_shard(stage)
 
     def _untrained(self, stage: int) -> Values:
         return untrained_entries(self.setup.model, self.stages[stage])

@@ -199,14 +199,8 @@ def _schedule(options: ProfileOptions) -> Program:
 
 def _of_model(header: Header) -> ModelGraph:
     """The graph of the model's stages, of which the schedule may have shards."""
-    T = header.tensor_parallel.degree
-    ties = {tuple(sorted({stage // T for stage in tie})) for tie in header.tied}
-    return ModelGraph(
-        header.stages // T,
-        tuple(sorted({(p // T, c // T) for p, c in header.graph.edges})),
-        tuple(sorted({stage // T for stage in header.graph.per_consumer})),
-        tuple(sorted(tie for tie in ties if len(tie) > 1)),
-    )
+    graph = header.unsharded_graph
+    return ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.unsharded_ties)
 
 
 def _one_worker(graph: ModelGraph) -> Program:

@@ -103,8 +103,7 @@ class ForwardBackward:
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
         read = self._microbatch_reader(mb, save) if arguments.reads_input or has_loss else None
         score, divided = self._score(i, save) if has_loss else None, not self.header.weight_versions
-        # Of several shards, the first records the loss.
-        records = has_loss and i.op == Op.FWD and i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
+        records = has_loss and i.op == Op.FWD and self.header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
         losses, metrics, microbatches, device = self.losses, self.metrics, self.header.microbatches, self.device
 

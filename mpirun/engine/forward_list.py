@@ -110,7 +110,7 @@ class _Forwards(ForwardBackward):
         return False
 
     def _score(self, i: Instruction, save: bool) -> Score:
-        first_shard = i.stage == self.header.tensor_parallel.siblings(i.stage)[0]
+        first_shard = self.header.is_first_shard(i.stage)
         first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)
 

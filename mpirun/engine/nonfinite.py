@@ -26,9 +26,8 @@ def find_nonfinite(
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):
             for row, i in enumerate(instructions):
-                has_loss = not header.graph.consumers[i.stage]
-                first_shard = i.stage == header.tensor_parallel.siblings(i.stage)[0]
-                if i.op == Op.FWD and has_loss and first_shard and i.mb == number % header.microbatches:
+                records = not header.graph.consumers[i.stage] and header.is_first_shard(i.stage)
+                if i.op == Op.FWD and records and i.mb == number % header.microbatches:
                     return row, f"the loss is {loss}"
             return None
     end = len(result.parameter_norms)

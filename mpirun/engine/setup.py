@@ -116,8 +116,7 @@ def set_up(
 
 
 def _load_model(options: SetupOptions, header: Header) -> Model:
-    stages = header.stages // header.tensor_parallel.degree
-    return load_model(options.model, stages, options.seed, header.scheme.get("layers"))
+    return load_model(options.model, header.model_stages, options.seed, header.scheme.get("layers"))
 
 
 def _check_options(model: Model, options: StepOptions, header: Header, device: Device) -> None:
@@ -142,7 +141,7 @@ def expanded_model(unsharded_model: Model, header: Header) -> Model:
         if len(stages) > 1 and stages not in header.tied:
             if model.ties_shards(tie):
                 raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
-            wanted = ",".join(str(stage // header.tensor_parallel.degree) for stage in stages)
+            wanted = ",".join(str(header.model_stage(stage)) for stage in stages)
             raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
     return model
 

@@ -158,11 +158,11 @@ def all_outputs(sources: Sequence[Source], counts: Sequence[int]) -> list[Source
     ]
 
 
-def unread_outputs(reads: Reads, outputs: Sequence[Sequence[TensorSpec]], shards: int) -> list[Value]:
-    """Of stages that have so many tensor shards, the outputs that no stage reads; the loss gets those of the last."""
-    read = {(x.stage // shards, x.output) for sources in reads for x in sources if isinstance(x, Value)}
-    stages = list(enumerate(outputs[::shards]))[:-1]
-    return [Value(s, k) for s, of_stage in stages for k in range(len(of_stage)) if (s, k) not in read]
+def unread_outputs(reads: Reads, outputs: Sequence[Sequence[TensorSpec]], header: Header) -> list[Value]:
+    """Of the model's stages, the outputs that no stage reads; the loss gets those of the last."""
+    read = {Value(header.model_stage(x.stage), x.output) for sources in reads for x in sources if isinstance(x, Value)}
+    given = [Value(s, k) for s, first in enumerate(header.first_shards[:-1]) for k in range(len(outputs[first]))]
+    return [value for value in given if value not in read]
 
 
 def outputs_read(reads: Reads) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -194,8 +194,8 @@ def model_graph(reads: Reads, tied: Iterable[Iterable[int]] = (), split: Collect
 
 def how_to_compile(header: Header) -> str:
     """What to do about a schedule that was compiled for another model."""
-    stages = header.stages // header.tensor_parallel.degree
-    return f"compile it with --graph FILE, which python -m mpirun graph --model ... --stages {stages} -o FILE writes"
+    graph = f"python -m mpirun graph --model ... --stages {header.model_stages} -o FILE"
+    return f"compile it with --graph FILE, which {graph} writes"
 
 
 def check_reads(reads: Reads, header: Header) -> None:

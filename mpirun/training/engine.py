@@ -171,7 +171,7 @@ class Engine:
         header = file.program.header
         if microbatches not in (None, header.microbatches):
             raise Stop(f"{schedule} has {header.microbatches} microbatches, not {microbatches}", 2, speaker=0)
-        count = header.stages // header.tensor_parallel.degree
+        count = header.model_stages
         if stages not in (None, count):
             raise Stop(f"{schedule} has {count} stages of the model, not {stages}", 2, speaker=0)
         self._take(model, loss, count, header.scheme.get("layers"))

@@ -107,8 +107,8 @@ class Session:
             self._say_unread()
 
     def _say_unread(self) -> None:
-        dataflow, shards = self.setup.dataflows[0], self.header.tensor_parallel.degree
-        unread = unread_outputs(dataflow.reads, dataflow.outputs, shards)
+        dataflow = self.setup.dataflows[0]
+        unread = unread_outputs(dataflow.reads, dataflow.outputs, self.header)
         for stage in sorted({value.stage for value in unread}):
             outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
             print(f"mpirun: note: no stage reads output {outputs} of stage {stage}", file=sys.stderr, flush=True)

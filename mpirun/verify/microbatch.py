@@ -76,7 +76,7 @@ def forward_backward(
     They are those of the loss divided by `divisor`: the minibatch's size in such microbatches unless given.
     """
     done = forward(setup, header, modules, step, number)
-    end = len(modules) - header.tensor_parallel.degree  # shards of the last stage have the same loss
+    end = header.first_shards[-1]  # shards of the last stage have the same loss
     with autocast(setup.device.kind, setup.autocast_dtype):
         losses = [
             loss_and_metrics(setup.model.loss, loss_input(done.outputs_of(s)), done.batch)[0]

@@ -11,24 +11,23 @@ from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
 from mpirun.verify.record import Parameters, Record, tensor_bytes
 from schedgen.ir.header import Header
-from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.tensor_parallel import TensorParallel
 
 
 def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
     """The set-up and the header of the model's stages, of which a schedule has shards."""
-    T = header.tensor_parallel.degree
-    stages = header.stages // T
+    stages = header.model_stages
     plain = replace(
         header,
         scheme={**header.scheme, "stages": stages},
-        graph=StageGraph(stages, tuple(sorted({(p // T, c // T) for p, c in header.graph.edges}))),
+        graph=header.unsharded_graph,
         tensor_parallel=TensorParallel(1, (), stages),
     )
-    shapes = setup.shapes[::T]
+    shapes = [setup.shapes[stage] for stage in header.first_shards]
+    of_schedule = setup.dataflows[0].reads
     reads = [
-        [source._replace(stage=source.stage // T) if isinstance(source, Value) else source for source in sources]
-        for sources in setup.dataflows[0].reads[::T]
+        [x._replace(stage=header.model_stage(x.stage)) if isinstance(x, Value) else x for x in of_schedule[stage]]
+        for stage in header.first_shards
     ]
     dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
     return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain

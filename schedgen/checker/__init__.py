@@ -25,7 +25,7 @@ from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
 from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
-from schedgen.checker.shard_copies import drifting, rule_11
+from schedgen.checker.shard_copies import check_copies, rule_11
 from schedgen.checker.shard_sums import rule_10
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
@@ -59,13 +59,7 @@ def check_compiled(program: Program) -> None:
     header = program.header
     if header.weight_versions and any(header.several_owners):
         _check_updates(program)
-    if found := drifting(program):
-        tensor = header.tensor_parallel
-        stage, shard = divmod(found[0], tensor.degree)
-        raise UsageError(
-            f"w: the copies of whole stage {stage} would drift apart, for its shards 0 and {shard} add up their "
-            "gradients in different orders or groups: place all shards of a whole stage alike"
-        )
+    check_copies(program)
     limit = header.memory_limit
     if limit is not None and (held := int(analyse(program).memory.saved.max())) > limit:
         raise UsageError(

@@ -62,6 +62,6 @@ def rule_6(proof: Proof) -> None:
 
 def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
     """What the members of a collective have in common, shape (5, rows): shards enter a sum under their own stage."""
-    shards = np.where(np.isin(proof.kind[rows], EXCHANGED), proof.header.tensor_parallel.degree, 1)
-    stage, via = proof.stage[rows] // shards, proof.via[rows] // shards
+    of_shards, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.via[rows])
+    stage, via = (np.where(of_shards, proof.header.model_stage(each), each) for each in stages)
     return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], via])

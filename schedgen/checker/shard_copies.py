@@ -16,6 +16,7 @@ import numpy as np
 from schedgen.checker.proof import Proof
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
+from schedgen.util.errors import UsageError
 
 Term = int | tuple[int, ...]  # the number of a partial's sequence, or the microbatches of backwards one behind another
 Place = tuple[int, int]  # (stage, rank): a dw
@@ -28,6 +29,16 @@ def rule_11(proof: Proof) -> None:
         first = proof.header.tensor_parallel.siblings(stage)[0]
         words = f"dw.{stage} is not added up in the order and grouping of dw.{first}, of which it is a copy"
         proof.refuse_rank(11, rank, words)
+
+
+def check_copies(program: Program) -> None:
+    """UsageError where w places the shards of a whole stage so that they add up its gradient differently."""
+    if found := drifting(program):
+        stage, shard = divmod(found[0], program.header.tensor_parallel.degree)
+        raise UsageError(
+            f"w: the copies of whole stage {stage} would drift apart, for its shards 0 and {shard} add up their "
+            "gradients in different orders or groups: place all shards of a whole stage alike"
+        )
 
 
 def drifting(program: Program) -> tuple[int, int] | None:

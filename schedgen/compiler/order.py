@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_graph import JobGraph, job_graph
+from schedgen.compiler.job_graph import JobGraph
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import redo_duration
 from schedgen.ir.instructions import DIRECTIONS, B, Ints
@@ -31,8 +31,7 @@ Numbers = NDArray[np.int64]
 
 def order(placed: PlacedScheme) -> Times:
     """When every job of a refined scheme starts; UsageError where n, caps or the memory limit stop the schedule."""
-    directions, stages, batches = placed.compute.shape
-    graph = job_graph(placed.graph, batches, directions, placed.tensor_parallel)
+    graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
         return greedy(graph, worker, n, length, placed.caps, placed.options.memory)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.evaluate import at_job, evaluate
+from schedgen.compiler.job_graph import JobGraph, job_graph
 from schedgen.compiler.options import Options, apply_options, check_jobs, part_counts
 from schedgen.ir.cost import REDO, durations
 from schedgen.ir.instructions import B, F, Ints, W
@@ -44,6 +45,12 @@ class PlacedScheme:
     recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
     tied: tuple[tuple[int, ...], ...]  # stages that share parameters
     tensor_parallel: TensorParallel
+
+    @property
+    def job_graph(self) -> JobGraph:
+        """What each job waits for."""
+        directions, _, microbatches = self.compute.shape
+        return job_graph(self.graph, microbatches, directions, self.tensor_parallel)
 
     @property
     def redone(self) -> Flags:

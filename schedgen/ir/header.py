@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.ir.tied_stages import TiedStages
 from schedgen.ir.weight_shards import WeightShards
 from schedgen.ir.weight_versions import FLUSH, WeightVersions
+
+_Stage = TypeVar("_Stage", int, Ints)  # one stage, or an array of them
 
 
 def owners_of(weights: Ints) -> tuple[tuple[int, ...], ...]:
@@ -60,6 +62,42 @@ class Header:
     def stages(self) -> int:
         """S, the stages of the schedule: T for each of the model's where it is tensor-parallel."""
         return int(self.scheme["stages"])
+
+    @property
+    def model_stages(self) -> int:
+        """The stages of the model: fewer than the schedule's where each has shards."""
+        return self.stages // self.tensor_parallel.degree
+
+    def model_stage(self, stage: _Stage) -> _Stage:
+        """The model's stage that a stage is, or is a shard of; or those of an array of stages."""
+        return stage // self.tensor_parallel.degree
+
+    @property
+    def first_shards(self) -> range:
+        """By stage of the model, the stage that is its first shard, or the whole of it."""
+        return range(0, self.stages, self.tensor_parallel.degree)
+
+    def is_first_shard(self, stage: int) -> bool:
+        """Whether a stage is the first shard of the model's, or the whole of it."""
+        return stage in self.first_shards
+
+    @cached_property
+    def unsharded_graph(self) -> StageGraph:
+        """The stage graph of the model."""
+        edges = {(self.model_stage(producer), self.model_stage(consumer)) for producer, consumer in self.graph.edges}
+        per_consumer = {self.model_stage(stage) for stage in self.graph.per_consumer}
+        return StageGraph(self.model_stages, tuple(sorted(edges)), tuple(sorted(per_consumer)))
+
+    @property
+    def unsharded_ties(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of the model that share parameters, as `tied`: what shards of one stage share is no tie."""
+        ties = {tuple(sorted({self.model_stage(stage) for stage in tie})) for tie in self.tied}
+        return tuple(sorted(tie for tie in ties if len(tie) > 1))
+
+    def ties_shards(self, tie: int) -> bool:
+        """Whether a tie is of the shards of one stage, which share what is not cut."""
+        stages = self.tied[tie]
+        return bool(self.tensor_parallel) and stages == tuple(self.tensor_parallel.siblings(stages[0]))
 
     @property
     def microbatches(self) -> int:

@@ -243,8 +243,8 @@ class ReferenceMachine:
 
     def of_model(self, i: Instruction) -> Instruction:
         """What members of one collective have in common: of a sum over shards each has its own stage."""
-        degree = self.header.tensor_parallel.degree
-        return i._replace(stage=i.stage // degree, via=i.via // degree) if i.kind in EXCHANGED else i
+        model_stage = self.header.model_stage
+        return i._replace(stage=model_stage(i.stage), via=model_stage(i.via)) if i.kind in EXCHANGED else i
 
     def sum_terms(self, rank: Rank, entered: list[tuple[Rank, Instruction]]) -> None:
         """ALLREDUCE of x or g: each shard's term is replaced by the sum of all."""
@@ -266,7 +266,7 @@ class ReferenceMachine:
     def norm(self, rank: Rank, members: list[Rank]) -> None:
         """NORM: all losses are there, and the whole gradient; without a flush that of the last updates."""
         rank.need(len(members) == len(self.ranks), "it is not of all ranks")
-        last = self.header.stages - self.header.tensor_parallel.degree
+        last = self.header.first_shards[-1]
         losses = sum(count for (stage, _), count in self.forwards.items() if stage >= last)
         rank.need(losses == (self.header.stages - last) * self.header.microbatches, "not all losses are there")
         for member in members:

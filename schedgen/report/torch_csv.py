@@ -23,7 +23,7 @@ def as_torch_csv(program: Program) -> str:
 
     Raises UsageError for stages in shards and for weight versions, which torch's schedules do not have.
     """
-    if program.header.tensor_parallel.degree > 1:
+    if program.header.tensor_parallel:
         raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
     versions = program.header.weight_versions
     if versions.count:

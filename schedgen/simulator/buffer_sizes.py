@@ -102,10 +102,8 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
     it can be. Shards of one stage share next to nothing, and count as that.
     """
     table, header = program.rows, program.header
-    shards = header.tensor_parallel
     tied = [
-        0 if shards and stages == tuple(shards.siblings(stages[0])) else sizes.weight[list(stages)].min()
-        for stages in header.tied
+        0 if header.ties_shards(tie) else sizes.weight[list(stages)].min() for tie, stages in enumerate(header.tied)
     ]
     summed = np.zeros(len(program), np.int64)
     for kind, by_number in ((Kind.DW, sizes.weight), (Kind.T, np.array(tied, np.int64))):

@@ -49,7 +49,7 @@ def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
 
     A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
     """
-    T, stages = header.tensor_parallel.degree, header.stages // header.tensor_parallel.degree
+    T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.unsharded_graph.edges
 
     def expand(value: Any, divided: bool) -> Any:
         if isinstance(value, dict):
@@ -62,9 +62,8 @@ def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
     expanded = {key: expand(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
     if "apart" in values:
         expanded["apart"] = by_edge = values["apart"]
-        model_edges = sorted({(producer // T, consumer // T) for producer, consumer in header.graph.edges})
-        if isinstance(by_edge, list) and len(by_edge) == len(model_edges):
-            sizes = dict(zip(model_edges, by_edge, strict=True))
+        if isinstance(by_edge, list) and len(by_edge) == len(edges):
+            sizes = dict(zip(edges, by_edge, strict=True))
             expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
     return expanded
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Op
 from schedgen.ir.program import Program
+from schedgen.simulator.shard_sums import shard_sums
 from schedgen.simulator.simulate import Simulation
 from schedgen.simulator.timeline import CAUSES
 
@@ -48,7 +49,5 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
     """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
-    if not program.header.tensor_parallel:
-        return {}
-    rows, T = program.exchanges(), program.header.tensor_parallel.degree
-    return {"exchanges": {"sums": len(rows) // T, "bytes": int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)}}
+    sums = shard_sums(program)
+    return {"exchanges": {"sums": sums.count, "bytes": sums.bytes_moved(run.summed_bytes)}} if sums else {}

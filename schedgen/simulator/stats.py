@@ -43,6 +43,7 @@ from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.shard_sums import shard_sums
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.timeline import Times
 
@@ -71,8 +72,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "messages": int((table.op == Op.SEND).sum()),
         "collectives": _collectives(program),
     }
-    if header.tensor_parallel:
-        numbers["exchanges"] = len(program.exchanges()) // header.tensor_parallel.degree
+    if sums := shard_sums(program):
+        numbers["exchanges"] = sums.count
     numbers |= {"instructions": len(program), "workers": _workers(program, busy, memory)}
     if header.weight_versions:
         numbers |= {"versions": _most_versions(program).tolist(), "staleness": _staleness(program).tolist()}
@@ -119,7 +120,8 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
         for kind, words in KIND_WORDS.items()
     }
     away, stored = _uses_away_from_home(header), _stages_owned(header)
-    exchanged = np.bincount(table.rank[program.exchanges()], minlength=workers)
+    sums = shard_sums(program)
+    exchanges = np.bincount(table.rank[sums.rows], minlength=workers) if sums else None
     return [
         {
             "worker": rank,
@@ -131,7 +133,7 @@ def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, An
             "activation_receives": int(receives["activation"][rank] + receives["gradient"][rank]),
             "gradient_receives": int(receives["weight_gradient"][rank]),
             "receives": {words: int(count[rank]) for words, count in receives.items()},
-            **({"exchanges": int(exchanged[rank])} if header.tensor_parallel else {}),
+            **({} if exchanges is None else {"exchanges": int(exchanges[rank])}),
             "peak_memory": {kind: int(peak[rank]) for kind, peak in memory._asdict().items()},
         }
         for rank in range(workers)

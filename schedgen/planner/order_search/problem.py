@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_graph import job_graph
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import B, F
@@ -66,7 +65,7 @@ def make_problem(
     capacity  memory of all workers, or of each
     """
     directions, stages, batches = placed.compute.shape
-    graph = job_graph(placed.graph, batches, directions, placed.tensor_parallel)
+    graph = placed.job_graph
     worker = placed.compute.ravel().astype(np.int64)
     length = np.repeat(np.concatenate([by_stage(amount, stages) for amount in cost.values()]), batches)
     node = np.arange(len(worker)) // batches

@@ -129,8 +129,8 @@ def build_scene(name: str, file: str, program: Program, timeline: Timeline, size
 def size_text(scene: Scene) -> str:
     """Workers, stages and microbatches, as in "4 workers, 4 stages, 8 microbatches"."""
     header = scene.program.header
-    degree = header.tensor_parallel.degree
-    shards = f" ({header.stages // degree} in {degree} shards each)" if degree > 1 else ""
+    degree = header.stages // header.model_stages
+    shards = f" ({header.model_stages} in {degree} shards each)" if degree > 1 else ""
     counts = (header.workers, "worker", "s"), (header.stages, "stage", "s"), (header.microbatches, "microbatch", "es")
     workers, stages, microbatches = (f"{n} {word}{ending if n != 1 else ''}" for n, word, ending in counts)
     return f"{workers}, {stages}{shards}, {microbatches}"
