@@ -78,7 +78,7 @@ def _entries(
         if model.is_replica(index):
             continue
         root, stage, values = writing_rank(header, index), stages.get(index), list[Tensor]()
-        if header.weight_shards.parts(index) != (-1,):
+        if header.is_divided(index):
             gathered = gather_parameters(comm, root, stage, shape.layout, lambda _: (), beat)
             values = [of_parameter[PARAMETER] for of_parameter in gathered]
         elif stage is not None and comm.rank == root:

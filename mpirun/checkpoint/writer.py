@@ -152,7 +152,7 @@ class CheckpointWriter:
         """The values of every parameter, by stage that this rank writes and whose weights are divided. Collective."""
         gathered: dict[int, list[Values]] = {}
         for index, shape in enumerate(self.setup.shapes):
-            if self.header.weight_shards.parts(index) == (-1,):
+            if not self.header.is_divided(index):
                 continue
 
             def kept(via: int) -> Sequence[Values]:

@@ -81,12 +81,12 @@ def _local_stages(
     rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
 ) -> dict[int, LocalStage]:
     """By number, the stages that this rank owns, computes, or adds or passes on gradients of."""
-    shards = header.weight_shards
+    owned_units = header.units_of(rank)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages = {}
     for index in range(header.stages):
-        parts = shards.parts(index)
-        owned = [part for part in parts if rank in shards.holders(index, part)]
+        parts = header.weight_shards.parts(index)
+        owned = [part for stage, part in owned_units if stage == index]
         if not owned and index not in named:
             continue
         owns_all = len(owned) == len(parts)

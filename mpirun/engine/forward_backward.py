@@ -289,7 +289,7 @@ class ForwardBackward:
         """What waits until the stage's weights, all parts of them, have arrived; None: they are never fetched."""
         if i.stage not in self.context.slots.fetched:
             return None
-        parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.header.weight_shards.parts(i.stage)]
+        parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.context.stages[i.stage].part_slices]
         return partial(self.buffers.wait_values, parts)
 
     def _pending(self, i: Instruction) -> PendingBackward:

@@ -176,8 +176,8 @@ class GradBuffers:
 
         An ALLREDUCE sums the rows of a unit with several owners.
         """
-        holders = self.header.weight_shards.holders
-        claimed = [unit for unit in units if len(holders(*unit)) == 1 and unit not in self.rows_claimed]
+        several = self.header.several_owners
+        claimed = [unit for unit in units if not several[unit[0]] and unit not in self.rows_claimed]
         self.rows_claimed.update(claimed)
         return [self.of_unit(unit) for unit in claimed]
 
@@ -188,7 +188,7 @@ class GradBuffers:
         """
         acts: list[tuple[int, Act]] = []
         zeroed: set[int] = set()
-        for row, unit in _first_additions(instructions, self.header):
+        for row, unit in _first_additions(instructions, self.stages):
             buffer = self.of_unit(unit)
             if buffer.sliced_from is None:
                 acts.append((row, buffer.zero))
@@ -209,14 +209,14 @@ class GradBuffers:
         return acts
 
 
-def _first_additions(instructions: Sequence[Instruction], header: Header) -> list[tuple[int, Unit]]:
+def _first_additions(instructions: Sequence[Instruction], stages: Mapping[int, LocalStage]) -> list[tuple[int, Unit]]:
     """(row, unit) of the instructions that begin a sum: the first of all to add to a dw, and the first after a FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
     begun: set[Unit] = set()
     additions = []
     for row, i in enumerate(instructions):
         if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            parts = (i.part,) if i.kind == Kind.DW else header.weight_shards.parts(i.stage)
+            parts = (i.part,) if i.kind == Kind.DW else stages[i.stage].part_slices
             new = [(i.stage, part) for part in parts if (i.stage, part) not in begun]
             begun.update(new)
             additions += [(row, unit) for unit in new]

@@ -167,10 +167,5 @@ def _are_equal(count: float, total: float, squares: float) -> bool:
 
 def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:
     """The rank that tells the learning rate: the first owner of the first stage that has parameters; -1: none has."""
-    owners = (
-        header.weight_shards.holders(stage, part)[0]
-        for stage, shape in enumerate(shapes)
-        for part in header.weight_shards.parts(stage)[:1]
-        if shape.parameter_names
-    )
+    owners = (header.first_owner(stage) for stage, shape in enumerate(shapes) if shape.parameter_names)
     return next(owners, -1)

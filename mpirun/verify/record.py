@@ -66,7 +66,7 @@ def gather_record(
     of_first_owner = {
         key: value
         for key, value in record.parameters.items()
-        if header.weight_shards.parts(key[0]) != (-1,) or header.owners[key[0]][0] == comm.rank
+        if header.is_divided(key[0]) or header.owners[key[0]][0] == comm.rank
     }
     packed_gradients = [_packed(gradients) for gradients in record.gradients]
     of_ranks = comm.gather((hashes, packed_gradients, _packed(of_first_owner), record.buffers))

@@ -49,7 +49,7 @@ class Verification:
         """Record the gradients of what this rank is first owner of."""
         self.record.gradients.append({})
         for (stage, via), total in totals.items():
-            if self.header.weight_shards.holders(stage, via)[0] == self.comm.rank:
+            if self.header.first_owner(stage, via) == self.comm.rank:
                 self.record.gradients[-1].update(copy_pieces(self.interpreter.stages[stage], via, total))
 
     def _divides_by_gradients(self) -> bool:

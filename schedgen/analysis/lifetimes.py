@@ -90,6 +90,10 @@ class Lifetimes:
         columns: Numbers = self.number // numbers_per_size(self.program.header)[self.buffer]
         return columns
 
+    def stages_of(self, lives: Numbers) -> Numbers:
+        """The stage of these lives of weights or of their gradients."""
+        return self.program.header.weight_shards.stage_of[self.size_column[lives]]
+
     @cached_property
     def is_received(self) -> NDArray[np.bool_]:
         """Whether it begins with a message, not with a computation."""
@@ -121,7 +125,7 @@ class Lifetimes:
 def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     """Follow every buffer of every rank, up to the first fault; `accesses` are the program's."""
     header, number = program.header, accesses.number
-    owner, versions = header.weight_shards.is_owner(header.workers), max(header.weight_versions.count, 1)
+    owner, versions = header.is_owner, max(header.weight_versions.count, 1)
     numbers = numbers_in_all(header)
     numbers[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
     # Of the partials that there might be few are there: they are numbered anew.
@@ -165,8 +169,7 @@ def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:
     open_ = np.flatnonzero((lifetimes.rank == rank) & (lifetimes.end < 0))
     left = set(zip(lifetimes.buffer[open_].tolist(), lifetimes.number[open_].tolist(), strict=True))
     if header.weight_versions:  # the newest of its own stays
-        owned = header.weight_shards.is_owner(header.workers)[rank]
-        for unit in np.flatnonzero(owned).tolist():
+        for unit in np.flatnonzero(header.is_owner[rank]).tolist():
             versions = [n for kind, n in left if kind == Buffer.W and n // header.weight_versions.count == unit]
             left -= {(int(Buffer.W), max(versions, default=-1))}
     last: dict[tuple[int, int], int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -69,10 +68,10 @@ class Proof:
         rows = accesses.row[at]
         return Touches(rows, self.rank[rows], accesses.number[at])
 
-    @cached_property
+    @property
     def owner(self) -> NDArray[np.bool_]:
         """Whether a rank owns a unit, a stage or one part of its weights; shape (workers, units)."""
-        return self.header.weight_shards.is_owner(self.header.workers)
+        return self.header.is_owner
 
     def where(self, row: int) -> str:
         """Line, rank and text of an instruction."""

@@ -31,7 +31,7 @@ def lower(placed: PlacedScheme, start: Times) -> Program:
     program = program.project()  # not nested: the global program is a third of the memory
     program = free(program)
     if program.header.part_uses() > MOST_USES * len(program):
-        parts = len(program.header.weight_shards.units)
+        parts = sum(map(len, placed.part_owners))
         raise UsageError(f"--shards: {parts} parts are too many for so few workers and microbatches")
     return program
 

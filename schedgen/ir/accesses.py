@@ -169,7 +169,7 @@ def _names(program: Program) -> _Names:
         first_unit=shards.first_unit,
         first_of_tie=np.cumsum([0, *map(len, header.tied)]),
         tied=np.array([stage for tie in header.tied for stage in tie], np.int64),
-        owner=shards.is_owner(header.workers),
+        owner=header.is_owner,
         redone=redone,
         stays=_freed_later(program),
         again=_entered_again(program),

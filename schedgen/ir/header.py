@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.stage_graph import StageGraph
@@ -130,6 +131,23 @@ class Header:
     def weight_shards(self) -> WeightShards:
         """The parts that weights are divided into, and who owns each."""
         return WeightShards(self.part_owners, self.owners)
+
+    @cached_property
+    def is_owner(self) -> NDArray[np.bool_]:
+        """Whether a rank owns a unit, a stage or one part of its weights; shape (workers, units)."""
+        return self.weight_shards.is_owner(self.workers)
+
+    def units_of(self, rank: int) -> list[tuple[int, int]]:
+        """The units that a rank owns, each as its stage and its part: -1 where the stage is not divided."""
+        return [unit for unit, owns in zip(self.weight_shards.units, self.is_owner[rank], strict=True) if owns]
+
+    def is_divided(self, stage: int) -> bool:
+        """Whether the weights of a stage are divided into parts."""
+        return bool(self.weight_shards.counts[stage] > 1)
+
+    def first_owner(self, stage: int, part: int = 0) -> int:
+        """The first owner of a part of a stage's weights, or of all of them where they are not divided."""
+        return self.part_owners[stage][part] if self.is_divided(stage) else self.owners[stage][0]
 
     @cached_property
     def weight_versions(self) -> WeightVersions:

@@ -55,12 +55,12 @@ class Rank:
 
     def __init__(self, rank: int, program: Program) -> None:
         """At the begin of its list: the weights it owns, and nothing else."""
-        shards, self.rank = program.header.weight_shards, rank
+        self.rank = rank
         self.versions = bool(program.header.weight_versions)
         self.list = program.instructions(rank)
         self.freed = {i.buffer for i in self.list if i.op == Op.FREE and i.kind == Kind.W}
         self.at = 0  # the place of its next instruction
-        self.owned = {unit for unit in shards.units if rank in shards.holders(*unit)}  # (stage, part)
+        self.owned = set(program.header.units_of(rank))  # (stage, part)
         self.newest = {stage: 0 if self.versions else -1 for stage, _ in self.owned}  # version, by stage
         self.held: dict[str, Value] = {self.weights(*unit): WHOLE for unit in self.owned}
         self.stepped: set[str] = set()  # the names of the weights that are done

@@ -57,7 +57,7 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
     copies, copy_of_part = _merge_parts(lifetimes, fetched, sizes)
     gradients, _ = _merge_parts(lifetimes, _foreign_gradients(lifetimes), sizes)
     amounts = lifetimes.amounts(sizes.by_kind(header))[received]
-    stage = header.weight_shards.stage_of[lifetimes.size_column[versions]]
+    stage = lifetimes.stages_of(versions)
     claims = _concatenate(
         copies._replace(pool=_shared_slots(program, copies)),
         _Claims(lifetimes.begin[received], lifetimes.end[received], amounts, amounts),
@@ -85,8 +85,7 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
 def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
     """The lives of gradients of weights that their rank does not own."""
     header, lives = lifetimes.program.header, np.flatnonzero(lifetimes.buffer == Buffer.DW)
-    is_owner = header.weight_shards.is_owner(header.workers)
-    return lives[~is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
+    return lives[~header.is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
 
 
 def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
@@ -95,7 +94,7 @@ def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tu
     A claim lasts as long as any part is live; its pool is the stage.
     """
     header, rows = lifetimes.program.header, len(lifetimes.program) + 1
-    stage = header.weight_shards.stage_of[lifetimes.size_column[lives]]
+    stage = lifetimes.stages_of(lives)
     pair = lifetimes.rank[lives].astype(np.int64) * header.stages + stage
     order = np.argsort(pair, kind="stable")  # lives stand in the order of their first rows
     begin, end = (pair[order] * rows + column[lives[order]] for column in (lifetimes.begin, lifetimes.end))

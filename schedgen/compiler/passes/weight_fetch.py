@@ -118,7 +118,7 @@ def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[RowNumbers]:
 def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
     """(part, owner) of the parts of a stage that `rank` fetches, in the order in which it does."""
     header = program.header
-    if header.weight_shards.parts(stage) == (-1,):
+    if not header.is_divided(stage):
         return [(-1, serving_owner(program, rank, stage))]
     parts = [(part, owner) for part, owner in enumerate(header.part_owners[stage]) if owner != rank]
     return sorted(parts, key=lambda source: ((source[1] - rank) % header.workers, source[0]))
@@ -170,7 +170,7 @@ def _fetches(
     job_rows = [own.tolist() for own in jobs]
     fetches: list[tuple[int, ...]] = []
     servers: dict[tuple[int, int, int], Servers] = {}
-    parts = [len(program.header.weight_shards.parts(stage)) for stage in range(program.header.stages)]
+    parts = program.header.weight_shards.counts.tolist()
     for copy in sorted(copies):
         most = fan_out * parts[copy.stage]
         then = float(time[copy.wanted])
