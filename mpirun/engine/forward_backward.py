@@ -13,7 +13,7 @@ from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.job_graphs import JobGraphs
-from mpirun.engine.loss import MinibatchLoss, loss_gradient
+from mpirun.engine.loss import MinibatchLoss, loss_divisor, loss_gradient
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
@@ -102,7 +102,7 @@ class ForwardBackward:
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
         read = self._microbatch_reader(mb, save) if arguments.reads_input or has_loss else None
-        score, divided = self._score(i, save) if has_loss else None, not self.header.weight_versions
+        score, header = self._score(i, save) if has_loss else None, self.header
         records = has_loss and i.op == Op.FWD and self.header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
         losses, metrics, microbatches, device = self.losses, self.metrics, self.header.microbatches, self.device
@@ -145,7 +145,7 @@ class ForwardBackward:
                 if found:
                     metrics[mb] = found
             if save and has_loss and batch is not None:
-                divisor = batch.loss_divisor if divided else 1
+                divisor = loss_divisor(header, batch.loss_divisor)
                 pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
             return outputs
 
@@ -154,9 +154,9 @@ class ForwardBackward:
     def _score(self, i: Instruction, save: bool) -> Score:
         """The loss of a microbatch, with its metrics."""
         names = set(self.setup.shapes[-1].metrics)
-        function, has_versions = self.setup.model.loss, bool(self.header.weight_versions)
+        function, divisor = self.setup.model.loss, loss_divisor(self.header, self.setup.microbatches.count)
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
-        loss_gradient(torch.float32, 1 if has_versions else self.setup.microbatches.count, self.device)
+        loss_gradient(torch.float32, divisor, self.device)
 
         def score(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)

@@ -34,9 +34,17 @@ def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> T
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 
+def loss_divisor(header: Header, count: float) -> float:
+    """What a microbatch's loss is divided by for its backward; `count`: the minibatch's size in such microbatches.
+
+    Without a flush it is 1: a STEP divides the gradients of its own microbatches.
+    """
+    return count if header.has_flush else 1
+
+
 def check_minibatch_loss(header: Header, passes: int) -> None:
     """UsageError if the outputs of a step's microbatches do not come together on one rank."""
-    if header.weight_versions:
+    if not header.has_flush:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
     if header.tensor_parallel:
         raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")

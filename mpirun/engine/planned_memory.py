@@ -49,7 +49,7 @@ class MemorySlots:
         self.device, self.shapes, self.rank = device, shapes, comm.rank
         self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and part
         rows = np.ones(len(shapes), np.int64)
-        if canonical and not program.header.weight_versions:  # with versions a rank adds one microbatch to an update
+        if canonical and program.header.has_flush:  # without a flush a rank adds one microbatch to an update
             self.row_keys = _row_keys(comm, instructions, program.header)
             rows = self._most_rows(program.header)
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)

@@ -122,7 +122,7 @@ def _load_model(options: SetupOptions, header: Header) -> Model:
 def _check_options(model: Model, options: StepOptions, header: Header, device: Device) -> None:
     if options.graphs and not device.has_graphs:
         raise UsageError("--graphs: a CPU launches no kernels that could be captured")
-    if header.weight_versions:
+    if not header.has_flush:
         refused = {"clip": options.recipe.clip is not None, "accumulate": options.passes > 1}
         for option in [option for option, used in refused.items() if used]:
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")

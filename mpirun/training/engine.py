@@ -48,7 +48,7 @@ from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
-from mpirun.training.shapes import Shapes, check_buckets
+from mpirun.training.shapes import Shapes, check_buckets, check_padding
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -253,7 +253,7 @@ class Engine:
         tokens_per_sample = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         total = sum(batch.samples)
         if min(batch.samples) < self.prepared.batches.example.size:
-            self._check_padding()
+            check_padding(self.model, self._running.header)
         self.prepared.batches.give(session.steps, batch, self.verifies)
         session.weights = [count / total for count in batch.samples]
         session.tokens = total * tokens_per_sample
@@ -401,13 +401,6 @@ class Engine:
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
         return batch
-
-    def _check_padding(self) -> None:
-        """Stop where a microbatch that has padding would count as much as the others."""
-        if self._running.header.weight_versions:
-            raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"', 2, 0)
-        if self.model.loss_of == "minibatch":
-            raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"', 2, 0)
 
     def _save(self, directory: Path) -> bool:
         writer = self._running.checkpoints()

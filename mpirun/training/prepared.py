@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.comm.fail_together import Stop, on_rank_0, print_notes
+from mpirun.comm.fail_together import on_rank_0, print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, tokens
 from mpirun.engine.interpreter import Interpreter
@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.training.batches import StepBatches
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
-from mpirun.training.shapes import Shape
+from mpirun.training.shapes import Shape, check_new_shape
 
 
 class OfShape(NamedTuple):
@@ -50,8 +50,7 @@ class Prepared:
         if not self.has_stages:
             self.build(batch, shape)
         if shape not in self.of_shape:
-            if self.session.header.weight_versions:
-                raise Stop("this schedule updates stages one by one: evaluate first what has its shape", 2, speaker=0)
+            check_new_shape(self.session.header)
             example = self._example(batch)
             with print_notes(self.session.comm):
                 setup = set_up(

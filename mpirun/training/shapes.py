@@ -2,6 +2,7 @@
 
 The size is that of dimension 1 of the input's first tensor that has one: the length of sequences, say. Without declared
 sizes every rank looks at what it reads itself, from the second step on; with them all ranks agree before each step.
+Some schedules and losses allow one shape only, or no padding: the checks are here.
 """
 
 from __future__ import annotations
@@ -66,8 +67,22 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
         raise UsageError("buckets: what split has traced has one shape: give modules or a Model")
     if buckets and model.loss_of == "minibatch":
         raise UsageError("buckets: a loss of the whole minibatch needs microbatches of one shape")
-    if buckets and header.weight_versions:
+    if buckets and not header.has_flush:
         raise UsageError("buckets: this schedule updates stages one by one: all steps need one shape")
+
+
+def check_new_shape(header: Header) -> None:
+    """Stop where a schedule can step by microbatches of one shape only, and these have another."""
+    if not header.has_flush:
+        raise Stop("this schedule updates stages one by one: evaluate first what has its shape", 2, speaker=0)
+
+
+def check_padding(model: Model, header: Header) -> None:
+    """Stop where a microbatch that has padding would count as much as the others."""
+    if not header.has_flush:
+        raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"', 2, 0)
+    if model.loss_of == "minibatch":
+        raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"', 2, 0)
 
 
 def _shape(microbatch: Microbatch) -> Shape:

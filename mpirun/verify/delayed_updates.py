@@ -30,8 +30,10 @@ UsedVersions = Mapping[tuple[int, int], int]  # by stage and microbatch
 Weights = dict[str, Tensor]  # of a stage
 
 
-def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions:
-    """The versions that the jobs of all ranks use; `program`: this rank's part. Collective."""
+def used_versions(comm: MPI.Intracomm, program: Program) -> UsedVersions | None:
+    """The versions that the jobs of all ranks use; None: weights have none. `program`: this rank's part. Collective."""
+    if program.header.has_flush:
+        return None
     own = {(i.stage, i.mb): i.version for i in program.instructions(comm.rank) if i.op == Op.FWD}
     return {job: version for of_rank in comm.allgather(own) for job, version in of_rank.items()}
 

@@ -75,7 +75,7 @@ class Verification:
             if isinstance(joined, str) or not setup.canonical:
                 ours, statistics = joined, statistics.without_shards(header.tensor_parallel)
                 setup, header = without_shards(setup, header)
-        used = used_versions(self.comm, self.program) if header.weight_versions else None
+        used = used_versions(self.comm, self.program)
         code = 0
         if isinstance(ours, str):
             print(f"verify: failed: {ours}")

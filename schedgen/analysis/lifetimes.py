@@ -125,7 +125,7 @@ class Lifetimes:
 def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     """Follow every buffer of every rank, up to the first fault; `accesses` are the program's."""
     header, number = program.header, accesses.number
-    owner, versions = header.is_owner, max(header.weight_versions.count, 1)
+    owner, versions = header.is_owner, header.weight_versions.count
     numbers = numbers_in_all(header)
     numbers[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
     # Of the partials that there might be few are there: they are numbered anew.
@@ -168,7 +168,7 @@ def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:
     header = lifetimes.program.header
     open_ = np.flatnonzero((lifetimes.rank == rank) & (lifetimes.end < 0))
     left = set(zip(lifetimes.buffer[open_].tolist(), lifetimes.number[open_].tolist(), strict=True))
-    if header.weight_versions:  # the newest of its own stays
+    if not header.has_flush:  # the newest of its own stays
         for unit in np.flatnonzero(header.is_owner[rank]).tolist():
             versions = [n for kind, n in left if kind == Buffer.W and n // header.weight_versions.count == unit]
             left -= {(int(Buffer.W), max(versions, default=-1))}

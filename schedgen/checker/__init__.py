@@ -57,7 +57,7 @@ def check_compiled(program: Program) -> None:
     * A memory limit holds no backward back.
     """
     header = program.header
-    if header.weight_versions and any(header.several_owners):
+    if not header.has_flush and any(header.several_owners):
         _check_updates(program)
     check_copies(program)
     limit = header.memory_limit

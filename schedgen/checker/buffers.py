@@ -65,6 +65,6 @@ def _name(proof: Proof, fault: Fault) -> str:
             return f"what BWD_I of stage {stage}, microbatch {mb} keeps for BWD_W"
         case Buffer.PARTIAL:
             return f"{buffer_name(Kind.DW, stage, via=via)} from rank {rest}"
-        case Buffer.W if header.weight_versions and fault.code != NOTHING:
+        case Buffer.W if not header.has_flush and fault.code != NOTHING:
             return buffer_name(Kind.W, stage, version=rest)
     return buffer_name(Kind[buffer.name], stage, mb, via)

@@ -29,7 +29,7 @@ def rule_5(proof: Proof) -> None:
     Where there are forwards alone, rule 1 has refused all that could be.
     """
     header, owner = proof.header, proof.owner
-    if header.weight_versions or header.is_forward:
+    if header.is_forward or not header.has_flush:
         return
     stage_of = header.weight_shards.stage_of
     several = np.array(header.several_owners)[stage_of]

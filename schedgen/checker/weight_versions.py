@@ -60,7 +60,7 @@ class Steps:
 def rule_9(proof: Proof) -> None:
     """Refuse a wrong version, and what breaks rule 5 where weights have versions, before buffers are followed."""
     header = proof.header
-    if not header.weight_versions:
+    if header.has_flush:
         return
     if header.ties:
         proof.refuse_rank(9, 0, "stages are tied: their weights have no versions of their own")

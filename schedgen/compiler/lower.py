@@ -25,7 +25,7 @@ def lower(placed: PlacedScheme, start: Times) -> Program:
     """The projected program for jobs that start at `start` (flat, indexed by job)."""
     program = emit_jobs(header_of(placed), start, placed)
     header = program.header
-    passes = FORWARDS if header.is_forward else WITH_VERSIONS if header.weight_versions else PIPELINE
+    passes = FORWARDS if header.is_forward else PIPELINE if header.has_flush else WITH_VERSIONS
     for insert in over(passes, "lower", len(passes)):
         program = insert(program, placed)
     program = program.project()  # not nested: the global program is a third of the memory

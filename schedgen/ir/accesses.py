@@ -43,7 +43,7 @@ def numbers_per_size(header: Header) -> Numbers:
     The columns are: of x and g, stages and behind them edges; of w, dw and partials, units; of the rest, stages.
     """
     batches = header.microbatches
-    return np.array([batches, batches, max(header.weight_versions.count, 1), 1, header.workers, batches, batches])
+    return np.array([batches, batches, header.weight_versions.count, 1, header.workers, batches, batches])
 
 
 def numbers_in_all(header: Header) -> Numbers:
@@ -175,7 +175,7 @@ def _names(program: Program) -> _Names:
         again=_entered_again(program),
         stages=header.stages,
         batches=header.microbatches,
-        versions=max(header.weight_versions.count, 1),
+        versions=header.weight_versions.count,
         workers=header.workers,
     )
 
@@ -184,7 +184,7 @@ def _freed_later(program: Program) -> NDArray[np.bool_]:
     """By row, of STEP of weights with versions: whether the version before has a FREE, so that it lives on."""
     table, versions = program.rows, program.header.weight_versions.count
     stays = np.zeros(len(program), bool)
-    if versions:
+    if versions > 1:
         steps = np.flatnonzero(table.op == Op.STEP)
         frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
         weights = table.rank.astype(np.int64) * program.header.stages + table.stage

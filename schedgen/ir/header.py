@@ -157,6 +157,11 @@ class Header:
         return WeightVersions(str(self.lowering.get("updates", FLUSH)), self.microbatches, self.owners, accumulated)
 
     @property
+    def has_flush(self) -> bool:
+        """Whether weights change once a list, when all microbatches are through, so that they have one version."""
+        return not self.weight_versions
+
+    @property
     def memory_limit(self) -> int | None:
         """The most saved forwards that a rank may hold at once; None: any number."""
         limit = self.lowering.get("memory_limit")

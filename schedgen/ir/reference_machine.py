@@ -94,7 +94,7 @@ class ReferenceMachine:
                 raise CannotExecute(f"rank {rank.rank} has not entered NORM")
             if self.header.memory_limit is not None and rank.most["saved"] > self.header.memory_limit:
                 raise CannotExecute(f"rank {rank.rank} has held {rank.most['saved']} saved forwards")
-        if self.header.weight_versions:
+        if not self.header.has_flush:
             self.check_versions()
         self.check_copies()
 

@@ -56,7 +56,7 @@ class Rank:
     def __init__(self, rank: int, program: Program) -> None:
         """At the begin of its list: the weights it owns, and nothing else."""
         self.rank = rank
-        self.versions = bool(program.header.weight_versions)
+        self.versions = not program.header.has_flush
         self.list = program.instructions(rank)
         self.freed = {i.buffer for i in self.list if i.op == Op.FREE and i.kind == Kind.W}
         self.at = 0  # the place of its next instruction

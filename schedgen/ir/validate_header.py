@@ -193,7 +193,7 @@ def _check_shards(header: Header, jobs: int) -> None:
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
     if header.part_uses() > MOST_USES * jobs:
         raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
-    if header.part_owners and (header.tied or header.weight_versions or header.tensor_parallel):
+    if header.part_owners and (header.tied or header.tensor_parallel or not header.has_flush):
         raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
 
 
@@ -201,7 +201,7 @@ def _check_forward(header: Header) -> None:
     """Of a list of forwards alone."""
     if header.tied:
         raise Wrong("tied", "tied: a list of forwards sums no gradients, so it has no ties")
-    if header.lowering["recompute"] or header.weight_versions:
+    if header.lowering["recompute"] or not header.has_flush:
         raise Wrong("lowering", "lowering: a list of forwards redoes nothing and makes no versions of weights")
     if header.memory_limit is not None:
         raise Wrong("lowering", "lowering: a list of forwards saves nothing, so it has no memory_limit")

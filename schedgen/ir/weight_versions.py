@@ -36,8 +36,8 @@ class WeightVersions:
 
     @property
     def count(self) -> int:
-        """The number that every version is below; 0 where weights have none."""
-        return self.microbatches + 1 if self else 0
+        """The number that every version is below; 1 where weights have none."""
+        return self.microbatches + 1 if self else 1
 
     def round(self, stage: int) -> int:
         """Microbatches that make one update of a stage: one for each of its owners, or m with two buffers."""

@@ -25,9 +25,9 @@ def as_torch_csv(program: Program) -> str:
     """
     if program.header.tensor_parallel:
         raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
-    versions = program.header.weight_versions
-    if versions.count:
-        raise UsageError(f"torch's CSV has no versions of weights, which --updates {versions.updates} makes")
+    if not program.header.has_flush:
+        updates = program.header.weight_versions.updates
+        raise UsageError(f"torch's CSV has no versions of weights, which --updates {updates} makes")
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     for rank in range(program.header.workers):

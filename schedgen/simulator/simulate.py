@@ -147,7 +147,7 @@ def _awaited(program: Program, waits: Waits) -> Ints:
     STEP waits where weights have versions and several owners: for the ALLREDUCE before it.
     """
     table, header = program.rows, program.header
-    if not header.weight_versions:
+    if header.has_flush:
         return waits.collective
     awaited, rows = waits.collective.copy(), program.rows_of(Op.STEP, Op.ALLREDUCE)
     pair = table.rank[rows].astype(np.int64) * header.stages + table.stage[rows]

@@ -75,7 +75,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     if sums := shard_sums(program):
         numbers["exchanges"] = sums.count
     numbers |= {"instructions": len(program), "workers": _workers(program, busy, memory)}
-    if header.weight_versions:
+    if not header.has_flush:
         numbers |= {"versions": _most_versions(program).tolist(), "staleness": _staleness(program).tolist()}
     if machine is not None:
         kinds = {**run.memory._asdict(), "places": run.footprint.slots, "owned": run.footprint.owned}

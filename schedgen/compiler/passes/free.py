@@ -23,7 +23,7 @@ FREED = (Buffer.X, Buffer.G, Buffer.DW)
 def free(program: Program) -> Program:
     """Insert the FREEs. Where weights have versions, every dw has been freed with its STEP."""
     header, table = program.header, program.rows
-    kinds = [buffer for buffer in FREED if buffer != Buffer.DW or not header.weight_versions]
+    kinds = [buffer for buffer in FREED if buffer != Buffer.DW or header.has_flush]
     done = accesses(program, kinds)
     # Every x and g begins once on a rank, and every dw is sent or stepped with in the end.
     begins = (done.effect == Effect.DEFINE) | (done.effect == Effect.RECEIVE)
