@@ -39,6 +39,19 @@ def check_split_stages(model: Model, header: Header) -> None:
         )
 
 
+def expanded_model(unsharded_model: Model, header: Header) -> Model:
+    """The model with shards; UsageError if it ties stages that the schedule does not."""
+    model = expand_model(unsharded_model, header.tensor_parallel.degree)
+    for tie in model.tied:
+        stages = tuple(sorted({stage for stage, _ in tie}))
+        if len(stages) > 1 and stages not in header.tied:
+            if model.ties_shards(tie):
+                raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
+            wanted = ",".join(str(header.model_stage(stage)) for stage in stages)
+            raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
+    return model
+
+
 def expand_model(model: Model, count: int) -> Model:
     """The model with `count` shards or replicas of every stage. UsageError if a stage cannot be split."""
     if count == 1:

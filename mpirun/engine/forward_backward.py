@@ -94,7 +94,7 @@ class ForwardBackward:
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
         """What computes the outputs of a forward job, and saves for its backward if `save`."""
         stage, weights, pending, mb = self.stage_of(i), self._wait_for_weights(i), self._pending(i), i.mb
-        graph, dataflow = self.header.graph, self.dataflows[i.mb]
+        header, graph, dataflow = self.header, self.header.graph, self.dataflows[i.mb]
         producers = graph.producers[i.stage]
         inputs = [self.buffers.get(Kind.X, p, mb, graph.output_consumer(p, i.stage)) for p in producers]
         bundles = [dataflow.x(p, i.stage) for p in producers]
@@ -102,10 +102,10 @@ class ForwardBackward:
         arguments, specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         has_loss = not graph.consumers[i.stage] and not self._has_minibatch_loss(i)
         read = self._microbatch_reader(mb, save) if arguments.reads_input or has_loss else None
-        score, header = self._score(i, save) if has_loss else None, self.header
-        records = has_loss and i.op == Op.FWD and self.header.is_first_shard(i.stage)
+        score = self._score(i, save) if has_loss else None
+        records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
-        losses, metrics, microbatches, device = self.losses, self.metrics, self.header.microbatches, self.device
+        losses, metrics, microbatches, device = self.losses, self.metrics, header.microbatches, self.device
 
         def compute(
             values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None

@@ -15,12 +15,12 @@ from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0,
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
-from mpirun.engine.expand_shards import check_split_stages, expand_model
+from mpirun.engine.expand_shards import check_split_stages, expanded_model
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads, how_to_compile
+from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads
 from mpirun.model.load_model import load_model
 from mpirun.model.shapes import StageShape, infer_shapes
 from schedgen.ir.header import Header
@@ -131,19 +131,6 @@ def _check_options(model: Model, options: StepOptions, header: Header, device: D
     check_split_stages(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header, options.passes)
-
-
-def expanded_model(unsharded_model: Model, header: Header) -> Model:
-    """The model with shards; UsageError if it ties stages that the schedule does not."""
-    model = expand_model(unsharded_model, header.tensor_parallel.degree)
-    for tie in model.tied:
-        stages = tuple(sorted({stage for stage, _ in tie}))
-        if len(stages) > 1 and stages not in header.tied:
-            if model.ties_shards(tie):
-                raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
-            wanted = ",".join(str(header.model_stage(stage)) for stage in stages)
-            raise UsageError(f"the model ties parameters of stages {wanted}: {how_to_compile(header)}")
-    return model
 
 
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:

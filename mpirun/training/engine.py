@@ -28,9 +28,10 @@ from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
+from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory
-from mpirun.engine.setup import StepOptions, expanded_model, use_host
+from mpirun.engine.setup import StepOptions, use_host
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
