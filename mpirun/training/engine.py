@@ -67,7 +67,34 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 
 
 class Engine:
-    """A run. What it needs to know of the data it learns from the first batch, or from the first that is evaluated."""
+    """A run. What it needs to know of the data it learns from the first batch, or from the first that is evaluated.
+
+    schedule      a file that schedgen has written, or the name of a scheme, which `stages` and `microbatches` size
+    model         what `split` returns, a Model, a list of modules, one a stage, or a function of their number
+    loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
+    optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
+    lr            the learning rate, or one for each step, counted from 0; None: that of the optimizer
+    scheduler     an optimizer -> a torch LRScheduler of it, which is stepped once a step
+    clip          the largest norm of the whole gradient; None: no limit
+    accumulate    passes through the schedule before the optimizer's step
+    autocast      "bf16": forwards in mixed precision
+    device        "cpu", "cuda", or "auto": a GPU where every rank has one
+    gpu_messages  "direct": MPI takes GPU memory as it is; "host": messages go by way of the host's; or "auto"
+    stream_words  on a GPU, words in memory order messages and kernels, not events; not seen on a GPU yet
+    graphs        on a GPU, capture the kernels of each job once and replay them; not seen on a GPU yet
+    canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
+    seed          of weights, dropout and shuffling
+    weights       a directory of safetensors files that parameters and buffers are read from, by their names
+    buckets       sizes that dimension 1 of the input, as the length of sequences, may have, one in all microbatches
+                  of a step; empty: microbatches have one shape
+    on_nan        "stop", or "skip" the step where a loss or a gradient is not finite
+    verify        record what is done, for `verify`
+    log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
+                  to which they are written for TensorBoard
+    timeout       seconds after which a run in which nothing moves is ended; 0: never
+    export        the directory that `export` will write, which is refused now where it is not empty
+    comm          the ranks; None: all
+    """
 
     def __init__(
         self,
@@ -98,34 +125,7 @@ class Engine:
         export: str | os.PathLike[str] | None = None,
         comm: MPI.Intracomm | None = None,
     ) -> None:
-        """Read or compile the schedule, and check that the model fits it.
-
-        schedule      a file that schedgen has written, or the name of a scheme, which `stages` and `microbatches` size
-        model         what `split` returns, a Model, a list of modules, one a stage, or a function of their number
-        loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
-        optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
-        lr            the learning rate, or one for each step, counted from 0; None: that of the optimizer
-        scheduler     an optimizer -> a torch LRScheduler of it, which is stepped once a step
-        clip          the largest norm of the whole gradient; None: no limit
-        accumulate    passes through the schedule before the optimizer's step
-        autocast      "bf16": forwards in mixed precision
-        device        "cpu", "cuda", or "auto": a GPU where every rank has one
-        gpu_messages  "direct": MPI takes GPU memory as it is; "host": messages go by way of the host's; or "auto"
-        stream_words  on a GPU, words in memory order messages and kernels, not events; not seen on a GPU yet
-        graphs        on a GPU, capture the kernels of each job once and replay them; not seen on a GPU yet
-        canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
-        seed          of weights, dropout and shuffling
-        weights       a directory of safetensors files that parameters and buffers are read from, by their names
-        buckets       sizes that dimension 1 of the input, as the length of sequences, may have, one in all microbatches
-                      of a step; empty: microbatches have one shape
-        on_nan        "stop", or "skip" the step where a loss or a gradient is not finite
-        verify        record what is done, for `verify`
-        log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
-                      to which they are written for TensorBoard
-        timeout       seconds after which a run in which nothing moves is ended; 0: never
-        export        the directory that `export` will write, which is refused now where it is not empty
-        comm          the ranks; None: all
-        """
+        """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         self.comm = MPI.COMM_WORLD if comm is None else comm
         self.session: Session | None = None
         self.shapes = Shapes(self.comm, buckets)

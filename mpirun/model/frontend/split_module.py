@@ -60,25 +60,24 @@ def split(
     """
     args, kwargs = _call(example, example_kwargs)
     _check_options(module, stages, points, costs, shared)
-    if not module.training:
-        warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
-    if compiled_in_place(module) or any(hasattr(part, "_orig_mod") for part in module.modules()):
-        warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
+    _warn_of_what_is_lost(module)
     meta = meta_module(module, init)
     check_eval = _eval_check(module, args, kwargs)
-    exported = _export(module, args, kwargs, dims)
-    dependencies = copy_changed_inputs(update_buffers_early(Dependencies(exported)))
-    if not dependencies.body:
-        raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
+    dependencies = _trace(module, args, kwargs, dims)
     starts = _starts(dependencies, module, stages, points, costs)
-    dependencies, starts = copy_at_cuts(dependencies, starts)
+    cut = _build_stages(*copy_at_cuts(dependencies, starts), shared)
+    warn_of_batch_statistics(module)
+    return cut._replace(meta=meta, aliases=parameter_aliases(module), check_eval=check_eval)
+
+
+def _build_stages(dependencies: Dependencies, starts: Sequence[fx.Node], shared: str | Mapping[str, str]) -> Cut:
+    """The stages that begin at these nodes, and what goes between them."""
     stage_of = _stages_of_nodes(dependencies, starts)
     used_by = _stages_of_shared_parameters(dependencies, stage_of)
     treatment = _treatments(dependencies, shared)
     results, output = dependencies.exported.output()
     senders = {name: users[0] for name, users in used_by.items() if treatment[name] == "transmit"}
     built = StageBuilder(dependencies, stage_of, results, senders).build()
-    warn_of_batch_statistics(module)
     bodies: list[list[fx.Node]] = [[] for _ in built.modules]
     for node in dependencies.body:
         bodies[stage_of[node]].append(node)
@@ -91,9 +90,6 @@ def split(
         output,
         tuple(sum(dependencies.flops.get(node, 0) for node in nodes) for nodes in bodies),
         built.sent_bytes,
-        meta,
-        parameter_aliases(module),
-        check_eval,
     )
 
 
@@ -143,6 +139,23 @@ def _check_options(module: object, stages: object, points: object, costs: object
         raise UsageError(f"shared should be 'transmit' or 'replicate', or a mapping to these, not {shared!r}")
     if stages is not None and type(stages) is not int:
         raise UsageError(f"stages should be a whole number, not {stages!r}")
+
+
+def _warn_of_what_is_lost(module: nn.Module) -> None:
+    """Say what of the module its stages do not have: dropout in eval mode, what torch.compile does."""
+    if not module.training:
+        warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
+    if compiled_in_place(module) or any(hasattr(part, "_orig_mod") for part in module.modules()):
+        warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
+
+
+def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> Dependencies:
+    """The module's graph, and what each node of it needs; UsageError where nothing depends on its parameters."""
+    dependencies = Dependencies(_export(module, args, kwargs, dims))
+    dependencies = copy_changed_inputs(update_buffers_early(dependencies))
+    if not dependencies.body:
+        raise UsageError(f"{type(module).__name__} has no computation that depends on its parameters")
+    return dependencies
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims) -> ExportedGraph:
