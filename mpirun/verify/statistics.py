@@ -18,10 +18,8 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics, set_buffers
 from mpirun.verify.record import Parameters
-from mpirun.verify.tensor_shards import of_whole
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.ir.tensor_parallel import TensorParallel
 
 Module = Callable[..., Any]
 
@@ -46,14 +44,6 @@ class Statistics(NamedTuple):
             partial(_frozen, module, call) if mb not in self.seen.get(stage, (mb,)) else call
             for stage, (module, call) in enumerate(zip(modules, calls, strict=True))
         ]
-
-    def without_shards(self, tensor: TensorParallel) -> Statistics:
-        """The same in terms of the model that has no shards."""
-        T = tensor.degree
-        seen = {s // T: order for s, order in self.seen.items() if s % T == 0 and not tensor.split[s]}
-        split = {s: "each shard has its own" for s in self.seen if tensor.split[s]}
-        left_out = {s // T: why for s, why in {**self.left_out, **split}.items()}
-        return Statistics(seen, of_whole(self.resumed, tensor), {s // T: n for s, n in self.names.items()}, left_out)
 
     def of(self, modules: Sequence[nn.Module]) -> Parameters:
         """Copies of the buffers of these modules, as far as they are compared."""

@@ -10,11 +10,27 @@ from torch import Tensor
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
 from mpirun.verify.record import Parameters, Record, tensor_bytes
+from mpirun.verify.statistics import Statistics
 from schedgen.ir.header import Header
 from schedgen.ir.tensor_parallel import TensorParallel
 
 
-def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
+def without_shards(
+    setup: Setup, header: Header, record: Record, statistics: Statistics
+) -> tuple[Setup, Header, Record | str, Statistics]:
+    """What was recorded, and what it is compared with; a sentence in place of the record where copies differ.
+
+    In canonical mode the reference adds shards up, as the ranks do; else it has the model without shards.
+    """
+    if not header.tensor_parallel:
+        return setup, header, record, statistics
+    joined = _joined(setup, header, record)
+    if setup.canonical and isinstance(joined, Record):
+        return setup, header, record, statistics
+    return *_setup_of_model(setup, header), joined, _statistics_of_model(header, statistics)
+
+
+def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
     """The set-up and the header of the model's stages, of which a schedule has shards."""
     stages = header.model_stages
     plain = replace(
@@ -33,13 +49,26 @@ def without_shards(setup: Setup, header: Header) -> tuple[Setup, Header]:
     return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
 
 
-def of_whole(values: Mapping[tuple[int, str], Tensor], tensor: TensorParallel) -> Parameters:
+def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:
+    """Those of the model's stages."""
+    of, is_split = header.model_stage, header.tensor_parallel.split
+    seen = {of(s): order for s, order in statistics.seen.items() if header.is_first_shard(s) and not is_split[s]}
+    split = {s: "each shard has its own" for s in statistics.seen if is_split[s]}
+    left_out = {of(s): why for s, why in {**statistics.left_out, **split}.items()}
+    names = {of(s): names for s, names in statistics.names.items()}
+    return Statistics(seen, _of_whole(header, statistics.resumed), names, left_out)
+
+
+def _of_whole(header: Header, values: Mapping[tuple[int, str], Tensor]) -> Parameters:
     """Of stages that are not split, what their first replica has."""
-    T = tensor.degree
-    return {(s // T, name): x for (s, name), x in values.items() if s % T == 0 and not tensor.split[s]}
+    return {
+        (header.model_stage(stage), name): x
+        for (stage, name), x in values.items()
+        if header.is_first_shard(stage) and not header.tensor_parallel.split[stage]
+    }
 
 
-def join_shards(setup: Setup, header: Header, record: Record) -> Record | str:
+def _joined(setup: Setup, header: Header, record: Record) -> Record | str:
     """The record of the model's stages; a sentence where shards differ in what should be copies."""
     tensor = header.tensor_parallel
     differing: list[str] = []
@@ -47,7 +76,7 @@ def join_shards(setup: Setup, header: Header, record: Record) -> Record | str:
     def joined(values: Parameters) -> Parameters:
         parameters: Parameters = {}
         for (stage, name), value in values.items():
-            key = (stage // tensor.degree, name)
+            key = (header.model_stage(stage), name)
             sharded = setup.shapes[stage].sharded_dims.get(name) if tensor.split[stage] else None
             if sharded is not None:
                 parameters.setdefault(key, sharded.join([values[shard, name] for shard in tensor.siblings(stage)]))
@@ -57,5 +86,5 @@ def join_shards(setup: Setup, header: Header, record: Record) -> Record | str:
         return parameters
 
     gradients = [joined(step) for step in record.gradients]
-    record = Record(record.losses, gradients, joined(record.parameters), buffers=of_whole(record.buffers, tensor))
+    record = Record(record.losses, gradients, joined(record.parameters), buffers=_of_whole(header, record.buffers))
     return differing[0] if differing else record

@@ -16,7 +16,7 @@ from mpirun.verify.delayed_updates import run_with_delayed_updates, used_version
 from mpirun.verify.one_process import run_in_one_process
 from mpirun.verify.record import Parameters, RankRecord, Record, copy_pieces, gather_record
 from mpirun.verify.statistics import Statistics, gather_statistics, own_buffers
-from mpirun.verify.tensor_shards import join_shards, without_shards
+from mpirun.verify.tensor_shards import without_shards
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError, clip, one_line
 
@@ -69,12 +69,8 @@ class Verification:
         ours = gather_record(self.comm, self.header, self.setup.shapes, self.record)
         setup, header = self.setup, self.header
         statistics = gather_statistics(self.comm, self.program, setup, self.record.buffers, self.resumed_buffers)
-        if header.tensor_parallel and isinstance(ours, Record):
-            joined = join_shards(setup, header, ours)
-            # In canonical mode the reference adds shards up, as the ranks do; else it has the model without shards.
-            if isinstance(joined, str) or not setup.canonical:
-                ours, statistics = joined, statistics.without_shards(header.tensor_parallel)
-                setup, header = without_shards(setup, header)
+        if isinstance(ours, Record):
+            setup, header, ours, statistics = without_shards(setup, header, ours, statistics)
         used = used_versions(self.comm, self.program)
         code = 0
         if isinstance(ours, str):

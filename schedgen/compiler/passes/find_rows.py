@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Ints, Op
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
@@ -19,26 +19,6 @@ def job_rows(program: Program, *ops: Op) -> RowNumbers:
     jobs = program.rows_of(*ops)
     by_job[program.rows.stage[jobs], program.rows.mb[jobs]] = jobs
     return by_job
-
-
-def defining_rows(program: Program, kind: Kind, job: RowNumbers, stage: Ints, mb: Ints, consumer: Ints) -> RowNumbers:
-    """The rows behind which x or g of these names are complete: of their jobs, or the last ALLREDUCE over shards."""
-    header, table = program.header, program.rows
-    sums = program.rows_of(Op.ALLREDUCE)
-    sums = sums[table.kind[sums] == kind]
-    if not len(sums):
-        return job
-
-    def key(stage: Ints, mb: Ints, consumer: Ints) -> RowNumbers:
-        return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
-
-    keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
-    T = header.tensor_parallel.degree
-    last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
-    order = np.argsort(keys)
-    wanted = key(stage, mb, consumer)
-    place = np.minimum(np.searchsorted(keys[order], wanted), len(order) - 1)
-    return np.where(keys[order][place] == wanted, last_member[order][place], job)
 
 
 def serving_owner(program: Program, rank: int, stage: int) -> int:

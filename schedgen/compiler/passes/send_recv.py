@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import RowNumbers, defining_rows, job_rows, next_compute
+from schedgen.compiler.passes.find_rows import RowNumbers, job_rows, next_compute
+from schedgen.compiler.passes.shard_allreduce import defining_rows
 from schedgen.compiler.place import Flags, PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Ints, Kind, Op
