@@ -1,7 +1,8 @@
 """The header of a schedule: what it is, apart from its instructions.
 
 Each concept that a schedule may have is a value with its own methods: `graph`, `weight_shards`,
-`weight_versions`, `tensor_parallel`, `ties`.
+`weight_versions`, `tensor_parallel`, `ties`. What most callers ask of them the header answers itself: which of the
+model's stages a stage is, who owns a unit of weights, whether there is a flush.
 """
 
 from __future__ import annotations
@@ -65,6 +66,21 @@ class Header:
         return int(self.scheme["stages"])
 
     @property
+    def microbatches(self) -> int:
+        """B, the microbatches of a step."""
+        return int(self.scheme["microbatches"])
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        """F and B, or F, I and W where the backward is split; F of a list of forwards alone."""
+        return DIRECTIONS[len(self.compute)]
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the list has forwards alone: it evaluates or predicts, and trains nothing."""
+        return len(self.compute) == 1
+
+    @property
     def model_stages(self) -> int:
         """The stages of the model: fewer than the schedule's where each has shards."""
         return self.stages // self.tensor_parallel.degree
@@ -89,6 +105,11 @@ class Header:
         per_consumer = {self.model_stage(stage) for stage in self.graph.per_consumer}
         return StageGraph(self.model_stages, tuple(sorted(edges)), tuple(sorted(per_consumer)))
 
+    @cached_property
+    def ties(self) -> TiedStages:
+        """The stages that share parameters."""
+        return TiedStages(self.tied, self.owners)
+
     @property
     def unsharded_ties(self) -> tuple[tuple[int, ...], ...]:
         """The stages of the model that share parameters, as `tied`: what shards of one stage share is no tie."""
@@ -99,21 +120,6 @@ class Header:
         """Whether a tie is of the shards of one stage, which share what is not cut."""
         stages = self.tied[tie]
         return bool(self.tensor_parallel) and stages == tuple(self.tensor_parallel.siblings(stages[0]))
-
-    @property
-    def microbatches(self) -> int:
-        """B, the microbatches of a step."""
-        return int(self.scheme["microbatches"])
-
-    @property
-    def directions(self) -> tuple[str, ...]:
-        """F and B, or F, I and W where the backward is split; F of a list of forwards alone."""
-        return DIRECTIONS[len(self.compute)]
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether the list has forwards alone: it evaluates or predicts, and trains nothing."""
-        return len(self.compute) == 1
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
@@ -166,11 +172,6 @@ class Header:
         """The most saved forwards that a rank may hold at once; None: any number."""
         limit = self.lowering.get("memory_limit")
         return limit if isinstance(limit, int) else None
-
-    @cached_property
-    def ties(self) -> TiedStages:
-        """The stages that share parameters."""
-        return TiedStages(self.tied, self.owners)
 
     def part_uses(self) -> int:
         """How many parts of weights all jobs use together."""
