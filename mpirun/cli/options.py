@@ -239,8 +239,8 @@ def _failures(parser: Parser) -> None:
         "--on-nan",
         choices=("stop", "skip"),
         default="stop",
-        help="what to do about a loss or a gradient that is "
-        "not finite: stop, or leave out the optimizer's step; default: stop",
+        help="what to do about a loss or a gradient that is not finite: stop, or leave out the optimizer's step; "
+        "default: stop",
     )
     add(
         "--timeout",

@@ -69,6 +69,8 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 class Engine:
     """A run. What it needs to know of the data it learns from the first batch, or from the first that is evaluated.
 
+    Its arguments:
+
     schedule      a file that schedgen has written, or the name of a scheme, which `stages` and `microbatches` size
     model         what `split` returns, a Model, a list of modules, one a stage, or a function of their number
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
