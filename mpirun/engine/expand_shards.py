@@ -23,8 +23,8 @@ from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
 
-def check_split_stages(model: Model, header: Header) -> None:
-    """UsageError if the schedule splits other stages than the model."""
+def check_shards(model: Model, header: Header) -> None:
+    """UsageError if the schedule has shards, and splits other stages than the model or cannot have its loss."""
     if not header.tensor_parallel:
         return
     replicated = [stage for stage in range(len(model.stages)) if stage not in model.split]
@@ -37,6 +37,8 @@ def check_split_stages(model: Model, header: Header) -> None:
         raise UsageError(
             f"the model is whole in stages {in_model}, the schedule in {in_schedule}: {how_to_compile(header)}"
         )
+    if model.loss_of == "minibatch":
+        raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")
 
 
 def expanded_model(unsharded_model: Model, header: Header) -> Model:

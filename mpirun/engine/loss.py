@@ -46,8 +46,6 @@ def check_minibatch_loss(header: Header, passes: int) -> None:
     """UsageError if the outputs of a step's microbatches do not come together on one rank."""
     if not header.has_flush:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
-    if header.tensor_parallel:
-        raise UsageError("the model's loss is of the whole minibatch, and the schedule has shards of stages")
     if passes > 1:
         raise UsageError("accumulate: the model's loss is of the whole minibatch, which is a walk through the list")
     last = header.compute[:, -1]

@@ -15,7 +15,7 @@ from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0,
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
-from mpirun.engine.expand_shards import check_split_stages, expanded_model
+from mpirun.engine.expand_shards import check_shards, expanded_model
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
@@ -128,7 +128,7 @@ def _check_options(model: Model, options: StepOptions, header: Header, device: D
             raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
         if options.on_nan == "skip":
             raise UsageError("no step can be skipped: this schedule has updated stages before all losses are known")
-    check_split_stages(model, header)
+    check_shards(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header, options.passes)
 
