@@ -775,3 +775,8 @@ def splits_unevenly(stages: int) -> Model:
 
 def splits_what_is_tied(stages: int) -> Model:
     return pair(stages)._replace(tied=[[(0, "down.bias"), (1, "last.bias")]])
+
+
+def splits_for_a_minibatch_loss(stages: int) -> Model:
+    """As `pair`, with a loss of the whole minibatch."""
+    return pair(stages)._replace(loss_of="minibatch")

@@ -194,6 +194,7 @@ MISTAKES = {
     "models_for_tests:splits_a_module": (2, "stage 0 of the model is split, but it is a module, not what builds one"),
     "models_for_tests:splits_unevenly": (2, "17 inputs of a linear layer do not divide into 4 shards"),
     "models_for_tests:splits_what_is_tied": (2, "stage 0 of the model is split, but shares parameters with others"),
+    "models_for_tests:splits_for_a_minibatch_loss": (2, "is of the whole minibatch, and the schedule has shards of"),
 }
 
 
