@@ -17,7 +17,7 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options, Redone
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph
 from schedgen.ir.program import Program
@@ -29,6 +29,7 @@ from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import Limits, search_order
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.table import search_table
+from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import hierarchy, partition
 from schedgen.planner.pipedream import pipedream
 from schedgen.planner.search import search
@@ -226,9 +227,15 @@ def run_search(options: SearchOptions) -> int:
         best = least_memory(scheme, sizes, durations, machine, options.budget, tied)
     elif options.recompute:
         best = search_with_recompute(scheme, sizes, cost, machine, limits, options.budget, tied)
+    elif has_both(durations):
+        best = search_whole_or_split(scheme, sizes, durations, machine, limits, options.budget, tied)
     else:
         best = search_order(scheme, sizes, durations, machine, limits, options.budget, tied=tied)
     seconds = time.perf_counter() - begin
+    if has_both(durations) and options.objective == "memory":
+        kind = "split" if scheme.split else "whole"
+        note = f"with --objective memory all backwards are {kind}, as {scheme.name} has them"
+        print(f"schedgen: note: {note}", file=sys.stderr)
     check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output)

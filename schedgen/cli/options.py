@@ -102,9 +102,10 @@ def durations(text: str) -> dict[str, float]:
                 f"'{text}': give every direction once, as in F=1,B=2, with positive numbers"
             )
         values[name] = int(value) if value.is_integer() else value
-    names = next((names for names in DIRECTIONS.values() if set(names) == set(values) - {REDO}), None)
+    known = (*DIRECTIONS.values(), ("F", "B", "I", "W"))
+    names = next((names for names in known if set(names) == set(values) - {REDO}), None)
     if names is None:
-        raise argparse.ArgumentTypeError(f"'{text}': give F and B, or F, I and W, or F of forwards alone")
+        raise argparse.ArgumentTypeError(f"'{text}': give F and B, or F, I and W, or all four, or F of forwards alone")
     return {name: values[name] for name in (*names, *({REDO} & set(values)))}
 
 

@@ -37,7 +37,7 @@ def redo_duration(cost: Mapping[str, Any]) -> Any:
 def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
     """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
-    Of a schedule that does not split the backward, B is I + W unless it is given; of one that does, B does not count;
+    Of a schedule that does not split the backward, B is I + W unless it is given; of one that does, B is left out;
     of forwards alone, only F does. R is left out.
     UsageError where they differ too much, or one is missing.
     """
@@ -56,6 +56,21 @@ def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]
     if "I" not in cost:
         raise UsageError("the schedule splits the backward: --cost must give F, I and W")
     return {name: cost[name] for name in DIRECTIONS[3]}
+
+
+def has_both(cost: Mapping[str, Any]) -> bool:
+    """Whether costs are known of whole backwards and of their halves."""
+    return "B" in cost and "I" in cost
+
+
+def shortest_halves(cost: Mapping[str, Any], stages: int) -> dict[str, NDArray[np.float64]]:
+    """F, I and W by stage, of costs with B, too: W is no longer than what a whole backward takes behind its I.
+
+    No schedule whose backwards are partly whole takes less than with these.
+    """
+    forward, whole, first, rest = (by_stage(cost[name], stages) for name in "FBIW")
+    first = np.minimum(first, whole)
+    return {"F": forward, "I": first, "W": np.minimum(rest, whole - first)}
 
 
 def by_stage(amount: Amount, stages: int) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.place import place_jobs, priorities
-from schedgen.ir.cost import REDO, by_stage, redo_duration
+from schedgen.ir.cost import REDO, by_stage, has_both, redo_duration, shortest_halves
 from schedgen.ir.instructions import B, F, Ints
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
@@ -36,6 +36,8 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     """`weights` and `compute`: each job's workers, shape (D, S, B); `n`: its priority, None where that is no order."""
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
+    if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
+        times |= shortest_halves(costs.times, S)
     lengths = np.array([seconds for name, seconds in times.items() if name != REDO])
     recompute = redo_duration(times) if candidate.recompute else np.zeros(S)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)

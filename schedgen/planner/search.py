@@ -3,7 +3,8 @@
 1. Each candidate is compiled and executed by the simulator, unless its lower bound says before that a schedule that was
    found is no worse in both.
 2. From each schedule on that front its cuts move on, and the simulator judges them, too: `best_cuts`.
-3. If that is asked for, orders are searched for the placements of the candidates: `search_order`.
+3. If that is asked for, orders are searched for the placements of the candidates, and within a limit what they redo:
+   `found_orders`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from typing import NamedTuple
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.compiler.place import place_jobs
-from schedgen.ir.cost import REDO
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.planner.candidate_bound import CandidateBound, candidate_bound
+from schedgen.planner.candidate_bound import candidate_bound
 from schedgen.planner.candidates import Candidate, candidates
 from schedgen.planner.cut_moves import Cuts, best_cuts
+from schedgen.planner.found_orders import found_order, placements
 from schedgen.planner.layer_downsets import prefixes
 from schedgen.planner.layer_profile import Layers
-from schedgen.planner.order_search.order_search import Limits, search_order
 from schedgen.planner.partition import Level
 from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
 from schedgen.simulator.simulate import simulate
@@ -38,7 +38,7 @@ class PlannedSchedule(NamedTuple):
     scheme: str
     stages: int
     replicas: int | tuple[int, ...]  # of the whole pipeline, or of each stage
-    recompute: bool  # of all stages, or none
+    recomputed: int  # forwards that are redone
     layers: tuple[int, ...]  # of each stage
     step_time: float  # seconds
     peak_bytes: int  # of the worker that needs most
@@ -55,6 +55,7 @@ class SearchResult(NamedTuple):
 
 
 MOST_CUTS = 200  # that are tried near those of a schedule on the front ...
+MOST_REDONE = 3  # placements for which orders are searched that redo forwards
 MOST_INSTRUCTIONS = 300_000  # ... as long as no more than so many are simulated: about a second
 
 
@@ -103,7 +104,8 @@ def search(
                 front = _with(moved, front, memory)
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
-            for found in _searched(bounded, [entry.costs for entry in front], fastest, memory, budget):
+            every = [candidate for _, candidate in bounded]
+            for found in _searched(every, [entry.costs for entry in front], fastest, memory, budget):
                 front = _with(found, front, memory)
     if not front:
         workers = math.prod(level.components for level in levels)
@@ -145,10 +147,10 @@ def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCos
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
     """The candidate's program, executed with these costs."""
-    name, replicas, recompute, scheme, sizes, _ = candidate
-    run = simulate(program, costs.durations(scheme.split), costs.machine)
+    run = simulate(program, costs.with_halves, costs.machine)
     seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
-    return PlannedSchedule(name, sizes.stages, replicas, recompute, costs.layer_counts, seconds, bytes)
+    redone, name, stages = len(program.rows_of(Op.RECOMPUTE)), candidate.name, candidate.sizes.stages
+    return PlannedSchedule(name, stages, candidate.replicas, redone, costs.layer_counts, seconds, bytes)
 
 
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
@@ -167,40 +169,19 @@ def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
 
 
 def _searched(
-    bounded: Sequence[tuple[CandidateBound, Candidate]], moved: Sequence[StageCosts], fastest: float, memory: float,
-    budget: int,
-) -> Iterator[_Entry]:  # fmt: skip
-    """Placements that may be faster than `fastest`, each with the best order that is found for it.
-
-    A placement is tried with its own cuts and with those of `moved`; schemes often have one in common.
-    """
-    tried = set()
-    for bound, candidate in over(bounded, "search orders", len(bounded)):
-        if candidate.recompute or bound.seconds >= fastest:
-            continue
-        sizes, split = candidate.sizes, candidate.scheme.split
-        _, compute, *_ = place_jobs(candidate.scheme, sizes.stages, sizes.microbatches, 3 if split else 2)
-        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
-            key = split, costs.layer_counts, compute.tobytes()
-            if key in tried:
-                continue
-            tried.add(key)
-            if (program := _with_found_order(candidate, costs, memory, budget)) is not None:
-                schedule = _timed(program, candidate, costs)._replace(order="search")
-                fastest = min(fastest, schedule.step_time)
-                yield _Entry(schedule, candidate, costs, program)
-
-
-def _with_found_order(candidate: Candidate, costs: StageCosts, memory: float, budget: int) -> Program | None:
-    """The program of the best order that is found; None where the scheme moves weights, or no order fits."""
-    durations = costs.durations(candidate.scheme.split)
-    cost = {name: seconds for name, seconds in durations.items() if name != REDO}
-    limits = Limits(bytes=memory if math.isfinite(memory) else None)
-    try:
-        found = search_order(candidate.with_layers(costs), candidate.sizes, cost, costs.machine, limits, budget)
-    except UsageError:
-        return None
-    return found.program if found.source == "search" else None
+    candidates: Sequence[Candidate], moved: Sequence[StageCosts], fastest: float, memory: float, budget: int
+) -> Iterator[_Entry]:
+    """The best order that is found for each placement that may be faster than `fastest`; under a limit the most
+    hopeful placements may also redo forwards."""
+    hopeful = placements(candidates, moved, fastest)
+    tries = [(placement, False) for placement in hopeful]
+    if math.isfinite(memory):
+        tries += [(placement, True) for placement in hopeful[:MOST_REDONE]]
+    for placement, redo in over(tries, "search orders", len(tries)):
+        if placement.least < fastest and (program := found_order(placement, memory, budget, redo)) is not None:
+            schedule = _timed(program, placement.candidate, placement.costs)._replace(order="search")
+            fastest = min(fastest, schedule.step_time)
+            yield _Entry(schedule, placement.candidate, placement.costs, program)
 
 
 def _compiled(candidate: Candidate, costs: StageCosts) -> Program:

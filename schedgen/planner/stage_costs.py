@@ -25,12 +25,16 @@ class StageCosts(NamedTuple):
     machine: Machine  # bytes by stage
 
     def durations(self, split: bool) -> dict[str, Floats]:
-        """Seconds by stage of a schedule's directions; a B of unmeasured halves gives each half of its time."""
-        times = dict(self.times)
-        if split and "I" not in times:
-            times["I"] = times["W"] = times["B"] / 2
-        redo = {REDO: times[REDO]} if REDO in times else {}
-        return durations(times, 3 if split else 2) | redo
+        """Seconds by stage of a schedule's directions, and R where there is one."""
+        redo = {REDO: self.times[REDO]} if REDO in self.times else {}
+        return durations(self.with_halves, 3 if split else 2) | redo
+
+    @property
+    def with_halves(self) -> dict[str, Floats]:
+        """All seconds by stage; a B of unmeasured halves gives each half of its time."""
+        if "I" in self.times:
+            return dict(self.times)
+        return {**self.times, "I": self.times["B"] / 2, "W": self.times["B"] / 2}
 
 
 def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:

@@ -91,16 +91,17 @@ def search_as_json(result: SearchResult) -> dict[str, Any]:
 
 def search_as_text(result: SearchResult) -> Iterator[str]:
     """The same as lines: one for each schedule of the front, then the counts."""
-    rows = [("scheme", "stages", "replicas", "recompute", "order", "step s", "memory")]
+    rows = [("scheme", "stages", "replicas", "redone", "order", "step s", "memory")]
     for schedule in result.front:
         replicas = (
             str(schedule.replicas)
             if isinstance(schedule.replicas, int)
             else clip("-".join(map(str, schedule.replicas)))
         )
-        recompute = "all" if schedule.recompute else "none"
         time, memory = f"{schedule.step_time:.4g}", _bytes(schedule.peak_bytes)
-        rows.append((schedule.scheme, str(schedule.stages), replicas, recompute, schedule.order, time, memory))
+        rows.append(
+            (schedule.scheme, str(schedule.stages), replicas, str(schedule.recomputed), schedule.order, time, memory)
+        )
     yield from aligned(rows, 1)
     layers = "-".join(map(str, result.front[0].layers))
     yield ""

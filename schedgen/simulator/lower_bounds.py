@@ -22,7 +22,7 @@ from graphlib import TopologicalSorter
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.cost import Amount, by_stage, durations
+from schedgen.ir.cost import Amount, by_stage, durations, has_both, shortest_halves
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Ints, Numbers
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
@@ -34,9 +34,11 @@ MOST_NODES = 600  # directions x stages: of more, `lower_bounds` leaves `ends` o
 def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: Numbers) -> dict[str, float]:
     """work, critical_path, way and, unless there are forwards alone, memory and ends, in the units of `cost`.
 
-    `peak_activations`: by worker.
+    Where backwards are split and `cost` has a B, too, some may be whole. `peak_activations`: by worker.
     """
     lengths = {name: by_stage(t, header.stages) for name, t in durations(cost, len(header.directions)).items()}
+    if len(lengths) == 3 and has_both(cost):
+        lengths = shortest_halves(cost, header.stages)
     none = np.zeros(header.stages)
     forward, backward, weights = [*lengths.values(), none, none][:3]
     busy = np.zeros(header.workers)

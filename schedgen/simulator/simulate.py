@@ -125,10 +125,13 @@ def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, s
     steps = program.rows_of(Op.STEP)  # of a part of the weights: its part of the time
     duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
     lengths = durations(cost, len(header.directions))
-    unsplit_backward = lengths.get("I", 0) + lengths.get("W", 0)  # of a BWD among split backwards
+    if "I" in lengths:  # a BWD among split backwards
+        lengths["B"] = cost["B"] if "B" in cost else lengths["I"] + lengths["W"]
     for op, direction in DIRECTION.items():
         rows = program.rows_of(op)
-        length = redo_duration(cost) if op == Op.RECOMPUTE else lengths.get(direction, unsplit_backward)
+        if len(rows) == 0:
+            continue
+        length = redo_duration(cost) if op == Op.RECOMPUTE else lengths[direction]
         duration[rows] = by_stage(length, header.stages)[table.stage[rows]]
     return duration
 

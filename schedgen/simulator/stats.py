@@ -58,6 +58,8 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
     memory = analyse(program).memory
     busy, longest_bubble, latency = _work(program, run)
+    if len(header.directions) == 3 and not (program.rows.op == Op.BWD).any():
+        cost = {name: time for name, time in cost.items() if name != "B"}
     limits = lower_bounds(header, cost, memory.saved)
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),

@@ -12,6 +12,7 @@ cp_sat.py          OR-Tools' CP-SAT: proofs for small problems
 order_search.py    the story: begin, find, prove; the simulator has the last word
 least_memory.py    the other way round: the least memory for the scheme's own time
 recompute.py       orders that redo forwards to keep to the memory
+whole_or_split.py  which backwards are whole and which are split, where the costs of both are known
 redo_choice.py     the fewest forwards of an order that must be redone
 table.py           what the command prints
 """

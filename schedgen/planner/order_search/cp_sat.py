@@ -2,7 +2,8 @@
 
 Starts are whole numbers. Jobs of a worker do not overlap, those of a class follow each other, and what a forward takes
 is held until the job that gives it back has ended. Where times are no whole multiples of a unit they are rounded down,
-so that a bound stays one.
+so that a bound stays one. Where backwards may be whole, that is a choice for each: its I takes the time of both halves,
+and its W, directly behind it, none.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, order_of
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
 
 MOST_JOBS = 300  # of larger problems CP-SAT proves nothing in a minute
 FINEST = 2000  # units in the mean duration of a job, where times are no whole numbers
@@ -22,7 +24,8 @@ class Proof(NamedTuple):
     """What CP-SAT found."""
 
     bound: float  # no order has a shorter longest window
-    order: Numbers | None  # one that is as good as the best it saw
+    start: Times | None  # by job: where they start in the best order that it saw
+    whole: NDArray[np.bool_]  # by job: whether it is the I of a whole backward
     optimal: bool
 
 
@@ -35,18 +38,28 @@ def is_installed() -> bool:
     return True
 
 
-def solve(problem: OrderProblem, start: Times, value: float, floor: float, seconds: float) -> Proof:
-    """Begin at an order whose jobs start at `start`, with the longest window `value`; the seconds are CP-SAT's own."""
+def solve(
+    problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
+    is_whole: NDArray[np.bool_] | None = None,
+) -> Proof:  # fmt: skip
+    """Begin at an order whose jobs start at `start`, with the longest window `value`; the seconds are CP-SAT's own.
+
+    whole     by job: of an I, what the whole backward takes; None: backwards are not whole
+    is_whole  by job: whether it is the I of a whole backward at the beginning
+    """
     from ortools.sat.python import cp_model
 
-    unit = _unit(problem)
-    length, hop = (np.floor(times / unit + 1e-6).astype(np.int64) for times in (problem.length, problem.before_hop))
+    unit = _unit(problem, whole)
+    length, hop = (_units(times, unit) for times in (problem.length, problem.before_hop))
     horizon = int(length.sum() + hop.sum() * problem.microbatches) + 1
     horizon = min(horizon, 2 * int(np.ceil((start + problem.length).max() / unit)) + 1)
     model = cp_model.CpModel()
     begin = [model.new_int_var(0, horizon, "") for _ in length]
-    end = [at + int(time) for at, time in zip(begin, length, strict=True)]
+    size: list[Any] = length.tolist()
+    chosen = {} if whole is None else _add_choices(model, problem, begin, size, _units(whole, unit))
+    end = [_end(model, at, time, horizon) for at, time in zip(begin, size, strict=True)]
     batches = problem.microbatches
+    last_half = range(2 * problem.stages * batches, len(length))  # of microbatches in any turn, where some are whole
     for node in range(len(problem.before_first) - 1):
         for k in range(problem.before_first[node], problem.before_first[node + 1]):
             for b in range(batches):
@@ -58,7 +71,12 @@ def solve(problem: OrderProblem, start: Times, value: float, floor: float, secon
         classes = range(problem.worker_class[w], problem.worker_class[w + 1])
         jobs = [problem.class_jobs[problem.class_first[c] : problem.class_first[c + 1]] for c in classes]
         model.add_no_overlap(
-            [model.new_fixed_size_interval_var(begin[j], int(length[j]), "") for j in np.concatenate(jobs)]
+            [
+                model.new_fixed_size_interval_var(begin[j], size[j], "")
+                if isinstance(size[j], int)
+                else model.new_interval_var(begin[j], size[j], end[j], "")
+                for j in np.concatenate(jobs)
+            ]
         )
         opening: Any = 0
         if problem.own_window:
@@ -66,23 +84,50 @@ def solve(problem: OrderProblem, start: Times, value: float, floor: float, secon
             for each in jobs:
                 model.add(opening <= begin[each[0]])
         for each in jobs:
-            for job, following in pairwise(each):
+            in_turn = not chosen or each[0] not in last_half
+            for job, following in pairwise(each) if in_turn else ():
                 model.add(begin[following] >= end[job])
-            model.add(longest >= end[each[-1]] - opening)
+            for job in each[-1:] if in_turn else each:
+                model.add(longest >= end[job] - opening)
         if np.isfinite(problem.capacity[w]):
             _add_memory(model, problem, w, begin, end)
     model.minimize(longest)
     for at, hint in zip(begin, start, strict=True):
         model.add_hint(at, round(hint / unit))
-    solver = cp_model.CpSolver()
+    for job, choice in chosen.items():
+        model.add_hint(choice, bool(is_whole is not None and is_whole[job]))
+    solver, flags = cp_model.CpSolver(), np.zeros(len(length), np.bool_)
     solver.parameters.num_workers = 1  # the same answer every time
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = seconds
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Proof(solver.best_objective_bound * unit, None, False)
+        return Proof(solver.best_objective_bound * unit, None, flags, False)
     found = np.array([solver.value(at) for at in begin], np.float64)
-    return Proof(solver.best_objective_bound * unit, order_of(problem, found), status == cp_model.OPTIMAL)
+    flags[list(chosen)] = [solver.value(choice) for choice in chosen.values()]
+    return Proof(solver.best_objective_bound * unit, found, flags, status == cp_model.OPTIMAL)
+
+
+def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
+    """When a job ends: a variable of its own where its time is a choice."""
+    if isinstance(size, int):
+        return begin + size
+    end = model.new_int_var(0, horizon, "")
+    model.add(end == begin + size)
+    return end
+
+
+def _add_choices(
+    model: Any, problem: OrderProblem, begin: list[Any], size: list[Any], whole: Numbers
+) -> dict[int, Any]:  # fmt: skip
+    """By job of I: whether its backward is whole; `size` of it and of its W becomes what they then take."""
+    shift, chosen = problem.stages * problem.microbatches, {}
+    for job in range(shift, 2 * shift):
+        choice = chosen[job] = model.new_bool_var("")
+        model.add(begin[job + shift] == begin[job] + int(whole[job])).only_enforce_if(choice)
+        size[job] = size[job] + (int(whole[job]) - size[job]) * choice
+        size[job + shift] = size[job + shift] - size[job + shift] * choice
+    return chosen
 
 
 def _add_memory(model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any]) -> None:
@@ -107,9 +152,13 @@ def _add_memory(model: Any, problem: OrderProblem, w: int, begin: list[Any], end
     model.add_cumulative(intervals, amounts, int(problem.capacity[w]))
 
 
-def _unit(problem: OrderProblem) -> float:
+def _unit(problem: OrderProblem, whole: Times | None) -> float:
     """The time that counts as 1: the greatest that divides all times, or a small one."""
-    times = np.concatenate([problem.length, problem.before_hop])
+    times = np.concatenate([problem.length, problem.before_hop, () if whole is None else whole])
     if (times == np.round(times)).all() and times.max() < 1e9:
         return float(np.gcd.reduce(times.astype(np.int64)))
     return float(problem.length.mean() / FINEST)
+
+
+def _units(times: Times, unit: float) -> Numbers:
+    return np.floor(times / unit + 1e-6).astype(np.int64)

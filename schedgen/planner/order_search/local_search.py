@@ -3,26 +3,48 @@
 Most moves are of jobs on the critical path of the worker with the longest window, since no other can shorten it. What
 is judged is the longest window and the mean of all: the mean says which of two orders with one longest window is nearer
 to a shorter one.
+
+Where backwards may be whole, some moves make one whole or split it: its I takes the time of both halves and its W none,
+or each its own. Where a W stands that takes no time does not matter.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.planner.order_search.evaluate import Run, run_order
-from schedgen.planner.order_search.problem import Numbers, OrderProblem
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
 from schedgen.util.jit import kernel
 
 CRITICAL = 90  # percent of the moves that begin on the critical path
 REACH = 8  # places that a job moves at the most
+CHOICES = 20  # percent of the moves that make a backward whole or split it, where that is a choice
+
+
+class Choice(NamedTuple):
+    """Which backwards are whole, by job; empty arrays where none may be. `OrderProblem.length` goes with it."""
+
+    whole: NDArray[np.bool_]  # both the I and the W
+    joined: Times  # how long the job takes then: the I all the time, the W none
+    split: Times  # and otherwise
+
+
+def no_choice() -> Choice:
+    """Backwards are as the problem's lengths say."""
+    return Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
 
 
 @kernel
 def anneal(
     problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
-    run: Run, trial: Run,
+    run: Run, trial: Run, choice: Choice,
 ) -> tuple[float, Numbers, int]:  # fmt: skip
     """(longest window, order, moves judged) of the best order on the way; `order` is where it begins, and its end.
+
+    Of a choice, `whole` becomes that of the best order, and `problem.length` goes with it.
 
     hot, cold   temperatures at the first and the last move, in the unit of the costs
     floor       a lower bound: where it is reached the search ends
@@ -33,7 +55,8 @@ def anneal(
     state = 1 + seed % 2147483646
     least = run_order(problem, order, np.inf, run)
     cost = least + run.window.mean()
-    best, best_cost = order.copy(), cost
+    best, best_cost, best_whole = order.copy(), cost, choice.whole.copy()
+    per_half = problem.stages * problem.microbatches
     place_of, path = np.zeros(jobs, np.int64), np.zeros(jobs, np.int64)
     length, judged, known = 0, 0, False
     for move in range(moves):
@@ -50,23 +73,27 @@ def anneal(
             place = path[state % length]
         else:
             place = state % jobs
-        w = worker[run.job[place]]
-        state = state * 48271 % 2147483647
-        distance = state // 16 % REACH + 1
-        earlier = draw // 128 % 10 < 7
-        target = max(row[w], place - distance) if earlier else min(row[w + 1] - 1, place + distance)
-        if target == place:
-            continue
-        shift(order, place, target)
-        low, high = min(place, target), max(place, target)
-        held = 0.0
-        fits = True
-        for k in range(row[w], high + 1):
-            taken = takes[order[k]]
-            held += taken
-            if k >= low and taken > 0 and held > capacity[w]:
-                fits = False
-                break
+        target, flipped, fits = place, -1, True
+        if len(choice.whole) > 0 and draw // 1280 % 100 < CHOICES:
+            flipped = run.job[place] % per_half + per_half
+            flip(problem, choice, flipped)
+        else:
+            w = worker[run.job[place]]
+            state = state * 48271 % 2147483647
+            distance = state // 16 % REACH + 1
+            earlier = draw // 128 % 10 < 7
+            target = max(row[w], place - distance) if earlier else min(row[w + 1] - 1, place + distance)
+            if target == place:
+                continue
+            shift(order, place, target)
+            low, high = min(place, target), max(place, target)
+            held = 0.0
+            for k in range(row[w], high + 1):
+                taken = takes[order[k]]
+                held += taken
+                if k >= low and taken > 0 and held > capacity[w]:
+                    fits = False
+                    break
         accepted = False
         if fits:
             judged += 1
@@ -82,9 +109,25 @@ def anneal(
                     least, best_cost = value, cost
                     for k in range(jobs):
                         best[k] = order[k]
+                    for k in range(len(best_whole)):
+                        best_whole[k] = choice.whole[k]
         if not accepted:
-            shift(order, target, place)
+            if flipped >= 0:
+                flip(problem, choice, flipped)
+            else:
+                shift(order, target, place)
+    for job in range(per_half, min(2 * per_half, len(best_whole))):
+        if choice.whole[job] != best_whole[job]:
+            flip(problem, choice, job)
     return least, best, judged
+
+
+@kernel
+def flip(problem: OrderProblem, choice: Choice, first: int) -> None:
+    """Make a backward whole or split it; `first`: its I."""
+    for job in (first, first + problem.stages * problem.microbatches):
+        choice.whole[job] = not choice.whole[job]
+        problem.length[job] = choice.joined[job] if choice.whole[job] else choice.split[job]
 
 
 @kernel

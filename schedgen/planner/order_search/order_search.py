@@ -15,19 +15,29 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import REDO, Amount, by_stage, durations
-from schedgen.ir.instructions import COMPUTE, B
+from schedgen.ir.cost import REDO, Amount, by_stage, durations, has_both
+from schedgen.ir.instructions import COMPUTE, B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, fits, make_problem, most_held, places
+from schedgen.planner.order_search.problem import (
+    Numbers,
+    OrderProblem,
+    Times,
+    fits,
+    make_problem,
+    most_held,
+    order_of,
+    places,
+)
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -38,7 +48,9 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
+Flags = NDArray[np.bool_]
 Ties = Collection[Sequence[int]]  # lists of stages that share parameters
+
 OBJECTIVES = ("window", "makespan")
 BUDGET = 1000  # millions of jobs that are given a time
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
@@ -127,7 +139,7 @@ def least_time(
 
 def own_costs(scheme: Scheme, cost: Mapping[str, Amount]) -> Mapping[str, Amount]:
     """Of costs of whole backwards and of halves those that the scheme has, and R; otherwise all."""
-    if "B" not in cost or "I" not in cost:
+    if not has_both(cost):
         return cost
     return durations(cost, 3 if scheme.split else 2) | {name: time for name, time in cost.items() if name == REDO}
 
@@ -142,6 +154,46 @@ def compile_own(scheme: Scheme, sizes: Sizes, ratios: Mapping[str, float], tied:
     whole = not scheme.split and "B" not in ratios
     cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
     return compile(scheme, sizes, Options(cost=cost, tied=tied))
+
+
+def compile_order(
+    scheme: Scheme,
+    sizes: Sizes,
+    n: Numbers,
+    ratios: Mapping[str, float],
+    limits: Limits,
+    tied: Ties = (),
+    redone: Flags | None = None,
+    whole: Flags | None = None,
+) -> Program:
+    """The schedule of a found order of a scheme's jobs.
+
+    n              a number of every job, (D, S, B), that grows along each worker
+    redone, whole  by (S, B): forwards that are redone, and backwards that are not split; None: none
+    """
+    scheme = as_placement(scheme, len(n) == 3)._replace(
+        n=lambda s, b, d: n[d, s, b],
+        order=f"search {limits.objective}",
+        mode="strict",
+        unsplit_backward=None if whole is None else lambda s, b: whole[s, b],
+    )
+    pairs = () if redone is None else [(s, b) for s, b in np.argwhere(redone).tolist()]
+    program = compile(scheme, sizes, Options(cost=ratios, recompute=pairs, tied=tied))
+    if limits.saved is None:
+        return program
+    lowering = {**program.header.lowering, "memory_limit": limits.saved}
+    return replace(program, header=replace(program.header, lowering=lowering))
+
+
+def numbers_of(program: Program) -> Numbers:
+    """Of every job (D, S, B) a number that grows along each worker; a whole backward is an I and then its W."""
+    table, shape = program.rows, program.header.compute.shape
+    n = np.zeros(shape, np.int64)
+    directions = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}
+    for d in range(shape[0]):
+        rows = np.flatnonzero(np.isin(table.op, directions[d]))
+        n[d, table.stage[rows], table.mb[rows]] = 2 * rows + (d == W)
+    return n
 
 
 class _Judged(NamedTuple):
@@ -197,8 +249,8 @@ class _Rounds:
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
         proof = cp_sat.solve(problem, run.start, value, bound, seconds)
-        if proof.order is not None:
-            self._add(proof.order)
+        if proof.start is not None:
+            self._add(order_of(problem, proof.start))
         return proof.bound
 
     def best(self) -> _Judged | None:
@@ -210,14 +262,7 @@ class _Rounds:
     def _add(self, order: Numbers) -> None:
         shape = (len(self.ratios), self.sizes.stages, self.sizes.microbatches)
         n = places(self.problem, order).reshape(shape)
-        scheme = as_placement(self.scheme, len(self.ratios) == 3)._replace(
-            n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
-        )
-        program = compile(scheme, self.sizes, Options(cost=self.ratios, tied=self.tied))
-        if self.limits.saved is not None:
-            lowering = {**program.header.lowering, "memory_limit": self.limits.saved}
-            program = replace(program, header=replace(program.header, lowering=lowering))
-        self._judge("search", order, program)
+        self._judge("search", order, compile_order(self.scheme, self.sizes, n, self.ratios, self.limits, self.tied))
 
     def _judge(self, source: str, order: Numbers, program: Program) -> None:
         run = simulate(program, self.cost, self.machine)

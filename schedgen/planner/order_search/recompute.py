@@ -11,16 +11,14 @@ The simulator has the last word, and nothing is returned that is worse than the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import numpy as np
 
-from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import REDO, Amount, by_stage, redo_duration
-from schedgen.ir.instructions import B, F, Numbers, Op, W
+from schedgen.ir.cost import REDO, Amount, by_stage, has_both, redo_duration, shortest_halves
+from schedgen.ir.instructions import B, F, Numbers
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.order_search import (
@@ -29,15 +27,19 @@ from schedgen.planner.order_search.order_search import (
     Limits,
     Ties,
     as_placement,
+    compile_order,
     input_bytes,
+    least_time,
     lower_bound,
     measured,
+    numbers_of,
     own_costs,
     problem_of,
     search_order,
 )
 from schedgen.planner.order_search.problem import OrderProblem, Times, places
 from schedgen.planner.order_search.redo_choice import Flags, Kept, most_held, redone, without_needless
+from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
@@ -60,22 +62,29 @@ def search_with_recompute(
 ) -> FoundOrder:
     """The best order within the limits and what it redoes; UsageError where none keeps to them.
 
-    cost    as for `search_order`, and perhaps R, the time of a RECOMPUTE
+    cost    as for `search_order`, or all of F, B, I and W, and perhaps R, the time of a RECOMPUTE. With all four
+            backwards are whole or split as is best where nothing is redone, and as the scheme has them where it is
     budget  of `search_order`, and as much again for orders that redo forwards
     """
-    cost = own_costs(scheme, cost)
     kept = {name: time for name, time in cost.items() if name != REDO}
-    best, refusal = None, None
+    best, refusal, mixed = None, None, has_both(cost)
     try:
-        best = search_order(scheme, sizes, kept, machine, limits, budget, tied=tied)
+        if mixed:
+            best = search_whole_or_split(scheme, sizes, kept, machine, limits, budget, tied)
+        else:
+            best = search_order(scheme, sizes, kept, machine, limits, budget, tied=tied)
     except UsageError as error:
         refusal = error
     if limits.saved is None and limits.bytes is None:
         if best is None:
             raise refusal or AssertionError
         return best
+    cost = own_costs(scheme, cost)
     tries, work = _Tries(scheme, sizes, cost, machine, limits, tied), 0 if best is None else best.work
-    if best is not None and best.value <= tries.bound * (1 + 1e-9):
+    least = tries.bound
+    if mixed:
+        least = least_time(scheme, sizes, shortest_halves(kept, sizes.stages), machine, Limits(limits.objective))
+    if best is not None and best.value <= least * (1 + 1e-9):
         return best
     for n in tries.orders(budget):
         for program in tries.fitting(n):
@@ -86,7 +95,7 @@ def search_with_recompute(
                 best = FoundOrder(program, value, 0.0, False, 0, "search")
     if best is None:
         raise UsageError("no order keeps to the memory limit, whatever is redone: give it more of one, or of --budget")
-    bound = min(tries.bound, best.value)
+    bound = min(least, best.value)
     return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=work + tries.work)
 
 
@@ -129,7 +138,7 @@ class _Tries:
             except UsageError:
                 continue
             self.work += found.work
-            yield _numbers(found.program)
+            yield numbers_of(found.program)
         stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.sizes.stages)
         sets = {tuple(np.flatnonzero(stages >= least).tolist()) for least in (0.3, 0.6, 0.0)}
         for named in sorted(sets):
@@ -177,15 +186,7 @@ class _Tries:
         return self.limits.bytes - self.others
 
     def _compiled(self, n: Numbers, flags: Flags) -> Program:
-        scheme = as_placement(self.scheme, len(n) == 3)._replace(
-            n=lambda s, b, d: n[d, s, b], order=f"search {self.limits.objective}", mode="strict"
-        )
-        pairs = [(s, b) for s, b in np.argwhere(flags).tolist()]
-        program = compile(scheme, self.sizes, Options(cost=self.ratios, recompute=pairs, tied=self.tied))
-        if self.limits.saved is None:
-            return program
-        lowering = {**program.header.lowering, "memory_limit": self.limits.saved}
-        return replace(program, header=replace(program.header, lowering=lowering))
+        return compile_order(self.scheme, self.sizes, n, self.ratios, self.limits, self.tied, redone=flags)
 
     def _with_redone(self, stages: Flags) -> OrderProblem:
         """The problem where the forwards of some stages are redone, without what a whole backward takes for itself."""
@@ -197,14 +198,3 @@ class _Tries:
         length = problem.length.reshape(directions, S, batches).copy()
         length[B] += (self.redo * stages)[:, None]
         return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
-
-
-def _numbers(program: Program) -> Numbers:
-    """Of every job (D, S, B) a number that grows along each worker; a whole backward is an I and then its W."""
-    table, shape = program.rows, program.header.compute.shape
-    n = np.zeros(shape, np.int64)
-    directions = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}
-    for d in range(shape[0]):
-        rows = np.flatnonzero(np.isin(table.op, directions[d]))
-        n[d, table.stage[rows], table.mb[rows]] = 2 * rows + (d == W)
-    return n

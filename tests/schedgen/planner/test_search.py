@@ -146,6 +146,7 @@ def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path)
     profile, path, again = (tmp_path / name for name in ("profile.json", "found.json", "again.json"))
     profile.write_text(json.dumps({name: np.asarray(value).tolist() for name, value in values.items()}))
     options = ("plan", profile, "--workers", 2, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 3.6e7)
+    options += ("--schemes", "zb-v,interleaved-1f1b")
     own = json.loads(run(*options, "--json").out)["schedules"][0]
     best = json.loads(run(*options, "--search", 1, "--json", "-o", path).out)["schedules"][0]
     assert (own["order"], best["order"]) == ("own", "search")
@@ -156,6 +157,27 @@ def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path)
     lines = run(*options, "--search", 1, "-o", again).out.splitlines()
     assert next(line for line in lines if line.startswith(best["scheme"])).split()[4] == "search"
     assert again.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("memory", [np.inf, 2.2e7])
+def test_what_is_split_and_what_is_redone_is_searched(memory):
+    """Four equal layers on four workers: as in `test_whole_or_split`, and with memory for half of what 1F1B saves."""
+    ones = np.ones(4)
+    machine = Machine(activation=1.0, weight=1e6, saved=8e6 * ones, owned=4e6 * ones)
+    times = {"F": 10 * ones, "B": 18 * ones, "I": 12 * ones, "W": 10 * ones}
+    layers = Layers(("a", "b", "c", "d"), ((0, 1), (1, 2), (2, 3)), times, machine)
+    own, best = (
+        search(layers, [Level(4, 1e9)], 8, memory, schemes=["1f1b", "zb-h1"], budget=n)
+        for n in (0, 3 if np.isinf(memory) else 1)
+    )
+    first = best.front[0]
+    assert first.order == "search" and first.step_time < own.front[0].step_time and first.peak_bytes <= memory
+    count = {op: len(best.program.rows_of(op)) for op in (Op.BWD, Op.BWD_I, Op.RECOMPUTE)}
+    assert first.recomputed == count[Op.RECOMPUTE]
+    if np.isinf(memory):
+        assert count[Op.BWD] and count[Op.BWD_I] and first.step_time < 272.1
+    else:
+        assert 0 < count[Op.RECOMPUTE] < 32
 
 
 def test_a_stage_costs_what_its_layers_cost():

@@ -1,0 +1,77 @@
+"""Orders that `plan` searches: for each placement of the candidates that may be faster than what is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from schedgen.compiler.place import place_jobs
+from schedgen.ir.cost import REDO, has_both, shortest_halves
+from schedgen.ir.program import Program
+from schedgen.planner.candidates import Candidate
+from schedgen.planner.layer_profile import Floats
+from schedgen.planner.order_search.order_search import Limits, least_time, search_order
+from schedgen.planner.order_search.recompute import search_with_recompute
+from schedgen.planner.order_search.whole_or_split import search_whole_or_split
+from schedgen.planner.stage_costs import StageCosts
+from schedgen.util.errors import UsageError
+
+
+class Placement(NamedTuple):
+    """Where stages run, which layers they have, and what no order of theirs takes less than."""
+
+    candidate: Candidate  # the first that places its jobs so
+    costs: StageCosts
+    least: float  # seconds
+
+
+def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float) -> list[Placement]:
+    """Those that may be faster than `fastest`, the most hopeful first.
+
+    A placement counts with its own cuts and with those of `moved`; schemes often have one in common. Where halves of
+    backwards are measured, too, one search decides which are split, whatever the scheme does.
+    """
+    distinct: dict[tuple[bool, tuple[int, ...], bytes], Placement] = {}
+    for candidate in candidates:
+        sizes, scheme = candidate.sizes, candidate.scheme
+        if candidate.recompute:
+            continue
+        _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
+        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
+            mixed = has_both(costs.times)
+            key = scheme.split or mixed, costs.layer_counts, compute.tobytes()
+            if key in distinct:
+                continue
+            cost = shortest_halves(costs.times, sizes.stages) if mixed else costs.durations(scheme.split)
+            least = least_time(scheme, sizes, _kept(cost), costs.machine, Limits())
+            distinct[key] = Placement(candidate, costs, least)
+    return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
+
+
+def found_order(placement: Placement, memory: float, budget: int, redo: bool) -> Program | None:
+    """The program of the best order; None where a built-in one is as good, where none fits, or weights move.
+
+    memory  bytes a worker
+    budget  as of `search_order`
+    redo    whether the search also decides which forwards are redone
+    """
+    candidate, costs, _ = placement
+    scheme, sizes, machine = candidate.with_layers(costs), candidate.sizes, costs.machine
+    cost = costs.times if has_both(costs.times) else costs.durations(scheme.split)
+    limits = Limits(bytes=memory if math.isfinite(memory) else None)
+    try:
+        if redo:
+            found = search_with_recompute(scheme, sizes, cost, machine, limits, budget)
+        elif has_both(cost):
+            found = search_whole_or_split(scheme, sizes, _kept(cost), machine, limits, budget)
+        else:
+            found = search_order(scheme, sizes, _kept(cost), machine, limits, budget)
+    except UsageError:
+        return None
+    return found.program if found.source == "search" else None
+
+
+def _kept(cost: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Without R: nothing is redone."""
+    return {name: seconds for name, seconds in cost.items() if name != REDO}

@@ -1,0 +1,239 @@
+"""`search_whole_or_split`: an order, and which of its backwards are whole, where a whole one costs less than halves.
+
+A whole backward (B) goes over the layers once, and its halves (I, then W) go twice, so B often takes less than I + W.
+But it sends its gradient only at its end. So where other workers wait for gradients halves are better, and elsewhere
+whole backwards are.
+
+search   the best order of whole backwards alone, and of halves alone
+anneal   each of these: jobs move, and backwards become whole or are split
+prove    CP-SAT with all choices, where the problem is small
+
+The simulator has the last word, and nothing is returned that is worse than whole backwards alone or halves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import place
+from schedgen.compiler.refine import refine
+from schedgen.ir.cost import Amount, by_stage, shortest_halves
+from schedgen.ir.instructions import B, F, Op, W
+from schedgen.ir.program import Program
+from schedgen.planner.order_search import cp_sat
+from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.local_search import Choice, anneal
+from schedgen.planner.order_search.order_search import (
+    BUDGET,
+    PROVED_SECONDS,
+    Flags,
+    FoundOrder,
+    Limits,
+    Ties,
+    as_placement,
+    compile_order,
+    lower_bound,
+    mean_ratios,
+    measured,
+    numbers_of,
+    problem_of,
+    search_order,
+)
+from schedgen.planner.order_search.problem import (
+    Numbers,
+    OrderProblem,
+    Times,
+    fits,
+    most_held,
+    order_of,
+    places,
+)
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.util.errors import UsageError
+from schedgen.util.jit import compiled_always
+
+SHARES = (0.3, 0.3)  # of the work: whole backwards alone, halves alone; annealing has the rest
+HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job, for each of the two ...
+LATER = (0.3, 0.03, 0.3, 0.03)  # ... and then for the best
+BEST = 4  # orders that the simulator judges
+
+
+def search_whole_or_split(
+    scheme: Scheme,
+    sizes: Sizes,
+    cost: Mapping[str, Amount],
+    machine: Machine = Machine(),  # noqa: B008  frozen
+    limits: Limits = Limits(),  # noqa: B008  frozen
+    budget: int = BUDGET,
+    tied: Ties = (),
+) -> FoundOrder:
+    """The best order within the limits; arguments and errors as of `search_order`, with costs of F, B, I and W."""
+    cost = {name: cost[name] for name in "FBIW"}
+    found, refusal = [], None
+    for names, share in zip(("FB", "FIW"), SHARES, strict=True):
+        own = {name: cost[name] for name in names}
+        try:
+            found.append(search_order(scheme, sizes, own, machine, limits, max(1, int(share * budget)), tied=tied))
+        except UsageError as error:
+            refusal = error
+    if not found:
+        raise refusal or AssertionError
+    choices = _Choices(scheme, sizes, cost, machine, limits, tied)
+    best, used = min(found, key=lambda each: each.value), sum(each.work for each in found)
+    if best.value > choices.bound * (1 + 1e-9):
+        with compiled_always():
+            best = min([best, *choices.search(found, (budget - used) * 10**6)], key=lambda each: each.value)
+            best = min([best, *choices.proved(best, PROVED_SECONDS * budget / BUDGET)], key=lambda each: each.value)
+    bound, used = min(choices.bound, best.value), used + choices.work // 10**6
+    return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=used)
+
+
+class _Mixed(NamedTuple):
+    """An order of halves, and which of them make whole backwards.
+
+    By job, both the I and the W of a whole backward are marked: in `OrderProblem.length` its I takes all the time and
+    its W none, wherever that stands.
+    """
+
+    order: Numbers
+    whole: Flags
+    value: float  # the longest window
+
+
+class _Choices:
+    """Which backwards of an order are whole, for one placement, costs and limits."""
+
+    def __init__(
+        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits, tied: Ties
+    ) -> None:
+        self.scheme, self.sizes, self.cost, self.machine = scheme, sizes, cost, machine
+        self.limits, self.tied = limits, tied
+        halves = {name: cost[name] for name in "FIW"}
+        self.ratios = mean_ratios(halves, sizes)
+        placed = refine(place(as_placement(scheme, True), sizes, Options()))
+        self.problem = problem_of(placed, halves, machine, limits)
+        shortest = shortest_halves(cost, sizes.stages)
+        lenient = machine._replace(half=np.minimum(machine.half, 0))
+        self.lenient = problem_of(placed, halves, lenient, limits)
+        self.bound = lower_bound(problem_of(placed, shortest, lenient, limits), placed)
+        self.direction, stage = np.divmod(np.arange(len(self.problem.worker)) // sizes.microbatches, sizes.stages)
+        self.per_half = sizes.stages * sizes.microbatches  # jobs; from the number of an I to that of its W
+        self.whole_length = np.where(
+            self.direction == B, by_stage(cost["B"], sizes.stages)[stage], 0.0
+        )  # by job, of a whole backward
+        self.work = 0
+
+    def search(self, found: Sequence[FoundOrder], work: int) -> Iterator[FoundOrder]:
+        """What choices make of orders of whole backwards alone and of halves alone, within so much work."""
+        orders = [self._order(each.program) for each in found]
+        problem = self._within(found[0].program, orders[0])
+        begin = [self._as_one(problem, order, each) for order, each in zip(orders, found, strict=True)]
+        tried, share = list(begin), work // (len(HOT) * len(begin) + len(LATER))
+        for seed, (mixed, hot) in enumerate(product(begin, HOT)):
+            tried.append(self._moved(problem, mixed, hot, share, seed))
+        for seed, hot in enumerate(LATER, start=len(tried)):
+            tried.append(self._moved(problem, min(tried, key=lambda each: each.value), hot, share, seed))
+        for mixed in sorted(tried, key=lambda each: each.value)[:BEST]:
+            yield from self._judged(problem, mixed)
+
+    def _as_one(self, problem: OrderProblem, order: Numbers, found: FoundOrder) -> _Mixed:
+        """An order whose backwards are all whole, or all halves."""
+        whole = np.full(len(order), len(found.program.header.compute) == 2) & (self.direction > F)
+        return self._with_value(problem, order, whole)
+
+    def _moved(self, problem: OrderProblem, mixed: _Mixed, hot: float, work: int, seed: int) -> _Mixed:
+        """Annealed, at `hot` mean durations of a job to begin with."""
+        jobs, mean = len(mixed.order), float(problem.length.mean())
+        choice = Choice(mixed.whole.copy(), self.whole_length, problem.length)
+        own = problem._replace(length=self._lengths(problem, mixed.whole))
+        _, order, judged = anneal.sized(jobs)(
+            own, mixed.order.copy(), seed, max(1000, work // jobs), hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
+            new_run(problem), new_run(problem), choice,
+        )  # fmt: skip
+        self.work += judged * jobs
+        return self._with_value(problem, self._tidy(problem, order, choice.whole), choice.whole)
+
+    def _order(self, program: Program) -> Numbers:
+        """The order of a program, a whole backward as an I and its W."""
+        n = numbers_of(program)
+        return order_of(self.problem, (n if len(n) == 3 else np.stack([n[F], n[B], n[B] + 1])).ravel())
+
+    def _within(self, program: Program, order: Numbers) -> OrderProblem:
+        """The problem with what a program leaves of a limit in bytes for what its forwards save."""
+        if self.limits.bytes is None:
+            return self.problem
+        peak = simulate(program, self.cost, self.machine).footprint.peak
+        return self.problem._replace(capacity=self.limits.bytes - (peak - most_held(self.problem, order)))
+
+    def _lengths(self, problem: OrderProblem, whole: Flags) -> Times:
+        """By job: of a whole backward the I takes all its time, and the W none."""
+        return np.where(whole, self.whole_length, problem.length)
+
+    def _with_value(self, problem: OrderProblem, order: Numbers, whole: Flags) -> _Mixed:
+        own, run = problem._replace(length=self._lengths(problem, whole)), new_run(problem)
+        return _Mixed(order, whole, run_order.sized(len(order))(own, order, np.inf, run))
+
+    def _numbers(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
+        """By job, a number that grows along each worker; the W of a whole backward comes directly behind its I."""
+        n = 2 * places(problem, order)
+        second = np.flatnonzero(whole & (self.direction == W))
+        n[second] = n[second - self.per_half] + 1
+        return n
+
+    def _tidy(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
+        """The order with each W of a whole backward as near behind its I as the W before allow, to hold less memory."""
+        n = self._numbers(problem, order, whole)
+        for jobs in np.split(problem.class_jobs, problem.class_first[1:-1]):
+            n[jobs] = np.maximum.accumulate(n[jobs])
+        return order_of(problem, n)
+
+    def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
+        """What CP-SAT finds, where the problem is small; its bound counts from then on."""
+        problem = self.lenient
+        if best.value <= self.bound * (1 + 1e-9) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
+            return
+        run = simulate(best.program, self.cost, self.machine)
+        if self.limits.bytes is not None:
+            problem = problem._replace(capacity=self.limits.bytes - run.footprint.owned.astype(np.float64))
+        start, whole = self._starts(run)
+        proof = cp_sat.solve(problem, start, best.value, self.bound, seconds, self.whole_length, whole)
+        self.bound = max(self.bound, proof.bound)
+        if proof.start is not None:
+            n = 2 * np.argsort(np.argsort(proof.start, kind="stable"))
+            n[np.flatnonzero(proof.whole) + self.per_half] = n[proof.whole] + 1
+            yield from self._compiled(n, proof.whole)
+
+    def _starts(self, run: Simulation) -> tuple[Times, Flags]:
+        """By job: when it started, the W of a whole backward at its end; and whether it is the I of one."""
+        table, shape = run.program.rows, (3, self.sizes.stages, self.sizes.microbatches)
+        start, whole = np.zeros(shape), np.zeros(shape, np.bool_)
+        for op, d in ((Op.FWD, F), (Op.BWD, B), (Op.BWD_I, B), (Op.BWD_W, W)):
+            rows = run.program.rows_of(op)
+            start[d, table.stage[rows], table.mb[rows]] = run.start[rows]
+            if op == Op.BWD:
+                whole[B, table.stage[rows], table.mb[rows]] = True
+                start[W, table.stage[rows], table.mb[rows]] = run.end[rows]
+        return start.ravel(), whole.ravel()
+
+    def _judged(self, problem: OrderProblem, mixed: _Mixed) -> Iterator[FoundOrder]:
+        """The order as a schedule, if it keeps to the limits."""
+        n = self._numbers(problem, mixed.order, mixed.whole)
+        if fits(problem, order_of(problem, n)):
+            yield from self._compiled(n, mixed.whole & (self.direction == B))
+
+    def _compiled(self, n: Numbers, whole: Flags) -> Iterator[FoundOrder]:
+        """The schedule of jobs numbered so, if it keeps to a limit in bytes; `whole`: by job, the I of whole ones."""
+        shape = (3, self.sizes.stages, self.sizes.microbatches)
+        flags = whole.reshape(shape)[B]
+        order = n.reshape(shape)
+        program = compile_order(self.scheme, self.sizes, order, self.ratios, self.limits, self.tied, whole=flags)
+        run = simulate(program, self.cost, self.machine)
+        if self.limits.bytes is None or run.footprint.peak.max() <= self.limits.bytes:
+            yield FoundOrder(program, measured(run, self.limits.objective == "window"), 0.0, False, 0, "search")
