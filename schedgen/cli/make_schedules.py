@@ -26,12 +26,14 @@ from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import Limits, search_order
+from schedgen.planner.order_search.order_search import FoundOrder, Limits, Ties, search_order
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import hierarchy, partition
 from schedgen.planner.pipedream import pipedream
+from schedgen.planner.placement_search.families import FREE, free_scheme
+from schedgen.planner.placement_search.search_placement import search_placement
 from schedgen.planner.search import search
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.report.compare_plot import plot_comparison
@@ -39,7 +41,7 @@ from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.template import new
-from schedgen.simulator.machine import read_profile
+from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import SlowScheme, UsageError
 from schedgen.util.files import display_name, open_output, read_text
 
@@ -205,10 +207,9 @@ def run_search(options: SearchOptions) -> int:
     graph = _graph(options.graph)
     stages = _searched_stages(options, graph)
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
-    scheme = load(options.scheme, sizes)
+    scheme = free_scheme(sizes) if options.scheme == FREE else load(options.scheme, sizes)
     if graph is not None:
         scheme = _with_graph(scheme, graph, 1)
-    tied = graph.tied if graph else ()
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
     machine = options.machine
     if options.profile:
@@ -217,22 +218,9 @@ def run_search(options: SearchOptions) -> int:
     if set(cost) <= {"F", REDO}:
         raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
     begin = time.perf_counter()
-    limits = Limits(options.objective, options.memory_limit, options.memory)
-    durations = {name: time for name, time in cost.items() if name != REDO}
-    if options.objective == "memory":
-        if options.memory_limit is not None or options.memory is not None or options.recompute:
-            raise UsageError(
-                "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
-            )
-        best = least_memory(scheme, sizes, durations, machine, options.budget, tied)
-    elif options.recompute:
-        best = search_with_recompute(scheme, sizes, cost, machine, limits, options.budget, tied)
-    elif has_both(durations):
-        best = search_whole_or_split(scheme, sizes, durations, machine, limits, options.budget, tied)
-    else:
-        best = search_order(scheme, sizes, durations, machine, limits, options.budget, tied=tied)
+    best = _searched(options, scheme, sizes, cost, machine, graph.tied if graph else ())
     seconds = time.perf_counter() - begin
-    if has_both(durations) and options.objective == "memory":
+    if has_both(cost) and options.objective == "memory":
         kind = "split" if scheme.split else "whole"
         note = f"with --objective memory all backwards are {kind}, as {scheme.name} has them"
         print(f"schedgen: note: {note}", file=sys.stderr)
@@ -244,6 +232,31 @@ def run_search(options: SearchOptions) -> int:
     if not (best.optimal or is_installed()):
         print("schedgen: note: OR-Tools proves more, for small problems: pip install ortools", file=sys.stderr)
     return 0
+
+
+def _searched(
+    options: SearchOptions, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, tied: Ties
+) -> FoundOrder:
+    """What is found for the objective and the limits; UsageError where options do not go together."""
+    limits = Limits(options.objective, options.memory_limit, options.memory)
+    durations = {name: time for name, time in cost.items() if name != REDO}
+    if options.scheme == FREE and (options.objective == "memory" or options.recompute):
+        raise UsageError(
+            f"{FREE} redoes nothing and has no latency of its own: leave --recompute and --objective memory out"
+        )
+    if options.objective == "memory":
+        if options.memory_limit is not None or options.memory is not None or options.recompute:
+            raise UsageError(
+                "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
+            )
+        return least_memory(scheme, sizes, durations, machine, options.budget, tied)
+    if options.recompute:
+        return search_with_recompute(scheme, sizes, cost, machine, limits, options.budget, tied)
+    if options.scheme == FREE:
+        return search_placement(scheme, sizes, durations, machine, limits, options.budget, tied)
+    if has_both(durations):
+        return search_whole_or_split(scheme, sizes, durations, machine, limits, options.budget, tied)
+    return search_order(scheme, sizes, durations, machine, limits, options.budget, tied=tied)
 
 
 def _searched_stages(options: SearchOptions, graph: ModelGraph | None) -> int:

@@ -343,10 +343,12 @@ class PlanOptions(Form):
 class SearchOptions(Form, CostOptions):
     """search: a placement and its sizes, what jobs cost, and what an order must keep to."""
 
-    scheme: str = argument("SCHEME|FILE", "whose placement is taken: a built-in scheme, or FILE.py with w and n")
+    scheme: str = argument(
+        "SCHEME|FILE", "whose placement is taken: a built-in scheme, or FILE.py with w and n; free: one is looked for"
+    )
     stages: int | None = option("--stages S", "of the scheme; needed unless a graph says it", types.count)
     microbatches: int = option("--microbatches B", "of a step", types.count, required=True)
-    workers: int | None = option("--workers W", "ranks; default: what the scheme needs", types.count)
+    workers: int | None = option("--workers W", "ranks, needed for free; default: what the scheme needs", types.count)
     chunks: int | None = option("--chunks V", "stages a worker (looped schemes)", types.count)
     groups: int | None = option("--groups G", "groups of workers (lpp)", types.count)
     graph: str | None = option(

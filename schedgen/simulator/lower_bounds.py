@@ -73,8 +73,9 @@ def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Num
     takes = np.zeros((directions, stages))
     takes[0], takes[-1] = 1, -1
     times = np.concatenate(list(lengths.values()))
-    way = _longest_ways(waits_for(header.graph.edges, stages, directions), times, {})
-    return _ends(header.compute, way, times, False, takes.ravel(), np.maximum(peak_activations, 1).astype(np.float64))
+    way = longest_ways(waits_for(header.graph.edges, stages, directions), times, {})
+    capacity = np.maximum(peak_activations, 1).astype(np.float64)
+    return _ends(header.compute, way, times, False, takes.ravel(), capacity, range(header.workers))
 
 
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
@@ -122,7 +123,7 @@ def waits_for(edges: Sequence[tuple[int, int]], stages: int, directions: int) ->
 
 def order_bound(
     before: Sequence[Sequence[int]], compute: Ints, lengths: Times, hops: Mapping[tuple[int, int], float],
-    own_window: bool, takes: Times, capacity: Times,
+    own_window: bool, takes: Times, capacity: Times, looked_at: Sequence[int] | None = None,
 ) -> float:  # fmt: skip
     """The latency that no order of these jobs is below, or the longest own window.
 
@@ -133,30 +134,33 @@ def order_bound(
     own_window  a worker's time begins with its first job, so that only ways from one of its jobs to another count
     takes       by node: memory that a job takes when it begins; below 0: that it gives back when it ends
     capacity    by worker: its memory
+    looked_at   the workers whose jobs are looked at; None: all
     """
     nodes, workers = len(before), len(capacity)
-    way = _longest_ways(before, lengths, hops)
+    looked_at = range(workers) if looked_at is None else looked_at
+    way = longest_ways(before, lengths, hops)
     jobs = np.zeros((workers, nodes))  # by worker and node
     for node in range(nodes):
         jobs[:, node] = np.bincount(compute.reshape(nodes, -1)[node], minlength=workers)
     busy = jobs * lengths
-    longest = float(busy.sum(axis=1).max())
+    longest = float(busy[looked_at].sum(axis=1).max())
     for u in range(workers if own_window else 1):
         mine = jobs[u] == compute.shape[2] if own_window else np.ones(nodes, bool)  # those of every microbatch
         if mine.any():
             heads = way[mine].max(axis=0)
             tails = (way[:, mine] + lengths[mine]).max(axis=1) - lengths
-            longest = max(longest, *(_threaded(heads, tails, busy[w]) for w in range(workers)))
-    return max(longest, _ends(compute, way, lengths, own_window, takes, capacity))
+            longest = max(longest, *(_threaded(heads, tails, busy[w]) for w in looked_at))
+    return max(longest, _ends(compute, way, lengths, own_window, takes, capacity, looked_at))
 
 
 def _ends(
-    compute: Ints, way: NDArray[np.float64], lengths: Times, own_window: bool, takes: Times, capacity: Times
-) -> float:
-    """The most of any worker's `memory_bound`; as in `order_bound`, and `way` the longest ways between nodes."""
+    compute: Ints, way: NDArray[np.float64], lengths: Times, own_window: bool, takes: Times, capacity: Times,
+    looked_at: Sequence[int],
+) -> float:  # fmt: skip
+    """The most `memory_bound` of these workers; arguments as of `order_bound`, and `way` the longest between nodes."""
     longest, seen = 0.0, set()
     placed = compute.reshape(len(way), -1)
-    for w in range(len(capacity)):
+    for w in looked_at:
         own = np.flatnonzero((placed == w).any(axis=1)).astype(np.int64)
         if not len(own):
             continue
@@ -191,7 +195,7 @@ def _worker_jobs(
     return WorkerJobs(own % stages, heads, tails, length, here.sum(axis=1), takes[own], waits.T)
 
 
-def _longest_ways(
+def longest_ways(
     before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[tuple[int, int], float]
 ) -> NDArray[np.float64]:
     """By two nodes: the time from the first one's start to the second's, -inf where there is no way."""

@@ -70,6 +70,8 @@ def solve(
     for w in range(len(problem.row) - 1):
         classes = range(problem.worker_class[w], problem.worker_class[w + 1])
         jobs = [problem.class_jobs[problem.class_first[c] : problem.class_first[c + 1]] for c in classes]
+        if not jobs:
+            continue
         model.add_no_overlap(
             [
                 model.new_fixed_size_interval_var(begin[j], size[j], "")

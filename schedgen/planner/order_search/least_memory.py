@@ -49,7 +49,7 @@ def least_memory(
     while least < peak and least_time(scheme, sizes, cost, machine, Limits(saved=least)) > time * (1 + 1e-9):
         least += 1
     tries = max(1, math.ceil(math.log2(peak - least + 1)))
-    program, source, low, work = own, scheme.name, least, 0
+    program, source, low, work = own, scheme.name, least, 0.0
     while low < peak:
         limit = (low + peak) // 2
         try:

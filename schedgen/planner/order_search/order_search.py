@@ -78,7 +78,7 @@ class FoundOrder(NamedTuple):
     value: float  # what the simulator says, in the unit of the costs
     bound: float  # no order of this placement within the limits takes less
     optimal: bool  # proved, by a bound that is reached
-    work: int  # millions of jobs that were given a time
+    work: float  # millions of jobs that were given a time
     source: str  # "search", or the built-in scheme that it found nothing better than
 
 
@@ -88,7 +88,7 @@ def search_order(
     cost: Mapping[str, Amount],
     machine: Machine = Machine(),  # noqa: B008  frozen
     limits: Limits = Limits(),  # noqa: B008  frozen
-    budget: int = BUDGET,
+    budget: float = BUDGET,
     enough: float = 0.0,
     tied: Ties = (),
 ) -> FoundOrder:
@@ -125,7 +125,7 @@ def search_order(
     if best is None:
         raise NoOrder("the search found no order within the memory limit: give it more of one, or of --budget")
     value = best.value
-    work = rounds.work // 10**6
+    work = rounds.work / 10**6
     return FoundOrder(best.program, value, min(bound, value), value <= bound * (1 + 1e-9), work, best.source)
 
 
@@ -321,8 +321,17 @@ def as_placement(scheme: Scheme, split: bool) -> Scheme:
     )
 
 
-def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
-    """What no order takes less than."""
+class Nodes(NamedTuple):
+    """What a bound knows of the jobs of a placement, by node: direction d of stage s is node d S + s."""
+
+    before: Sequence[Sequence[int]]  # the nodes that it waits for
+    lengths: Times
+    hops: Mapping[tuple[int, int], float]  # of messages between two that are on different workers
+    takes: Times  # memory that a job takes when it begins, or gives back (below 0) when it ends
+
+
+def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
+    """The nodes of a problem."""
     directions, stages, batches = placed.compute.shape
     worker = placed.compute.reshape(-1, batches)
     hops = {}
@@ -334,9 +343,13 @@ def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
     before = waits_for(placed.graph.edges, stages, directions)
     takes = np.zeros(directions * stages)
     takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
-    return order_bound(
-        before, placed.compute, problem.length[::batches], hops, problem.own_window, takes, problem.capacity
-    )
+    return Nodes(before, problem.length[::batches], hops, takes)
+
+
+def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
+    """What no order takes less than."""
+    before, lengths, hops, takes = nodes_of(problem, placed)
+    return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
 
 
 def problem_of(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:

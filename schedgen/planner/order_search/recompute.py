@@ -125,7 +125,7 @@ class _Tries:
         )
         self.free = problem_of(self.placed, self.cost, machine, Limits(limits.objective))
         self.bound = lower_bound(self.free, self.placed)
-        self.work = 0
+        self.work = 0.0
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held beside saved forwards
         self.most: list[Flags] = []  # what the orders so far redo
 
@@ -145,7 +145,7 @@ class _Tries:
             problem = self._with_redone(np.isin(np.arange(self.sizes.stages), named))
             with compiled_always():
                 orders, used = find_order(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
-            self.work += used // 10**6
+            self.work += used / 10**6
             for order in orders:
                 yield places(problem, order).reshape(self.placed.compute.shape)
 

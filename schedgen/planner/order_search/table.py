@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 
-from schedgen.ir.instructions import Op
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import F, Op
 from schedgen.planner.order_search.order_search import FoundOrder
+from schedgen.planner.placement_search.families import FREE
 
 
 def search_table(found: FoundOrder, objective: str, seconds: float, as_json: bool) -> str:
     """The numbers as JSON or in words; `seconds` is how long the search took."""
     gap = found.value / found.bound - 1
     recomputed = int((found.program.rows.op == Op.RECOMPUTE).sum())
+    workers = _workers(found.program.header)
     if as_json:
         numbers = {
             "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
-            "recomputed": recomputed, "work": found.work, "seconds": round(seconds, 1),
+            "workers": workers, "recomputed": recomputed, "work": round(found.work, 1), "seconds": round(seconds, 1),
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
     proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
     redone = f"; {recomputed} forwards are redone" * (recomputed > 0)
-    return f"{objective} {found.value:.6g} by {found.source}{redone}; {proved}. {seconds:.0f} s"
+    placed = f"; stages on workers {' '.join(map(str, workers))}" * (found.program.header.scheme["name"] == FREE)
+    return f"{objective} {found.value:.6g} by {found.source}{placed}{redone}; {proved}. {seconds:.0f} s"
+
+
+def _workers(header: Header) -> list[int | list[int]]:
+    """By stage its worker, or its workers where microbatches have different ones."""
+    rows = [list(dict.fromkeys(row)) for row in header.compute[F].tolist()]
+    return [row[0] if len(row) == 1 else row for row in rows]

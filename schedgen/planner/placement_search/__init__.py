@@ -1,0 +1,7 @@
+"""The search for a placement: sizes, costs and a memory limit in, a worker for each stage, an order and a bound out.
+
+stage_sets.py        what a worker takes at least that has a set of stages, and so any placement
+families.py          the placements of built-in schemes
+near_placements.py   placements changed a little, judged by bounds and a cheap search
+search_placement.py  the story: families, changes, and an order for the best of them
+"""

@@ -1,0 +1,72 @@
+"""The scheme `free`, whose placement is left open, and the placements of built-in schemes that may take its place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.compiler.place import place_jobs
+from schedgen.ir.instructions import Ints
+from schedgen.planner.candidates import PIPELINES
+from schedgen.planner.order_search.order_search import as_placement
+from schedgen.planner.placement_search.stage_sets import Placement
+from schedgen.schemes import load
+from schedgen.schemes.orders import ORDERS
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.util.errors import UsageError
+
+FREE = "free"
+
+
+class Family(NamedTuple):
+    """A placement of built-in schemes."""
+
+    scheme: Scheme  # `free`, placed so
+    placement: Placement | None  # None: a stage is on several workers, each with some microbatches
+
+
+def free_scheme(sizes: Sizes) -> Scheme:
+    """The scheme `free`: blocks of stages, until they are placed; UsageError where sizes are missing or too many."""
+    for option in ("chunks", "groups"):
+        if getattr(sizes, option) is not None:
+            raise UsageError(f"{FREE} takes no --{option}")
+    if sizes.workers is None:
+        raise UsageError(f"{FREE} needs --workers W: it places stages on them")
+    order = "depth-first"
+    scheme = Scheme(FREE, sizes.workers, lambda s, b, d: (0, 0), ORDERS[order](sizes), order, "greedy", split=True)
+    return placed_on(scheme, blocks(sizes.stages, sizes.workers))
+
+
+def placed_on(scheme: Scheme, placement: Placement) -> Scheme:
+    """The scheme with each stage on its worker."""
+    workers = np.array(placement)
+    return scheme._replace(w=lambda s, b, d: (workers[s], workers[s]))
+
+
+def blocks(stages: int, workers: int) -> Placement:
+    """Neighbouring stages on each worker, equally many."""
+    return tuple(s * min(workers, stages) // stages for s in range(stages))
+
+
+def families(scheme: Scheme, sizes: Sizes) -> list[Family]:
+    """The placements of the built-in pipelines of these sizes, each once, whatever its workers are called."""
+    distinct: dict[bytes, Family] = {}
+    for name in PIPELINES:
+        try:
+            built_in = as_placement(load(name, sizes), True)
+            compute = place_jobs(built_in, sizes.stages, sizes.microbatches, 3).compute[0, :, :, 0]
+        except UsageError:
+            continue
+        named = in_order(compute)
+        placement = tuple(named[:, 0].tolist()) if (named == named[:, :1]).all() else None
+        own = scheme._replace(w=built_in.w)
+        distinct.setdefault(named.tobytes(), Family(own, placement))
+    return list(distinct.values())
+
+
+def in_order(workers: Ints) -> Ints:
+    """Workers called by the place where they are first named: 0, then 0 or 1, and so on."""
+    _, first, label = np.unique(workers, return_index=True, return_inverse=True)
+    names: Ints = np.argsort(np.argsort(first))[label].reshape(workers.shape).astype(np.int32)
+    return names

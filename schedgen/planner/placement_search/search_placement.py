@@ -1,0 +1,141 @@
+"""`search_placement`: the placement of stages on workers, and its order, that end first, and a bound for any of them.
+
+families  an order for each placement of the built-in pipelines, by `search_order`
+near      placements of each stage on one worker, from these families and from the least bound on (`NearPlacements`)
+judge     an order for the best of them, with as much work for each as for a family
+
+So the result is never worse than what `search_order` finds for a family with that much work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import place
+from schedgen.compiler.refine import refine
+from schedgen.ir.cost import Amount
+from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.find_order import find_order
+from schedgen.planner.order_search.order_search import (
+    BUDGET,
+    FoundOrder,
+    Limits,
+    NoOrder,
+    Ties,
+    as_placement,
+    least_time,
+    nodes_of,
+    own_costs,
+    problem_of,
+    search_order,
+)
+from schedgen.planner.placement_search.families import blocks, families, placed_on
+from schedgen.planner.placement_search.near_placements import NearPlacements
+from schedgen.planner.placement_search.stage_sets import Placement, StageSets, sets_of
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.buffer_sizes import buffer_sizes
+from schedgen.simulator.machine import Machine
+from schedgen.util.jit import compiled_always
+
+NEAR_SHARE = 0.3  # of the work: placements near the best
+MESSAGES = 4  # of a stage, beside what forwards save: a worker seldom needs more room for what comes and goes
+FINALISTS = 4  # of them, that an order is searched for
+
+
+def search_placement(
+    scheme: Scheme,
+    sizes: Sizes,
+    cost: Mapping[str, Amount],
+    machine: Machine = Machine(),  # noqa: B008  frozen
+    limits: Limits = Limits(),  # noqa: B008  frozen
+    budget: float = BUDGET,
+    tied: Ties = (),
+) -> FoundOrder:
+    """The best order of the best placement that is found; NoOrder where none keeps to the limits.
+
+    scheme  of `free_scheme`; others as for `search_order`
+    """
+    search = _Search(scheme, sizes, own_costs(scheme, cost), machine, limits, tied)
+    own = families(scheme, sizes)
+    share = (1 - NEAR_SHARE) * budget / (len(own) + FINALISTS)
+    several = [search.add(family.scheme, share) for family in own if family.placement is None]
+    single = [family.placement for family in own if family.placement is not None]
+    for placement in single:
+        search.add(placed_on(scheme, placement), share)
+    assert scheme.workers is not None
+    bound, start = search.sets.least(scheme.workers, search.value)
+    bound = min([bound, *several])
+    if search.value > bound * (1 + 1e-9):
+        near = NearPlacements(search.sets, search.estimate, scheme.workers, NEAR_SHARE * budget)
+        starts = {*single, blocks(sizes.stages, scheme.workers), *([start] if start else [])}
+        with compiled_always():
+            judged = near.search(sorted(starts), bound)
+        search.work += NEAR_SHARE * budget - near.left
+        for other in [other for other in judged if other.placement not in single][:FINALISTS]:
+            if other.bound < search.value * (1 - 1e-9) and search.value > bound * (1 + 1e-9):
+                search.add(placed_on(scheme, other.placement), share)
+    if search.best is None:
+        raise NoOrder(
+            "no placement was found with an order within the memory limit: give it more of one, or of --budget"
+        )
+    value, program = search.value, search.best.program
+    program = replace(program, header=replace(program.header, scheme={**program.header.scheme, "name": scheme.name}))
+    return FoundOrder(program, value, min(bound, value), value <= bound * (1 + 1e-9), search.work, search.best.source)
+
+
+class _Search:
+    """The best order so far, and what all placements have in common."""
+
+    def __init__(
+        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits, tied: Ties
+    ) -> None:
+        self.scheme, self.sizes, self.cost, self.tied = scheme, sizes, cost, tied
+        self.machine, self.limits = machine, limits
+        self.best: FoundOrder | None = None
+        self.work = 0.0
+        owned, self.spare = np.zeros((2, sizes.stages))
+        if limits.bytes is not None:
+            bytes = buffer_sizes(machine, sizes.stages)
+            owned = owned + bytes.owned + bytes.weight
+            owned[-1] += sizes.microbatches * bytes.activation[-1]  # losses
+            self.spare = MESSAGES * bytes.activation + np.max([*bytes.workspace.values()], axis=0)
+        apart = placed_on(scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
+        placed = refine(place(as_placement(apart, "I" in cost), sizes, Options()))
+        problem = problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+        self.sets = StageSets(
+            nodes_of(problem, placed), sizes.stages, sizes.microbatches, float(problem.capacity[0]), owned,
+            problem.own_window,
+        )  # fmt: skip
+
+    @property
+    def value(self) -> float:
+        """Of the best order, infinity where there is none."""
+        return np.inf if self.best is None else self.best.value
+
+    def add(self, scheme: Scheme, budget: float) -> float:
+        """Search an order of a placement, and give what none of it takes less than."""
+        try:
+            found = search_order(scheme, self.sizes, self.cost, self.machine, self.limits, budget, tied=self.tied)
+        except NoOrder:
+            return least_time(scheme, self.sizes, self.cost, self.machine, self.limits)
+        self.work += found.work
+        if found.value < self.value:
+            self.best = found
+        return found.bound
+
+    def estimate(self, placement: Placement, bound: float) -> tuple[float, float]:
+        """What an order of a placement takes by a few rules, and the work."""
+        scheme = as_placement(placed_on(self.scheme, placement), "I" in self.cost)
+        problem = problem_of(refine(place(scheme, self.sizes, Options())), self.cost, self.machine, self.limits)
+        capacity = problem.capacity.copy()
+        for worker, stages in enumerate(sets_of(placement)):
+            capacity[worker] = self.sets.room(stages) - self.spare[np.array(placement) == worker].max()
+        problem = problem._replace(capacity=capacity)
+        orders, work = find_order(problem, [], bound, 0)
+        if not orders:
+            return np.inf, work / 10**6
+        return run_order.sized(len(problem.worker))(problem, orders[0], np.inf, new_run(problem)), work / 10**6

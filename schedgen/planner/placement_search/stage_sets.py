@@ -1,0 +1,112 @@
+"""`StageSets`: lower bounds on what workers take, by the set of stages that a worker has, and so on any placement.
+
+A placement here has each stage on one worker for all microbatches. The bound of a worker with the stages U is that of
+a placement in which U has a worker, each other stage one of its own, and messages take time only between U and others.
+Whatever has U on a worker takes at least as long: where others share workers, they wait for each other, too. So a
+placement takes no less than the bound of any of its sets, and no placement takes less than
+
+    min over partitions of the stages into at most W sets    max over sets U    bound(U).
+
+That is found for up to `MOST_STAGES` stages. Of more, no placement takes less than the sets of single stages, nor than
+
+    min over k in 1..W    (work + k least ways to a stage's first job + k least ways behind its last) / k,
+
+since k workers that have jobs begin and end with jobs of k different stages. With own windows the ways do not count.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schedgen.planner.order_search.order_search import Nodes
+from schedgen.planner.order_search.problem import Times
+from schedgen.simulator.lower_bounds import longest_ways, order_bound
+
+MOST_STAGES = 12  # whose partitions are all looked at
+
+Placement = tuple[int, ...]  # by stage its worker, in the order of their first stages: 0, then 0 or 1, and so on
+StageSet = int  # bit s: stage s
+
+
+class StageSets:
+    """The bounds of the sets of some stages."""
+
+    def __init__(
+        self, nodes: Nodes, stages: int, microbatches: int, capacity: float, owned: Times, own_window: bool
+    ) -> None:
+        """`nodes`: of stages on workers of their own; `owned`: by stage, of `capacity` what it always takes."""
+        self.nodes, self.stages, self.microbatches, self.own_window = nodes, stages, microbatches, own_window
+        self.capacity, self.owned = capacity, owned
+        self.work = microbatches * nodes.lengths.reshape(-1, stages).sum(axis=0)  # by stage
+        self.bound = cache(self._bound)
+
+    def of(self, placement: Placement) -> float:
+        """What the placement takes at least."""
+        return max(self.bound(stages) for stages in sets_of(placement))
+
+    def room(self, stages: StageSet) -> float:
+        """The memory of a worker beside what it holds throughout for its stages."""
+        return self.capacity - float(self.owned[self._has(stages)].sum())
+
+    def least(self, workers: int, enough: float) -> tuple[float, Placement | None]:
+        """What any placement takes at least, or `enough` where that is less; and one of which no more is known."""
+        if self.stages > MOST_STAGES:
+            return min(enough, self._least_of_many(workers)), None
+        subsets = np.arange(1 << self.stages)
+        work = ((subsets[:, None] >> np.arange(self.stages)) & 1) @ self.work
+        light = [np.flatnonzero((work < enough) & (subsets & -subsets == 1 << s)).tolist() for s in range(self.stages)]
+
+        @cache
+        def least(left: StageSet, workers: int) -> tuple[float, tuple[StageSet, ...]]:
+            if not left:
+                return 0.0, ()
+            best: tuple[float, tuple[StageSet, ...]] = (enough, ())
+            for stages in light[(left & -left).bit_length() - 1] if workers else ():
+                if stages & ~left == 0 and work[stages] < best[0] and self.bound(stages) < best[0]:
+                    behind, sets = least(left ^ stages, workers - 1)
+                    best = min(best, (max(self.bound(stages), behind), (stages, *sets)))
+            return best
+
+        value, sets = least((1 << self.stages) - 1, workers)
+        if value >= enough:
+            return enough, None
+        return value, tuple(k for s in range(self.stages) for k, stages in enumerate(sets) if stages >> s & 1)
+
+    def _least_of_many(self, workers: int) -> float:
+        singles = max(self.bound(1 << s) for s in range(self.stages))
+        way = longest_ways(self.nodes.before, self.nodes.lengths, {})
+        heads = np.sort(way[:, : self.stages].max(axis=0))
+        tails = (way + self.nodes.lengths).max(axis=1) - self.nodes.lengths
+        tails = np.sort(tails.reshape(-1, self.stages).min(axis=0))
+        idle = np.zeros(self.stages) if self.own_window else np.cumsum(heads + tails)
+        few = np.arange(1, min(workers, self.stages) + 1)
+        return max(singles, float(((self.work.sum() + idle[few - 1]) / few).min()))
+
+    def _has(self, stages: StageSet) -> NDArray[np.bool_]:
+        return np.array([stages >> s & 1 for s in range(self.stages)], bool)
+
+    def _bound(self, stages: StageSet) -> float:
+        inside, room = self._has(stages), self.room(stages)
+        if room <= 0:
+            return np.inf
+        worker = np.where(inside, 0, 1 + np.arange(self.stages))
+        compute = np.broadcast_to(
+            worker[:, None], (len(self.nodes.lengths) // self.stages, self.stages, self.microbatches)
+        )
+        hops = {
+            (node, other): time
+            for (node, other), time in self.nodes.hops.items()
+            if inside[node % self.stages] != inside[other % self.stages]
+        }
+        return order_bound(
+            self.nodes.before, compute, self.nodes.lengths, hops, self.own_window, self.nodes.takes,
+            np.full(1 + self.stages, room), [0],
+        )  # fmt: skip
+
+
+def sets_of(placement: Placement) -> list[StageSet]:
+    """The set of stages of each worker that has some."""
+    return [sum(1 << s for s, other in enumerate(placement) if other == w) for w in range(max(placement) + 1)]

@@ -1,0 +1,153 @@
+"""search free: the placement is searched, too; bounds hold for any, and nothing is worse than a family."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from schedgen.checker import check
+from schedgen.ir.file import parse
+from schedgen.planner.order_search.order_search import Limits, NoOrder, search_order
+from schedgen.planner.placement_search import stage_sets
+from schedgen.planner.placement_search.families import families, free_scheme, placed_on
+from schedgen.planner.placement_search.search_placement import FINALISTS, NEAR_SHARE, search_placement
+from schedgen.schemes.scheme import Sizes
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import simulate
+
+HALVES, WHOLE = ("F", "I", "W"), ("F", "B")
+
+
+def costs(names, *times):
+    """The same time by stage for every direction, twice as much for B."""
+    return {name: np.array(times, float) * (1 + (name == "B")) for name in names}
+
+
+def placements(stages, workers):
+    """All, but for the names of workers."""
+    named = itertools.product(range(workers), repeat=stages)
+    return sorted({tuple(list(dict.fromkeys(each)).index(worker) for worker in each) for each in named})
+
+
+CASES = [
+    (HALVES, (3, 1, 1, 4), Limits(), Machine()),
+    (HALVES, (1, 5, 1, 2), Limits("window"), Machine(alpha=0.5)),
+    (WHOLE, (4, 1, 2, 2), Limits(saved=4), Machine(alpha=0.25)),
+    (WHOLE, (1, 1, 6, 2), Limits(bytes=20), Machine(alpha=0.25)),
+    (HALVES, (1, 1, 1, 1), Limits("window", saved=4), Machine()),
+]
+
+
+@pytest.mark.parametrize(("names", "times", "limits", "machine"), CASES)
+def test_all_placements_of_four_stages_on_two_workers(names, times, limits, machine):
+    """The best order of each of the 8 is found with the same work; none is below the bound."""
+    sizes, cost = Sizes(4, 4, 2), costs(names, *times)
+    scheme = free_scheme(sizes)
+    best = search_placement(scheme, sizes, cost, machine, limits, 2)
+    values = {}
+    for placement in placements(4, 2):
+        try:
+            values[placement] = search_order(placed_on(scheme, placement), sizes, cost, machine, limits, 0.2).value
+        except NoOrder:
+            continue
+    assert len(placements(4, 2)) == 8 and len(values) >= 3
+    assert best.bound <= best.value <= min(values.values()) * (1 + 1e-9)
+    assert best.optimal == (best.value <= best.bound * (1 + 1e-9))
+    run = simulate(best.program, cost, machine)
+    assert limits.bytes is None or run.footprint.peak.max() <= limits.bytes
+    assert limits.saved is None or check(best.program).saved.max() <= limits.saved
+
+
+def test_heavy_ends_have_workers_of_their_own():
+    """The last stage alone takes 8 (5 + 5 + 4), behind the 10 that the first forward takes to reach it."""
+    sizes, heavy = Sizes(8, 8, 4), (4, 1, 1, 1, 1, 1, 1, 5)
+    cost = {"F": np.array(heavy), "I": np.array(heavy), "W": np.array((3, 1, 1, 1, 1, 1, 1, 4))}
+    best = search_placement(free_scheme(sizes), sizes, cost, budget=10)
+    assert best.value == best.bound == 8 * 14 + 10 and best.optimal
+    assert check(best.program).saved.max() <= 2 * 8
+    own = [search_order(family.scheme, sizes, cost, budget=10) for family in families(free_scheme(sizes), sizes)]
+    assert len(own) == 2 and min(found.bound for found in own) > 1.15 * best.value
+
+
+@pytest.mark.parametrize(
+    ("stages", "workers", "several"),
+    [(8, 4, [False, False]), (4, 4, [False, True]), (6, 4, [False]), (3, 5, []), (16, 4, [False, False])],
+)
+def test_no_family_is_better_with_as_much_work(stages, workers, several):
+    """Of 8 stages on 4 workers: round the workers, and a V; of 4 a chain and Chimera's; of 16 rounds and waves."""
+    sizes, machine = Sizes(stages, 4, workers), Machine(alpha=0.1)
+    scheme, cost = free_scheme(sizes), costs(HALVES, *range(stages + 1, 1, -1))
+    own = families(scheme, sizes)
+    assert [family.placement is None for family in own] == several
+    best = search_placement(scheme, sizes, cost, machine, budget=2)
+    share = 2 * (1 - NEAR_SHARE) / (len(own) + FINALISTS)
+    found = [search_order(family.scheme, sizes, cost, machine, budget=share) for family in own]
+    assert best.value <= min((each.value for each in found), default=np.inf)
+    assert best.bound <= min([best.value, *(each.bound for each in found)])
+    check(best.program)
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits("window"), Limits(saved=5), Limits("window", saved=4)])
+def test_the_bound_of_many_stages_holds_for_those_of_few(limits, monkeypatch):
+    """It is no more than that of all partitions, and there are two workers that reach the bound of all partitions."""
+    sizes, cost = Sizes(6, 6, 3), costs(WHOLE, 3, 1, 4, 1, 2, 2)
+    few = search_placement(free_scheme(sizes), sizes, cost, limits=limits, budget=1)
+    monkeypatch.setattr(stage_sets, "MOST_STAGES", 5)
+    many = search_placement(free_scheme(sizes), sizes, cost, limits=limits, budget=1)
+    assert 0.75 * few.bound < many.bound <= few.bound <= few.value
+
+
+def test_a_bound_by_hand_of_many_stages(monkeypatch):
+    """Three equal stages on two workers. Work is 27; the second worker to begin waits for 1, and goes on 2 later."""
+    monkeypatch.setattr(stage_sets, "MOST_STAGES", 2)
+    sizes = Sizes(3, 3, 2)
+    best = search_placement(free_scheme(sizes), sizes, {"F": 1, "B": 2}, budget=1)
+    assert best.bound == (3 * 3 * 3 + 0 + 1 + 0 + 2) / 2 and not best.optimal
+
+
+def test_the_same_call_gives_the_same_order():
+    sizes, cost = Sizes(8, 4, 4), costs(HALVES, 2, 1, 5, 1, 1, 3, 1, 2)
+    first, second = (search_placement(free_scheme(sizes), sizes, cost, Machine(alpha=0.1), budget=2) for _ in range(2))
+    assert (first.program.rows.stage == second.program.rows.stage).all() and first.work == second.work
+    assert 0 < first.work < 4
+
+
+def test_a_worker_without_stages_is_no_trouble_for_cp_sat():
+    pytest.importorskip("ortools")
+    sizes = Sizes(2, 3, 3)
+    scheme = placed_on(free_scheme(sizes), (0, 1))
+    found = search_order(scheme, sizes, {"F": 1, "I": 1, "W": 1}, limits=Limits(saved=1), budget=10)
+    assert found.optimal and found.value == 15
+
+
+def test_the_command_places_stages_of_a_graph(run, tmp_path):
+    graph, out, profile = tmp_path / "graph.json", tmp_path / "found.json", tmp_path / "costs.json"
+    graph.write_text('{"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "tied": [[0, 3]]}')
+    profile.write_text(json.dumps({"F": [3, 1, 1, 1], "B": [6, 2, 2, 2]}))
+    words = ("search", "free", "--graph", graph, "--microbatches", 4, "--workers", 2, "--budget", 1)
+    done = run(*words, "--profile", profile, "--json", "-o", out)
+    numbers, header = json.loads(done.out), parse(out.read_text(), "-").header
+    assert numbers["workers"] == header.compute[0, :, 0].tolist() == [0, 1, 1, 1]
+    assert (header.scheme["name"], header.tied, header.graph.edges) == (
+        "free",
+        ((0, 3),),
+        ((0, 1), (0, 3), (1, 2), (2, 3)),
+    )
+    assert run("check", out).code == 0 and "; stages on workers 0 1" in run(*words).out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "free needs --workers W"),
+        (("--workers", 2, "--chunks", 2), "free takes no --chunks"),
+        (("--workers", 2, "--groups", 2), "free takes no --groups"),
+        (("--workers", 2, "--recompute", "--memory-limit", 2), "leave --recompute and --objective memory out"),
+        (("--workers", 2, "--objective", "memory"), "leave --recompute and --objective memory out"),
+        (("--workers", 2, "--memory", 3), "no placement was found with an order within the memory limit"),
+    ],
+)
+def test_what_free_does_not_take_is_said(words, sentence, run):
+    done = run("search", "free", "--stages", 4, "--microbatches", 4, "--budget", 1, *words)
+    assert done.code == 2 and sentence in done.err and "Traceback" not in done.err
