@@ -19,6 +19,7 @@ from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.weight_versions import UPDATES
 from schedgen.planner.candidates import SEARCHED
 from schedgen.planner.order_search.order_search import BUDGET, OBJECTIVES
+from schedgen.planner.placement_search.families import FREE
 from schedgen.schemes import SCHEMES
 from schedgen.schemes.orders import ORDERS
 from schedgen.simulator.machine import Machine
@@ -84,7 +85,7 @@ def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
     }
     for name in files[WRITTEN]:
         for other in files[READ]:
-            if isinstance(other, str) and other not in SCHEMES and is_same_file(name, other):
+            if isinstance(other, str) and other not in (*SCHEMES, FREE) and is_same_file(name, other):
                 raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
 
 

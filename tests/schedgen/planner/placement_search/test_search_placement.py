@@ -137,6 +137,13 @@ def test_the_command_places_stages_of_a_graph(run, tmp_path):
     assert run("check", out).code == 0 and "; stages on workers 0 1" in run(*words).out
 
 
+def test_a_schedule_may_be_called_free(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        words = ("--stages", 2, "--microbatches", 2, "--workers", 2, "--budget", 1, "-o", "free")
+        assert run("search", "free", *words).code == 0
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
