@@ -71,7 +71,7 @@ def search_whole_or_split(
     cost: Mapping[str, Amount],
     machine: Machine = Machine(),  # noqa: B008  frozen
     limits: Limits = Limits(),  # noqa: B008  frozen
-    budget: int = BUDGET,
+    budget: float = BUDGET,
     tied: Ties = (),
 ) -> FoundOrder:
     """The best order within the limits; arguments and errors as of `search_order`, with costs of F, B, I and W."""
@@ -80,7 +80,7 @@ def search_whole_or_split(
     for names, share in zip(("FB", "FIW"), SHARES, strict=True):
         own = {name: cost[name] for name in names}
         try:
-            found.append(search_order(scheme, sizes, own, machine, limits, max(1, int(share * budget)), tied=tied))
+            found.append(search_order(scheme, sizes, own, machine, limits, share * budget, tied=tied))
         except UsageError as error:
             refusal = error
     if not found:
@@ -89,9 +89,9 @@ def search_whole_or_split(
     best, used = min(found, key=lambda each: each.value), sum(each.work for each in found)
     if best.value > choices.bound * (1 + 1e-9):
         with compiled_always():
-            best = min([best, *choices.search(found, (budget - used) * 10**6)], key=lambda each: each.value)
+            best = min([best, *choices.search(found, int((budget - used) * 10**6))], key=lambda each: each.value)
             best = min([best, *choices.proved(best, PROVED_SECONDS * budget / BUDGET)], key=lambda each: each.value)
-    bound, used = min(choices.bound, best.value), used + choices.work // 10**6
+    bound, used = min(choices.bound, best.value), used + choices.work / 10**6
     return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=used)
 
 

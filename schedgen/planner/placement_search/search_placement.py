@@ -17,7 +17,7 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount
+from schedgen.ir.cost import Amount, has_both, shortest_halves
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
 from schedgen.planner.order_search.order_search import (
@@ -29,10 +29,10 @@ from schedgen.planner.order_search.order_search import (
     as_placement,
     least_time,
     nodes_of,
-    own_costs,
     problem_of,
     search_order,
 )
+from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.placement_search.families import blocks, families, placed_on
 from schedgen.planner.placement_search.near_placements import NearPlacements
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets, sets_of
@@ -59,7 +59,7 @@ def search_placement(
 
     scheme  of `free_scheme`; others as for `search_order`
     """
-    search = _Search(scheme, sizes, own_costs(scheme, cost), machine, limits, tied)
+    search = _Search(scheme, sizes, cost, machine, limits, tied)
     own = families(scheme, sizes)
     share = (1 - NEAR_SHARE) * budget / (len(own) + FINALISTS)
     several = [search.add(family.scheme, share) for family in own if family.placement is None]
@@ -95,6 +95,7 @@ class _Search:
     ) -> None:
         self.scheme, self.sizes, self.cost, self.tied = scheme, sizes, cost, tied
         self.machine, self.limits = machine, limits
+        self.shortest = shortest_halves(cost, sizes.stages) if has_both(cost) else cost
         self.best: FoundOrder | None = None
         self.work = 0.0
         owned, self.spare = np.zeros((2, sizes.stages))
@@ -105,7 +106,7 @@ class _Search:
             self.spare = MESSAGES * bytes.activation + np.max([*bytes.workspace.values()], axis=0)
         apart = placed_on(scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
         placed = refine(place(as_placement(apart, "I" in cost), sizes, Options()))
-        problem = problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+        problem = problem_of(placed, self.shortest, machine._replace(half=np.minimum(machine.half, 0)), limits)
         self.sets = StageSets(
             nodes_of(problem, placed), sizes.stages, sizes.microbatches, float(problem.capacity[0]), owned,
             problem.own_window,
@@ -118,10 +119,14 @@ class _Search:
 
     def add(self, scheme: Scheme, budget: float) -> float:
         """Search an order of a placement, and give what none of it takes less than."""
+        what = scheme, self.sizes, self.cost, self.machine, self.limits, budget
         try:
-            found = search_order(scheme, self.sizes, self.cost, self.machine, self.limits, budget, tied=self.tied)
+            if has_both(self.cost):
+                found = search_whole_or_split(*what, self.tied)
+            else:
+                found = search_order(*what, tied=self.tied)
         except NoOrder:
-            return least_time(scheme, self.sizes, self.cost, self.machine, self.limits)
+            return least_time(scheme, self.sizes, self.shortest, self.machine, self.limits)
         self.work += found.work
         if found.value < self.value:
             self.best = found
@@ -130,7 +135,7 @@ class _Search:
     def estimate(self, placement: Placement, bound: float) -> tuple[float, float]:
         """What an order of a placement takes by a few rules, and the work."""
         scheme = as_placement(placed_on(self.scheme, placement), "I" in self.cost)
-        problem = problem_of(refine(place(scheme, self.sizes, Options())), self.cost, self.machine, self.limits)
+        problem = problem_of(refine(place(scheme, self.sizes, Options())), self.shortest, self.machine, self.limits)
         capacity = problem.capacity.copy()
         for worker, stages in enumerate(sets_of(placement)):
             capacity[worker] = self.sets.room(stages) - self.spare[np.array(placement) == worker].max()

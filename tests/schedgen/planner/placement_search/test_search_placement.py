@@ -16,12 +16,13 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
-HALVES, WHOLE = ("F", "I", "W"), ("F", "B")
+HALVES, WHOLE, BOTH = ("F", "I", "W"), ("F", "B"), ("F", "B", "I", "W")
 
 
 def costs(names, *times):
-    """The same time by stage for every direction, twice as much for B."""
-    return {name: np.array(times, float) * (1 + (name == "B")) for name in names}
+    """The same time by stage for every direction, twice as much for B, or somewhat less where there are halves, too."""
+    whole = 1.6 if names == BOTH else 2
+    return {name: np.array(times, float) * (whole if name == "B" else 1) for name in names}
 
 
 def placements(stages, workers):
@@ -36,6 +37,8 @@ CASES = [
     (WHOLE, (4, 1, 2, 2), Limits(saved=4), Machine(alpha=0.25)),
     (WHOLE, (1, 1, 6, 2), Limits(bytes=20), Machine(alpha=0.25)),
     (HALVES, (1, 1, 1, 1), Limits("window", saved=4), Machine()),
+    (BOTH, (3, 1, 1, 4), Limits(), Machine(alpha=0.25)),
+    (BOTH, (1, 4, 2, 2), Limits(saved=4), Machine()),
 ]
 
 
