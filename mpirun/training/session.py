@@ -104,9 +104,11 @@ class Session:
         if self.comm.rank == 0:
             if self.setup.device.description:
                 print(self.setup.device.description, flush=True)
-            self._say_unread()
+            self._say_what_is_in_vain()
 
-    def _say_unread(self) -> None:
+    def _say_what_is_in_vain(self) -> None:
+        if not any(shape.parameter_names for shape in self.setup.shapes):
+            print("mpirun: note: no parameter needs a gradient: steps change nothing", file=sys.stderr, flush=True)
         dataflow = self.setup.dataflows[0]
         unread = unread_outputs(dataflow.reads, dataflow.outputs, self.header)
         for stage in sorted({value.stage for value in unread}):

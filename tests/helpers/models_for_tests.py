@@ -287,6 +287,12 @@ def peculiar(stages: int) -> Model:
     return mlp.tiny(stages)._replace(stages=[mlp.Embedding(WIDTH), nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
 
 
+def all_frozen(stages: int) -> Model:
+    """As `peculiar`, but no parameter needs a gradient."""
+    model = peculiar(stages)
+    return model._replace(stages=[stage.requires_grad_(False) for stage in model.stages])
+
+
 def in_type(model: Model, dtype: torch.dtype) -> Model:
     """With all layers converted."""
     return model._replace(

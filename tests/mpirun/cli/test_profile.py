@@ -7,6 +7,7 @@ A microbatch is 64 samples of 17 bytes, cut from the text as int64.
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -150,6 +151,13 @@ def test_one_rank_has_no_links(mistakes, text, tmp_path):
     profile = json.loads(file.read_text())
     assert (profile["alpha"], profile["beta"]) == (0, 0)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_ranks_that_share_cores_are_said(mistakes, text):
+    (ended,) = mistakes(3, [["profile", "--model", MLP, "--stages", 2, "--text", text, "--steps", 1, "-o", "-"]])
+    assert ended.code == 0 and json.loads(ended.out)["F"]
+    few_cores = len(os.sched_getaffinity(0)) < 3
+    assert ("mpirun: note: there are more ranks on a host than cores" in ended.err) == few_cores
 
 
 def test_a_model_that_fails_leaves_no_file(launch, text, tmp_path):
