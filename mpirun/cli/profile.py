@@ -92,7 +92,7 @@ class Profile:
             print("mpirun: note: other programs disturbed the links: long messages took no longer than short ones, and "
                   "beta is 0", file=sys.stderr)  # fmt: skip
         if self.setup.crowded and self.comm.rank == 0:
-            print("mpirun: note: there are more ranks on a host than cores: jobs are as slow as when all ranks compute, "
+            print("mpirun: note: there are more ranks on a host than cores: jobs are as slow as when all compute, "
                   "and plan cannot know that a rank which waits lends its core", file=sys.stderr)  # fmt: skip
         profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
         on_rank_0(self.comm, lambda: _write(self.options.output, profile))
