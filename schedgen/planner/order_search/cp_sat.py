@@ -29,6 +29,14 @@ class Proof(NamedTuple):
     optimal: bool
 
 
+class _Jobs(NamedTuple):
+    """Variables and numbers of a model, by job, in units of time."""
+
+    begin: list[Any]
+    size: list[Any]  # numbers, but where whole backwards are a choice
+    end: list[Any]
+
+
 def is_installed() -> bool:
     """Whether there is an OR-Tools to call."""
     try:
@@ -58,41 +66,12 @@ def solve(
     size: list[Any] = length.tolist()
     chosen = {} if whole is None else _add_choices(model, problem, begin, size, _units(whole, unit))
     end = [_end(model, at, time, horizon) for at, time in zip(begin, size, strict=True)]
-    batches = problem.microbatches
-    last_half = range(2 * problem.stages * batches, len(length))  # of microbatches in any turn, where some are whole
-    for node in range(len(problem.before_first) - 1):
-        for k in range(problem.before_first[node], problem.before_first[node + 1]):
-            for b in range(batches):
-                job, other = node * batches + b, problem.before[k] * batches + b
-                wait = int(hop[k]) if problem.worker[job] != problem.worker[other] else 0
-                model.add(begin[job] >= end[other] + wait)
+    jobs = _Jobs(begin, size, end)
+    _add_waits(model, problem, jobs, hop)
     longest = model.new_int_var(int(np.floor(floor / unit)), int(np.ceil(value / unit)), "")
     for w in range(len(problem.row) - 1):
-        classes = range(problem.worker_class[w], problem.worker_class[w + 1])
-        jobs = [problem.class_jobs[problem.class_first[c] : problem.class_first[c + 1]] for c in classes]
-        if not jobs:
-            continue
-        model.add_no_overlap(
-            [
-                model.new_fixed_size_interval_var(begin[j], size[j], "")
-                if isinstance(size[j], int)
-                else model.new_interval_var(begin[j], size[j], end[j], "")
-                for j in np.concatenate(jobs)
-            ]
-        )
-        opening: Any = 0
-        if problem.own_window:
-            opening = model.new_int_var(0, horizon, "")
-            for each in jobs:
-                model.add(opening <= begin[each[0]])
-        for each in jobs:
-            in_turn = not chosen or each[0] not in last_half
-            for job, following in pairwise(each) if in_turn else ():
-                model.add(begin[following] >= end[job])
-            for job in each[-1:] if in_turn else each:
-                model.add(longest >= end[job] - opening)
-        if np.isfinite(problem.capacity[w]):
-            _add_memory(model, problem, w, begin, end)
+        if problem.worker_class[w] < problem.worker_class[w + 1]:
+            _add_worker(model, problem, w, jobs, longest, horizon, bool(chosen))
     model.minimize(longest)
     for at, hint in zip(begin, start, strict=True):
         model.add_hint(at, round(hint / unit))
@@ -108,6 +87,49 @@ def solve(
     found = np.array([solver.value(at) for at in begin], np.float64)
     flags[list(chosen)] = [solver.value(choice) for choice in chosen.values()]
     return Proof(solver.best_objective_bound * unit, found, flags, status == cp_model.OPTIMAL)
+
+
+def _add_waits(model: Any, problem: OrderProblem, jobs: _Jobs, hop: Numbers) -> None:
+    """A job begins behind those that it waits for, and their messages; `hop`: as `before_hop`, in units."""
+    batches = problem.microbatches
+    for node in range(len(problem.before_first) - 1):
+        for k in range(problem.before_first[node], problem.before_first[node + 1]):
+            for b in range(batches):
+                job, other = node * batches + b, problem.before[k] * batches + b
+                wait = int(hop[k]) if problem.worker[job] != problem.worker[other] else 0
+                model.add(jobs.begin[job] >= jobs.end[other] + wait)
+
+
+def _add_worker(
+    model: Any, problem: OrderProblem, w: int, jobs: _Jobs, longest: Any, horizon: int, any_turn: bool
+) -> None:  # fmt: skip
+    """Worker w does one job at a time, those of a class in the order of the microbatches, and its window ends by
+    `longest`. With `any_turn` W jobs come as they like, since some belong to whole backwards."""
+    begin, size, end = jobs
+    first_w = 2 * problem.stages * problem.microbatches
+    classes = range(problem.worker_class[w], problem.worker_class[w + 1])
+    by_class = [problem.class_jobs[problem.class_first[c] : problem.class_first[c + 1]] for c in classes]
+    model.add_no_overlap(
+        [
+            model.new_fixed_size_interval_var(begin[j], size[j], "")
+            if isinstance(size[j], int)
+            else model.new_interval_var(begin[j], size[j], end[j], "")
+            for j in np.concatenate(by_class)
+        ]
+    )
+    opening: Any = 0
+    if problem.own_window:
+        opening = model.new_int_var(0, horizon, "")
+        for each in by_class:
+            model.add(opening <= begin[each[0]])
+    for each in by_class:
+        in_turn = each[0] < first_w or not any_turn
+        for job, following in pairwise(each) if in_turn else ():
+            model.add(begin[following] >= end[job])
+        for job in each[-1:] if in_turn else each:
+            model.add(longest >= end[job] - opening)
+    if np.isfinite(problem.capacity[w]):
+        _add_memory(model, problem, w, begin, end)
 
 
 def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
