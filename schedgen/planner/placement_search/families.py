@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from schedgen.compiler.place import place_jobs
-from schedgen.ir.instructions import Ints
 from schedgen.planner.candidates import PIPELINES
 from schedgen.planner.order_search.order_search import as_placement
 from schedgen.planner.placement_search.stage_sets import Placement
@@ -51,22 +51,20 @@ def blocks(stages: int, workers: int) -> Placement:
 
 def families(scheme: Scheme, sizes: Sizes) -> list[Family]:
     """The placements of the built-in pipelines of these sizes, each once, whatever its workers are called."""
-    distinct: dict[bytes, Family] = {}
+    distinct: dict[Placement, Family] = {}
     for name in PIPELINES:
         try:
             built_in = as_placement(load(name, sizes), True)
             compute = place_jobs(built_in, sizes.stages, sizes.microbatches, 3).compute[0, :, :, 0]
         except UsageError:
             continue
-        named = in_order(compute)
-        placement = tuple(named[:, 0].tolist()) if (named == named[:, :1]).all() else None
+        placement = in_order(compute[:, 0].tolist()) if (compute == compute[:, :1]).all() else None
         own = scheme._replace(w=built_in.w)
-        distinct.setdefault(named.tobytes(), Family(own, placement))
+        distinct.setdefault(in_order(compute.ravel().tolist()), Family(own, placement))
     return list(distinct.values())
 
 
-def in_order(workers: Ints) -> Ints:
+def in_order(workers: Sequence[int]) -> Placement:
     """Workers called by the place where they are first named: 0, then 0 or 1, and so on."""
-    _, first, label = np.unique(workers, return_index=True, return_inverse=True)
-    names: Ints = np.argsort(np.argsort(first))[label].reshape(workers.shape).astype(np.int32)
-    return names
+    names: dict[int, int] = {}
+    return tuple(names.setdefault(worker, len(names)) for worker in workers)

@@ -12,65 +12,92 @@ from typing import NamedTuple
 
 import numpy as np
 
+from schedgen.planner.order_search.problem import Times
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 
-Estimate = Callable[[Placement, float], tuple[float, float]]  # of a placement with a bound: what it may take, and work
+AT_ONCE = 60  # placements whose bounds are compared
 KICKS = 200  # ways that begin with changes at random, at the most
 CHANGES = (2, 4)  # of these, so many
 
 
-class Judged(NamedTuple):
-    """What is known of a placement; the less the better."""
+class Trial(NamedTuple):
+    """An order of a placement by a cheap search; none, and an infinite value, where it finds none within the limits."""
 
-    value: float  # what the best order of a cheap search takes
-    bound: float
+    value: float  # what it takes
+    start: Times  # by job: when it runs
+    work: float  # millions of jobs that were given a time
+
+
+class Judged(NamedTuple):
+    """What is known of a placement."""
+
     placement: Placement
+    bound: float
+    trial: Trial
+
+    @property
+    def rank(self) -> tuple[float, float, Placement]:
+        """The less the better."""
+        return self.trial.value, self.bound, self.placement
 
 
 class NearPlacements:
     """The placements that were judged, and the work that is left."""
 
-    def __init__(self, sets: StageSets, estimate: Estimate, workers: int, work: float) -> None:
-        """`work`: millions of jobs that are given a time."""
+    def __init__(
+        self, sets: StageSets, estimate: Callable[[Placement, float, Times], Trial], workers: int, work: float
+    ) -> None:
+        """`estimate` takes a placement, its bound, and when jobs start in an order of one near it; `work`: millions."""
         self.sets, self.estimate, self.workers, self.left = sets, estimate, workers, work
         self.judged: dict[Placement, Judged] = {}
 
     def search(self, starts: Iterable[Placement], floor: float) -> list[Judged]:
         """All placements that were judged, the best first; it ends where one takes no more than `floor`."""
-        best = min(self._climb(self._judge(start)) for start in starts)
+        best = min((self._climb(self._judge(start)) for start in starts), key=_rank)
         rng = np.random.default_rng(0)
         for _ in range(KICKS):
-            if self.left <= 0 or best.value <= floor * (1 + 1e-9):
+            if self.left <= 0 or best.trial.value <= floor * (1 + 1e-9):
                 break
             placement = best.placement
             for _ in range(rng.integers(*CHANGES)):
                 changed = sorted(self._changed(placement))
                 placement = changed[rng.integers(len(changed))] if changed else placement
-            best = min(best, self._climb(self._judge(placement)))
-        return sorted(self.judged.values())
+            best = min(best, self._climb(self._judge(placement, best)), key=_rank)
+        return sorted(self.judged.values(), key=_rank)
 
     def _climb(self, begin: Judged) -> Judged:
         """The end of a way, each step of which is judged better."""
-        best: Judged | None = begin
-        while best is not None:
-            begin = best
-            near = sorted((self.sets.of(other), other) for other in self._changed(begin.placement))
-            worth = (other for bound, other in near if bound < begin.value * (1 - 1e-9) and self.left > 0)
-            best = next((other for other in map(self._judge, worth) if other.value < begin.value * (1 - 1e-9)), None)
+        better: Judged | None = begin
+        while better is not None:
+            begin, enough = better, better.trial.value * (1 - 1e-9)
+            judged = (self._judge(other, begin) for other in self._worth(begin.placement, enough) if self.left > 0)
+            better = next((each for each in judged if each.trial.value < enough), None)
         return begin
+
+    def _worth(self, placement: Placement, enough: float) -> Iterator[Placement]:
+        """Those one change away that may take less than `enough`, those with the least bounds first."""
+        near = sorted((self.sets.quick_bound(other), other) for other in self._changed(placement))
+        near = [(quick, other) for quick, other in near if quick < enough]
+        for k in range(0, len(near), AT_ONCE):
+            bounds = sorted((self.sets.of(other), other) for _, other in near[k : k + AT_ONCE])
+            yield from (other for bound, other in bounds if bound < enough)
 
     def _changed(self, placement: Placement) -> set[Placement]:
         """Those one change away, but for the names of workers."""
-        return {_named(other) for other in _changes(placement, self.workers)} - {placement}
+        return {in_order(other) for other in _changes(placement, self.workers)} - {placement}
 
-    def _judge(self, placement: Placement) -> Judged:
+    def _judge(self, placement: Placement, near: Judged | None = None) -> Judged:
         if placement not in self.judged:
             bound = self.sets.of(placement)
-            value, work = self.estimate(placement, bound)
-            self.left -= work
-            self.judged[placement] = Judged(value, bound, placement)
+            trial = self.estimate(placement, bound, near.trial.start if near else np.zeros(0))
+            self.left -= trial.work
+            self.judged[placement] = Judged(placement, bound, trial)
         return self.judged[placement]
+
+
+def _rank(judged: Judged) -> tuple[float, float, Placement]:
+    return judged.rank
 
 
 def _changes(placement: Placement, workers: int) -> Iterator[Placement]:
@@ -79,7 +106,3 @@ def _changes(placement: Placement, workers: int) -> Iterator[Placement]:
             yield (*placement[:s], other, *placement[s + 1 :])
         for t in range(s):
             yield (*placement[:t], worker, *placement[t + 1 : s], placement[t], *placement[s + 1 :])
-
-
-def _named(placement: Placement) -> Placement:
-    return tuple(in_order(np.array(placement)).tolist())

@@ -32,9 +32,10 @@ from schedgen.planner.order_search.order_search import (
     problem_of,
     search_order,
 )
+from schedgen.planner.order_search.problem import Times, order_of
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.placement_search.families import blocks, families, placed_on
-from schedgen.planner.placement_search.near_placements import NearPlacements
+from schedgen.planner.placement_search.near_placements import Judged, NearPlacements, Trial
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets, sets_of
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes
@@ -77,14 +78,31 @@ def search_placement(
         search.work += NEAR_SHARE * budget - near.left
         for other in [other for other in judged if other.placement not in single][:FINALISTS]:
             if other.bound < search.value * (1 - 1e-9) and search.value > bound * (1 + 1e-9):
-                search.add(placed_on(scheme, other.placement), share)
+                search.add(search.ordered(other), share)
     if search.best is None:
         raise NoOrder(
             "no placement was found with an order within the memory limit: give it more of one, or of --budget"
         )
     value, program = search.value, search.best.program
     program = replace(program, header=replace(program.header, scheme={**program.header.scheme, "name": scheme.name}))
-    return FoundOrder(program, value, min(bound, value), value <= bound * (1 + 1e-9), search.work, search.best.source)
+    source = "search" if search.best.source == scheme.name else search.best.source
+    return FoundOrder(program, value, min(bound, value), value <= bound * (1 + 1e-9), search.work, source)
+
+
+def stage_sets(
+    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
+) -> StageSets:  # fmt: skip
+    """The bounds of any placement; `cost`: F, I, W or F, B."""
+    owned = np.zeros(sizes.stages)
+    if limits.bytes is not None:
+        bytes = buffer_sizes(machine, sizes.stages)
+        owned = owned + bytes.owned + bytes.weight
+        owned[-1] += sizes.microbatches * bytes.activation[-1]  # losses
+    apart = placed_on(scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
+    placed = refine(place(as_placement(apart, "I" in cost), sizes, Options()))
+    problem = problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+    nodes, capacity = nodes_of(problem, placed), float(problem.capacity[0])
+    return StageSets(nodes, sizes.stages, sizes.microbatches, capacity, owned, problem.own_window)
 
 
 class _Search:
@@ -98,19 +116,11 @@ class _Search:
         self.shortest = shortest_halves(cost, sizes.stages) if has_both(cost) else cost
         self.best: FoundOrder | None = None
         self.work = 0.0
-        owned, self.spare = np.zeros((2, sizes.stages))
+        self.sets = stage_sets(scheme, sizes, self.shortest, machine, limits)
+        self.spare = np.zeros(sizes.stages)
         if limits.bytes is not None:
             bytes = buffer_sizes(machine, sizes.stages)
-            owned = owned + bytes.owned + bytes.weight
-            owned[-1] += sizes.microbatches * bytes.activation[-1]  # losses
             self.spare = MESSAGES * bytes.activation + np.max([*bytes.workspace.values()], axis=0)
-        apart = placed_on(scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
-        placed = refine(place(as_placement(apart, "I" in cost), sizes, Options()))
-        problem = problem_of(placed, self.shortest, machine._replace(half=np.minimum(machine.half, 0)), limits)
-        self.sets = StageSets(
-            nodes_of(problem, placed), sizes.stages, sizes.microbatches, float(problem.capacity[0]), owned,
-            problem.own_window,
-        )  # fmt: skip
 
     @property
     def value(self) -> float:
@@ -132,15 +142,25 @@ class _Search:
             self.best = found
         return found.bound
 
-    def estimate(self, placement: Placement, bound: float) -> tuple[float, float]:
-        """What an order of a placement takes by a few rules, and the work."""
+    def ordered(self, judged: Judged) -> Scheme:
+        """The scheme with a placement and the order that it was judged by, if there is one."""
+        scheme, start = placed_on(self.scheme, judged.placement), judged.trial.start
+        if not len(start):
+            return scheme
+        n = start.reshape(-1, self.sizes.stages, self.sizes.microbatches)
+        order = f"search {self.limits.objective}"
+        return scheme._replace(n=lambda s, b, d: n[d, s, b], order=order, mode="strict", split=len(n) == 3)
+
+    def estimate(self, placement: Placement, bound: float, near: Times) -> Trial:
+        """The best order of a placement by a few rules; `near`: when jobs run in an order of another placement."""
         scheme = as_placement(placed_on(self.scheme, placement), "I" in self.cost)
         problem = problem_of(refine(place(scheme, self.sizes, Options())), self.shortest, self.machine, self.limits)
         capacity = problem.capacity.copy()
         for worker, stages in enumerate(sets_of(placement)):
             capacity[worker] = self.sets.room(stages) - self.spare[np.array(placement) == worker].max()
         problem = problem._replace(capacity=capacity)
-        orders, work = find_order(problem, [], bound, 0)
+        orders, work = find_order(problem, [order_of(problem, near)] if len(near) else [], bound, 0)
         if not orders:
-            return np.inf, work / 10**6
-        return run_order.sized(len(problem.worker))(problem, orders[0], np.inf, new_run(problem)), work / 10**6
+            return Trial(np.inf, np.zeros(0), work / 10**6)
+        run = new_run(problem)
+        return Trial(run_order.sized(0)(problem, orders[0], np.inf, run), run.start, work / 10**6)

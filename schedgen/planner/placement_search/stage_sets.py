@@ -7,7 +7,8 @@ placement takes no less than the bound of any of its sets, and no placement take
 
     min over partitions of the stages into at most W sets    max over sets U    bound(U).
 
-That is found for up to `MOST_STAGES` stages. Of more, no placement takes less than the sets of single stages, nor than
+That is found for up to `MOST_STAGES` stages. Of more, no placement takes less than a stage alone without messages, nor
+than
 
     min over k in 1..W    (work + k least ways to a stage's first job + k least ways behind its last) / k,
 
@@ -16,6 +17,7 @@ since k workers that have jobs begin and end with jobs of k different stages. Wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
@@ -41,11 +43,25 @@ class StageSets:
         self.nodes, self.stages, self.microbatches, self.own_window = nodes, stages, microbatches, own_window
         self.capacity, self.owned = capacity, owned
         self.work = microbatches * nodes.lengths.reshape(-1, stages).sum(axis=0)  # by stage
-        self.bound = cache(self._bound)
+        way = longest_ways(nodes.before, nodes.lengths, {})
+        tails = (way + nodes.lengths).max(axis=1) - nodes.lengths
+        ends = np.stack([way[:, :stages].max(axis=0), tails.reshape(-1, stages).min(axis=0)])
+        self.bound = cache(
+            self._of_worker
+        )  # of a set: what a worker takes at least that has these stages and no others
+        self.heads, self.tails = 0 * ends if own_window else ends  # by stage: ways to its first job, behind its last
 
     def of(self, placement: Placement) -> float:
         """What the placement takes at least."""
         return max(self.bound(stages) for stages in sets_of(placement))
+
+    def quick_bound(self, placement: Placement) -> float:
+        """The same by work alone, and the shortest ways to and from a worker's stages: less, but found at once."""
+        workers, count = np.array(placement), max(placement) + 1
+        heads, tails = np.full((2, count), np.inf)
+        np.minimum.at(heads, workers, self.heads)
+        np.minimum.at(tails, workers, self.tails)
+        return float((heads + np.bincount(workers, self.work) + tails).max())
 
     def room(self, stages: StageSet) -> float:
         """The memory of a worker beside what it holds throughout for its stages."""
@@ -76,19 +92,21 @@ class StageSets:
         return value, tuple(k for s in range(self.stages) for k, stages in enumerate(sets) if stages >> s & 1)
 
     def _least_of_many(self, workers: int) -> float:
-        singles = max(self.bound(1 << s) for s in range(self.stages))
-        way = longest_ways(self.nodes.before, self.nodes.lengths, {})
-        heads = np.sort(way[:, : self.stages].max(axis=0))
-        tails = (way + self.nodes.lengths).max(axis=1) - self.nodes.lengths
-        tails = np.sort(tails.reshape(-1, self.stages).min(axis=0))
-        idle = np.zeros(self.stages) if self.own_window else np.cumsum(heads + tails)
+        singles = max(self._bound(1 << s, {}) for s in range(self.stages))  # others may be on its worker, too
+        idle = np.cumsum(np.sort(self.heads) + np.sort(self.tails))
         few = np.arange(1, min(workers, self.stages) + 1)
         return max(singles, float(((self.work.sum() + idle[few - 1]) / few).min()))
 
     def _has(self, stages: StageSet) -> NDArray[np.bool_]:
         return np.array([stages >> s & 1 for s in range(self.stages)], bool)
 
-    def _bound(self, stages: StageSet) -> float:
+    def _of_worker(self, stages: StageSet) -> float:
+        inside, S = self._has(stages), self.stages
+        hops = {(k, j): time for (k, j), time in self.nodes.hops.items() if inside[k % S] != inside[j % S]}
+        return self._bound(stages, hops)
+
+    def _bound(self, stages: StageSet, hops: Mapping[tuple[int, int], float]) -> float:
+        """With these times of messages between nodes."""
         inside, room = self._has(stages), self.room(stages)
         if room <= 0:
             return np.inf
@@ -96,11 +114,6 @@ class StageSets:
         compute = np.broadcast_to(
             worker[:, None], (len(self.nodes.lengths) // self.stages, self.stages, self.microbatches)
         )
-        hops = {
-            (node, other): time
-            for (node, other), time in self.nodes.hops.items()
-            if inside[node % self.stages] != inside[other % self.stages]
-        }
         return order_bound(
             self.nodes.before, compute, self.nodes.lengths, hops, self.own_window, self.nodes.takes,
             np.full(1 + self.stages, room), [0],

@@ -9,9 +9,9 @@ import pytest
 from schedgen.checker import check
 from schedgen.ir.file import parse
 from schedgen.planner.order_search.order_search import Limits, NoOrder, search_order
-from schedgen.planner.placement_search import stage_sets
+from schedgen.planner.placement_search import stage_sets as placement_bounds
 from schedgen.planner.placement_search.families import families, free_scheme, placed_on
-from schedgen.planner.placement_search.search_placement import FINALISTS, NEAR_SHARE, search_placement
+from schedgen.planner.placement_search.search_placement import FINALISTS, NEAR_SHARE, search_placement, stage_sets
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
@@ -96,17 +96,27 @@ def test_the_bound_of_many_stages_holds_for_those_of_few(limits, monkeypatch):
     """It is no more than that of all partitions, and there are two workers that reach the bound of all partitions."""
     sizes, cost = Sizes(6, 6, 3), costs(WHOLE, 3, 1, 4, 1, 2, 2)
     few = search_placement(free_scheme(sizes), sizes, cost, limits=limits, budget=1)
-    monkeypatch.setattr(stage_sets, "MOST_STAGES", 5)
+    monkeypatch.setattr(placement_bounds, "MOST_STAGES", 5)
     many = search_placement(free_scheme(sizes), sizes, cost, limits=limits, budget=1)
     assert 0.75 * few.bound < many.bound <= few.bound <= few.value
 
 
 def test_a_bound_by_hand_of_many_stages(monkeypatch):
     """Three equal stages on two workers. Work is 27; the second worker to begin waits for 1, and goes on 2 later."""
-    monkeypatch.setattr(stage_sets, "MOST_STAGES", 2)
+    monkeypatch.setattr(placement_bounds, "MOST_STAGES", 2)
     sizes = Sizes(3, 3, 2)
     best = search_placement(free_scheme(sizes), sizes, {"F": 1, "B": 2}, budget=1)
     assert best.bound == (3 * 3 * 3 + 0 + 1 + 0 + 2) / 2 and not best.optimal
+
+
+@pytest.mark.parametrize("objective", ["makespan", "window"])
+@pytest.mark.parametrize("most", [1, 12])
+def test_no_message_is_counted_where_all_may_be_on_one_worker(objective, most, monkeypatch):
+    monkeypatch.setattr(placement_bounds, "MOST_STAGES", most)
+    sizes, cost = Sizes(3, 2, 2), {"F": 1, "B": 2}
+    sets = stage_sets(free_scheme(sizes), sizes, cost, Machine(alpha=50), Limits(objective))
+    assert sets.least(1, np.inf)[0] == sets.of((0, 0, 0)) == 3 * 2 * 3
+    assert sets.of((0, 1, 1)) >= 9 + 2 * 50 > sets.least(2, np.inf)[0]
 
 
 def test_the_same_call_gives_the_same_order():
