@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from schedgen.analysis import analyse
-from schedgen.ir.cost import Amount
+from schedgen.ir.cost import Amount, has_both
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.order_search import (
     BUDGET,
@@ -41,7 +41,7 @@ def least_memory(
 
     Arguments as of `search_order`, which has a part of the budget for every limit; UsageError as there.
     """
-    cost = own_costs(scheme, cost)
+    only_halves, cost = has_both(cost), own_costs(scheme, cost)
     own = compile_own(scheme, sizes, mean_ratios(cost, sizes), tied)
     time = measured(simulate(own, cost, machine), False)
     peak = _saved(own)
@@ -52,8 +52,9 @@ def least_memory(
     program, source, low, work = own, scheme.name, least, 0.0
     while low < peak:
         limit = (low + peak) // 2
+        what = machine, Limits(saved=limit), max(1, budget // tries), time, tied
         try:
-            found = search_order(scheme, sizes, cost, machine, Limits(saved=limit), max(1, budget // tries), time, tied)
+            found = search_order(scheme, sizes, cost, *what, only_halves=only_halves)
         except NoOrder:
             low = limit + 1
             continue

@@ -91,14 +91,17 @@ def search_order(
     budget: float = BUDGET,
     enough: float = 0.0,
     tied: Ties = (),
+    only_halves: bool = False,
 ) -> FoundOrder:
     """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder where none keeps to the
     limits, UsageError for what the search does not know.
 
     `cost` has F, I, W or F, B, for all stages or by stage; of all four, those count that the scheme has. `budget`:
     millions of jobs that are given a time. `tied`: stages that share parameters, which the schedule then sums.
+    `only_halves`: costs of whole backwards are left out of `cost`, so no schedule has any; without, they take I + W.
     """
     _check(scheme)
+    only_halves |= has_both(cost)
     cost = own_costs(scheme, cost)
     placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
     if (placed.weights != placed.compute).any() or (placed.compute != placed.compute[0]).any():
@@ -106,7 +109,7 @@ def search_order(
     problem = problem_of(placed, cost, machine, limits)
     rounds = _Rounds(problem, scheme, sizes, cost, machine, limits, tied)
     for start in starts(problem, placed, scheme, sizes, rounds.ratios):
-        rounds.add_start(start)
+        rounds.add_start(start, only_halves and "I" in cost)
     if limits.saved is not None:
         rounds.add_orders(steady_orders(problem, placed, limits.saved, int(STEADY_SHARE * budget * 10**6)))
     # A built-in scheme's whole backward never holds `half`, so bounds must hold without it.
@@ -200,6 +203,7 @@ class _Judged(NamedTuple):
     """An order, and what the simulator says of it."""
 
     source: str
+    built_in: bool  # the order is of a built-in scheme
     order: Numbers
     program: Program
     value: float
@@ -219,11 +223,15 @@ class _Rounds:
         self.judged: list[_Judged] = []
         self.work = 0
 
-    def add_start(self, start: Start) -> None:
-        """Judge a built-in scheme, unless it holds more saved forwards than it may."""
+    def add_start(self, start: Start, only_halves: bool) -> None:
+        """Judge a built-in scheme, or its order of halves, unless it holds more saved forwards than it may."""
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
-        self._judge(start.scheme.name, start.order, compile_own(start.scheme, self.sizes, self.ratios, self.tied))
+        if only_halves and not start.scheme.split:
+            self._add(start.order, built_in=True)
+            return
+        program = compile_own(start.scheme, self.sizes, self.ratios, self.tied)
+        self._judge(start.scheme.name, True, start.order, program)
 
     def add_orders(self, orders: Sequence[Numbers]) -> None:
         """Judge orders that are of no built-in scheme, those that fit."""
@@ -259,15 +267,16 @@ class _Rounds:
         fitting = [each for each in self.judged if limit is None or _footprint(each).peak.max() <= limit]
         return min(fitting, key=lambda judged: judged.value, default=None)
 
-    def _add(self, order: Numbers) -> None:
+    def _add(self, order: Numbers, built_in: bool = False) -> None:
         shape = (len(self.ratios), self.sizes.stages, self.sizes.microbatches)
         n = places(self.problem, order).reshape(shape)
-        self._judge("search", order, compile_order(self.scheme, self.sizes, n, self.ratios, self.limits, self.tied))
+        program = compile_order(self.scheme, self.sizes, n, self.ratios, self.limits, self.tied)
+        self._judge("search", built_in, order, program)
 
-    def _judge(self, source: str, order: Numbers, program: Program) -> None:
+    def _judge(self, source: str, built_in: bool, order: Numbers, program: Program) -> None:
         run = simulate(program, self.cost, self.machine)
         footprint = None if self.limits.bytes is None else run.footprint
-        self.judged.append(_Judged(source, order, program, measured(run, self.problem.own_window), footprint))
+        self.judged.append(_Judged(source, built_in, order, program, measured(run, self.problem.own_window), footprint))
 
     def _within(self, others: Times) -> OrderProblem:
         """The problem with what `others`, bytes by worker, leave of the limit."""
@@ -290,9 +299,9 @@ class _Rounds:
             return np.zeros(0)
         rests = [(judged, _footprint(judged).peak - most_held(self.problem, judged.order)) for judged in self.judged]
         nothing = np.zeros(len(self.problem.row) - 1)
-        built_in = [rest for judged, rest in rests if judged.source != "search"]
+        built_in = [rest for judged, rest in rests if judged.built_in]
         leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
-        most: Times = np.max([leanest, *(rest for judged, rest in rests if judged.source == "search")], axis=0)
+        most: Times = np.max([leanest, *(rest for judged, rest in rests if not judged.built_in)], axis=0)
         return most
 
 

@@ -134,7 +134,8 @@ class _Tries:
         share = max(1, budget // (2 * len(LOOSER)))
         for part in LOOSER:
             try:
-                found = search_order(self.scheme, self.sizes, self.cost, self.machine, self._loosened(part), share)
+                what = self.machine, self._loosened(part), share
+                found = search_order(self.scheme, self.sizes, self.cost, *what, only_halves=True)
             except UsageError:
                 continue
             self.work += found.work

@@ -22,7 +22,7 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, by_stage, shortest_halves
+from schedgen.ir.cost import Amount, by_stage, durations, shortest_halves
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
@@ -76,11 +76,12 @@ def search_whole_or_split(
 ) -> FoundOrder:
     """The best order within the limits; arguments and errors as of `search_order`, with costs of F, B, I and W."""
     cost = {name: cost[name] for name in "FBIW"}
+    durations(cost, 3)  # UsageError where they differ too much
     found, refusal = [], None
     for names, share in zip(("FB", "FIW"), SHARES, strict=True):
-        own = {name: cost[name] for name in names}
+        own, what = {name: cost[name] for name in names}, (machine, limits, share * budget)
         try:
-            found.append(search_order(scheme, sizes, own, machine, limits, share * budget, tied=tied))
+            found.append(search_order(scheme, sizes, own, *what, tied=tied, only_halves="I" in names))
         except UsageError as error:
             refusal = error
     if not found:

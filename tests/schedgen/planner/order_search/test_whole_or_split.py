@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from schedgen.checker import check
+from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.order_search import Limits, as_placement, problem_of, search_order
+from schedgen.planner.order_search.least_memory import least_memory
+from schedgen.planner.order_search.order_search import Limits, as_placement, measured, problem_of, search_order
 from schedgen.planner.order_search.problem import fits
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
@@ -117,3 +119,17 @@ def test_the_command_finds_what_simulate_measures(run, tmp_path):
     assert '"BWD"' in ops and '"BWD_I"' in ops
     note = run("search", "1f1b", "--stages", 2, "--microbatches", 2, "--cost", cost, "--objective", "memory").err
     assert "with --objective memory all backwards are whole, as 1f1b has them" in note
+
+
+def test_a_built_in_whole_backward_counts_as_measured_not_as_its_halves():
+    cost = {"F": 6, "B": 11, "I": 3, "W": 1}
+    best = both("looped-bfs", Sizes(2, 2, 1), cost, budget=1)
+    assert measured(simulate(best.program, cost), False) == best.value == best.bound == 4 * (6 + 3 + 1)
+    zb_h1, sizes = load("zb-h1", Sizes(3, 4, 3)), Sizes(3, 4, 3)
+    least, own = least_memory(zb_h1, sizes, cost, budget=1), compile(zb_h1, sizes)
+    assert measured(simulate(least.program, cost), False) <= measured(simulate(own, cost), False)
+
+
+def test_costs_that_differ_too_much_together_are_refused():
+    with pytest.raises(UsageError, match="a million times"):
+        both("1f1b", Sizes(2, 2, 2), {"F": 1, "B": 2000, "I": 0.001, "W": 500}, budget=1)
