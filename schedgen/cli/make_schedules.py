@@ -26,7 +26,7 @@ from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import FoundOrder, Limits, Ties, search_order
+from schedgen.planner.order_search.order_search import FoundOrder, Limits, Ties
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
@@ -254,9 +254,7 @@ def _searched(
         return search_with_recompute(scheme, sizes, cost, machine, limits, options.budget, tied)
     if options.scheme == FREE:
         return search_placement(scheme, sizes, durations, machine, limits, options.budget, tied)
-    if has_both(durations):
-        return search_whole_or_split(scheme, sizes, durations, machine, limits, options.budget, tied)
-    return search_order(scheme, sizes, durations, machine, limits, options.budget, tied=tied)
+    return search_whole_or_split(scheme, sizes, durations, machine, limits, options.budget, tied)
 
 
 def _searched_stages(options: SearchOptions, graph: ModelGraph | None) -> int:

@@ -11,7 +11,7 @@ from schedgen.ir.cost import REDO, has_both, shortest_halves
 from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
-from schedgen.planner.order_search.order_search import Limits, least_time, search_order
+from schedgen.planner.order_search.order_search import Limits, least_time
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.stage_costs import StageCosts
@@ -63,10 +63,8 @@ def found_order(placement: Placement, memory: float, budget: int, redo: bool) ->
     try:
         if redo:
             found = search_with_recompute(scheme, sizes, cost, machine, limits, budget)
-        elif has_both(cost):
-            found = search_whole_or_split(scheme, sizes, _kept(cost), machine, limits, budget)
         else:
-            found = search_order(scheme, sizes, _kept(cost), machine, limits, budget)
+            found = search_whole_or_split(scheme, sizes, _kept(cost), machine, limits, budget)
     except UsageError:
         return None
     return found.program if found.source == "search" else None

@@ -67,12 +67,9 @@ def search_with_recompute(
     budget  of `search_order`, and as much again for orders that redo forwards
     """
     kept = {name: time for name, time in cost.items() if name != REDO}
-    best, refusal, mixed = None, None, has_both(cost)
+    best, refusal = None, None
     try:
-        if mixed:
-            best = search_whole_or_split(scheme, sizes, kept, machine, limits, budget, tied)
-        else:
-            best = search_order(scheme, sizes, kept, machine, limits, budget, tied=tied)
+        best = search_whole_or_split(scheme, sizes, kept, machine, limits, budget, tied)
     except UsageError as error:
         refusal = error
     if limits.saved is None and limits.bytes is None:
@@ -82,7 +79,7 @@ def search_with_recompute(
     cost = own_costs(scheme, cost)
     tries, work = _Tries(scheme, sizes, cost, machine, limits, tied), 0 if best is None else best.work
     least = tries.bound
-    if mixed:
+    if has_both(kept):
         least = least_time(scheme, sizes, shortest_halves(kept, sizes.stages), machine, Limits(limits.objective))
     if best is not None and best.value <= least * (1 + 1e-9):
         return best

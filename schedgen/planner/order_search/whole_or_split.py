@@ -22,7 +22,7 @@ import numpy as np
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, by_stage, durations, shortest_halves
+from schedgen.ir.cost import Amount, by_stage, durations, has_both, shortest_halves
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
@@ -74,7 +74,12 @@ def search_whole_or_split(
     budget: float = BUDGET,
     tied: Ties = (),
 ) -> FoundOrder:
-    """The best order within the limits; arguments and errors as of `search_order`, with costs of F, B, I and W."""
+    """The best order within the limits; arguments and errors as of `search_order`.
+
+    With costs of all of F, B, I and W it decides which backwards are whole; with others it is `search_order`.
+    """
+    if not has_both(cost):
+        return search_order(scheme, sizes, cost, machine, limits, budget, tied=tied)
     cost = {name: cost[name] for name in "FBIW"}
     durations(cost, 3)  # UsageError where they differ too much
     found, refusal = [], None

@@ -30,7 +30,6 @@ from schedgen.planner.order_search.order_search import (
     least_time,
     nodes_of,
     problem_of,
-    search_order,
 )
 from schedgen.planner.order_search.problem import Times, order_of
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
@@ -129,12 +128,8 @@ class _Search:
 
     def add(self, scheme: Scheme, budget: float) -> float:
         """Search an order of a placement, and give what none of it takes less than."""
-        what = scheme, self.sizes, self.cost, self.machine, self.limits, budget
         try:
-            if has_both(self.cost):
-                found = search_whole_or_split(*what, self.tied)
-            else:
-                found = search_order(*what, tied=self.tied)
+            found = search_whole_or_split(scheme, self.sizes, self.cost, self.machine, self.limits, budget, self.tied)
         except NoOrder:
             return least_time(scheme, self.sizes, self.shortest, self.machine, self.limits)
         self.work += found.work

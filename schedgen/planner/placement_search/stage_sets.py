@@ -46,9 +46,8 @@ class StageSets:
         way = longest_ways(nodes.before, nodes.lengths, {})
         tails = (way + nodes.lengths).max(axis=1) - nodes.lengths
         ends = np.stack([way[:, :stages].max(axis=0), tails.reshape(-1, stages).min(axis=0)])
-        self.bound = cache(
-            self._of_worker
-        )  # of a set: what a worker takes at least that has these stages and no others
+        # Of a set: what a worker takes at least that has these stages and no others.
+        self.bound = cache(self._of_worker)
         self.heads, self.tails = 0 * ends if own_window else ends  # by stage: ways to its first job, behind its last
 
     def of(self, placement: Placement) -> float:
