@@ -50,10 +50,11 @@ class ShardAllreduce:
 
         def done() -> bool:
             allreduces.advance()
-            if allreduce.done:
-                allreduce.arrive()
-                buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand
-            return allreduce.done
+            if not allreduce.done:  # one look: another thread may end it before a second
+                return False
+            allreduce.arrive()
+            buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand
+            return True
 
         def act() -> None:
             if allreduce in latest:

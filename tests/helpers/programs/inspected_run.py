@@ -1,7 +1,8 @@
 """A run of mpirun looked at from inside. It is requested by an object:
 
     arguments  those of mpirun; of `profile` nothing but the exit code comes
-    delay      a seed: before every instruction something may hold the rank up, each time for another while
+    delay      a seed: before every instruction something may hold the rank up, each time for another while, and who
+               finds that a sum is not done is held up, too
     calls      "hooks" or "thread": MPI is called so during every job that has something under way, however short
     late       computes on a late device, "direct" or "staged", and fails if in a step more than NORM waits for it
     break      of such a device: one of the ways in broken_order.py to break the order of transfers and kernels, or in
@@ -20,6 +21,7 @@ import contextlib
 import hashlib
 import io
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +39,7 @@ from mpirun.cli.main import main
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import Stop
+from mpirun.comm.ordered_allreduce import DONE, OrderedAllreduce
 from mpirun.verify.record import Record, gather_record
 from schedgen.ir.instructions import Op
 
@@ -104,6 +107,18 @@ def delayed(act: Callable[[], None], rng: np.random.Generator) -> Callable[[], N
     return run
 
 
+def slow_looks() -> contextlib.AbstractContextManager[object]:
+    """In it, when the main thread has found that a sum is not done, another thread may end it at once."""
+
+    def done(self: OrderedAllreduce) -> bool:
+        found = self.phase >= DONE
+        if not found and threading.current_thread() is threading.main_thread():
+            time.sleep(2e-3)
+        return found
+
+    return mock.patch.object(OrderedAllreduce, "done", property(done))
+
+
 @contextlib.contextmanager
 def computing_late(how: str | None, break_: str | None, words: bool) -> Iterator[None]:
     """In it, runs compute on a late device, if one is asked for."""
@@ -144,7 +159,8 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     """What comes of a run. Collective."""
     out = io.StringIO()
     late = computing_late(request.get("late"), request.get("break"), "--stream-words" in request["arguments"])
-    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")):
+    looks = slow_looks() if "delay" in request else contextlib.nullcontext()
+    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls")), looks:
         if request["arguments"][0] == "profile":
             with mock.patch("mpirun.comm.link_speed.SIZES", [8, 2**10, 2**20]):
                 return main(request["arguments"]), out.getvalue(), ""

@@ -33,10 +33,12 @@ def trained(inside, text, traces):
     cases = [(name, how) for name in {name for name, _ in CASES} for how in (None, "direct", "staged")]
     cases = [(name, how) for name, how in cases if how is None or (name, how) in CASES]
     runs = [{"arguments": arguments(name)} | ({"late": how} if how else {}) for name, how in cases]
+    cases.append(("1f1b-tensor", "delayed"))
+    runs.append({"arguments": arguments("1f1b-tensor"), "late": "direct", "delay": 1})
     return dict(zip(cases, inside(4, runs), strict=True))
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.parametrize(("name", "how"), [*CASES, ("1f1b-tensor", "delayed")])
 def test_a_late_device_changes_no_bit(trained, name, how):
     assert trained[name, None].code == trained[name, how].code == 0
     assert trained[name, how].weights == trained[name, None].weights
