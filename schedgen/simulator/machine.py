@@ -90,6 +90,8 @@ def read_profile(
     if header is not None and header.tensor_parallel and all(map(_has_amounts, values.values())):
         values = _expand_shards(values, header)
     of_stages = f"{counted} {stages} stages"
+    if len(lone := given & {"I", "W"}) == 1:
+        raise UsageError(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
     for key, value in values.items():
         if key not in (*names, REDO, *PROFILE_KEYS):
             raise UsageError(f"{name}: there is no cost '{clip(key)}'")

@@ -257,8 +257,8 @@ class _Rounds:
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
         proof = cp_sat.solve(problem, run.start, value, bound, seconds)
-        if proof.start is not None:
-            self._add(order_of(problem, proof.start))
+        if proof.start is not None and fits(problem, order := order_of(problem, proof.start)):  # times are rounded down
+            self._add(order)
         return proof.bound
 
     def best(self) -> _Judged | None:

@@ -214,7 +214,8 @@ class _Choices:
         if proof.start is not None:
             n = 2 * np.argsort(np.argsort(proof.start, kind="stable"))
             n[np.flatnonzero(proof.whole) + self.per_half] = n[proof.whole] + 1
-            yield from self._compiled(n, proof.whole)
+            if fits(problem, order_of(problem, n)):  # times are rounded down
+                yield from self._compiled(n, proof.whole)
 
     def _starts(self, run: Simulation) -> tuple[Times, Flags]:
         """By job: when it started, the W of a whole backward at its end; and whether it is the I of one."""

@@ -120,6 +120,7 @@ def test_schemes_lists_all_with_their_formula(run):
             for cost in ("", "1,2", "F=1,B=", "F=1,B=0", "F=1,B=-2", "F=1,B=nan", "F=1,B=inf", "F=1,B=2,B=3")
         ),
         *((command_line(**{"--cost": cost}), f"'{cost}'") for cost in ("F=1,B=2,W=1", "F=1,I=1", "f=1,b=2", "F=1;B=2")),
+        (command_line(scheme="hanayo", **{"--workers": "64"}), "64 workers do not fit"),
         (["check"], "FILE"),
         (["diff", "one.json"], "B"),
         (["stats", "a.json", "--cost", "F"], "'F'"),

@@ -223,6 +223,12 @@ def test_values_about_as_deep_as_python_reads_are_refused_in_a_sentence(depth, f
     assert len(refused(run("seal", file), 1)) < 300
 
 
+def test_half_a_backward_is_refused(file, run, refused, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"F": 1, "B": 3, "I": 1}')
+    assert "two halves, I and W, and only I is given" in refused(run("stats", file, "--profile", profile), 2)
+
+
 def test_deep_profiles_are_refused(file, run, refused, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text("[" * 100_000)

@@ -29,6 +29,7 @@ from schedgen.util.errors import UsageError
 
 COST = {"F": 10, "B": 18, "I": 12, "W": 10}
 UNEQUAL = {"F": [10, 14, 9, 12], "B": [19, 24, 20, 26], "I": [11, 15, 12, 13], "W": [12, 13, 11, 15]}
+TINY_F = {"F": 6, "B": 9.429, "I": 100000, "W": 8}
 BYTES = Machine(0.5, 1e-7, activation=1e6, saved=4e6, half=1e6, weight=2e6, owned=6e6, workspace=1e6)
 # scheme, sizes, costs, machine, limits, the latency that is found; None: it is proved elsewhere that none is below
 CASES = {
@@ -38,6 +39,7 @@ CASES = {
     "unequal, messages": ("1f1b", Sizes(4, 6, 4), UNEQUAL, Machine(alpha=1), Limits("window"), None),
     "halves cost nothing more": ("zb-v", Sizes(8, 4, 4), {**COST, "B": 22}, Machine(), Limits(saved=6), None),
     "bytes": ("1f1b", Sizes(4, 6, 4), UNEQUAL, BYTES, Limits(bytes=34e6), None),
+    "CP-SAT's unit is longer than F": ("1f1b", Sizes(4, 4, 4), TINY_F, Machine(), Limits(saved=1), None),
     "replicas": ("ddp", Sizes(2, 4, 2), COST, Machine(), Limits(), 112),
 }
 
