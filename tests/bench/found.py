@@ -79,9 +79,10 @@ def rank(schedules: Sequence[str], steps: int) -> None:
 
 
 def by_stage(seconds: dict[str, float]) -> dict[str, list[float]]:
-    """A profile, from the seconds of every direction and stage."""
+    """A profile, from the seconds of every direction and stage. Where a stage has no such jobs any time will do."""
     stages = range(sum(name.startswith("F ") for name in seconds))
-    return {name: [seconds[f"{name} {s}"] for s in stages] for name in OPS.values() if f"{name} 0" in seconds}
+    names = [name for name in OPS.values() if any(f"{name} {s}" in seconds for s in stages)]
+    return {name: [seconds.get(f"{name} {s}", seconds[f"F {s}"]) for s in stages] for name in names}
 
 
 def timed(act: Callable[[], object], laps: list[float]) -> Callable[[], None]:
