@@ -181,7 +181,8 @@ class Cuda(Device):
 
     def mark(self) -> Mark | None:
         """An event in the current stream, or a word that it writes."""
-        return _Event() if self.words is None else self.words.mark()
+        words = self.words  # another thread may end their use
+        return _Event() if words is None else words.mark()
 
     def copies(self, out: bool) -> contextlib.AbstractContextManager[object]:
         """One stream for each direction: a GPU copies both ways at once."""

@@ -18,6 +18,7 @@ import contextlib
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from mpirun.comm.device import Device, Mark
 from mpirun.comm.message import mpi_buffer
-from mpirun.comm.stream_words import Number, Word
+from mpirun.comm.stream_words import Number
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import NAP, Done, punctual_naps
 
@@ -148,7 +149,7 @@ class QueuedTransport(Transport):
         target: Tensor | None = None
         request: MPI.Prequest | None = None
         transfer: Transfer | None = None
-        word: Word | None = None
+        word = self.device.all_words.word() if self.device.all_words is not None and comm is None else None
 
         def begin() -> MPI.Request:
             nonlocal request, target
@@ -171,11 +172,8 @@ class QueuedTransport(Transport):
                 return None
 
         def start() -> None:
-            nonlocal transfer, word
-            promise = None
-            if self.device.words is not None and comm is None:
-                word = word or self.device.words.word()
-                promise = word.next()
+            nonlocal transfer
+            promise = word.next() if word is not None and self.device.words is not None else None
             transfer = Transfer(self.device.mark(), begin, lambda: end(promise))
             transfer.promise = promise
             self._enqueue(self.receives_of_sums if summed else self.receives_to_begin, transfer)
@@ -230,9 +228,7 @@ class QueuedTransport(Transport):
     def _advance_all(self) -> bool:
         """As `advance`, and sums, whose next transfers are then in the queues: there is something to ask for again."""
         left = self.advance()
-        if self.background is not None:
-            self.background()
-        return left
+        return (self.background is not None and self.background()) or left
 
     def free(self) -> None:
         """As `Transport.free`, after the thread has ended."""
@@ -255,6 +251,9 @@ class QueuedTransport(Transport):
                     time.sleep(NAP)
         except BaseException as error:
             self.failure = error
+            if self.device.words is not None:  # else the next poll raises it; a stream that waits for a word never ends
+                traceback.print_exc()
+                self.comm.Abort(1)
 
 
 def make_transport(device: Device, *arguments: Any) -> Transport:

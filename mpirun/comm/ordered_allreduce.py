@@ -138,10 +138,15 @@ class AllreduceQueue:
             allreduce.start()
             self.active.append(allreduce)
 
-    def advance(self) -> None:
-        """Advance all sums; of the same tags, up to the first that still scatters."""
-        scattering: set[tuple[int, int]] = set()
-        with self.lock:
+    def advance(self) -> bool:
+        """Advance all sums; of the same tags, up to the first that still scatters. Whether another thread is at it.
+
+        Nobody waits for the lock: with words, who has it may wait for a stream that waits for the thread of transfers.
+        """
+        if not self.lock.acquire(blocking=False):
+            return True
+        try:
+            scattering: set[tuple[int, int]] = set()
             for allreduce in self.active:
                 if allreduce.tags in scattering:
                     continue
@@ -149,6 +154,9 @@ class AllreduceQueue:
                 if allreduce.phase == SCATTER:
                     scattering.add(allreduce.tags)
             self.active = [allreduce for allreduce in self.active if not allreduce.done]
+            return False
+        finally:
+            self.lock.release()
 
     def finish(self) -> None:
         """Wait for all of them. Kernels launched from now on find the sums."""

@@ -27,6 +27,8 @@ from schedgen.util.errors import UsageError
 PAGE = 1024  # words that are allocated at once
 HALF, WHOLE = 2**31, 2**32
 AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: of the difference, with its sign
+FLUSH = 1 << 30  # CU_STREAM_WAIT_VALUE_FLUSH: behind it what a network card has written into the GPU's memory is seen
+CAN_FLUSH = 98  # CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 
 
 class StreamOperations(Protocol):
@@ -121,8 +123,10 @@ class CudaStreamOperations:
         try:
             driver = ctypes.CDLL(library)
             self._write, self._wait = (self._function(driver, f"cuStream{what}Value32") for what in ("Write", "Wait"))
+            self._device, self._attribute = driver.cuCtxGetDevice, driver.cuDeviceGetAttribute
         except (OSError, AttributeError) as error:
             raise UsageError(f"--stream-words: CUDA's driver has no words of streams: {error}") from None
+        self._until: int | None = None  # how to wait, once the GPU was asked
 
     @staticmethod
     def _function(driver: ctypes.CDLL, name: str) -> Any:
@@ -142,7 +146,16 @@ class CudaStreamOperations:
 
     def wait(self, address: int, number: int) -> None:
         """cuStreamWaitValue32."""
-        self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, AT_LEAST))
+        if self._until is None:
+            self._until = AT_LEAST | (FLUSH if self._can_flush() else 0)
+        self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, self._until))
+
+    def _can_flush(self) -> bool:
+        """Whether this GPU can; where not, words tell nothing of messages that a network card writes itself."""
+        device, can = ctypes.c_int(), ctypes.c_int()
+        self._check("cuCtxGetDevice", self._device(ctypes.byref(device)))
+        self._check("cuDeviceGetAttribute", self._attribute(ctypes.byref(can), CAN_FLUSH, device))
+        return bool(can.value)
 
     @staticmethod
     def _check(name: str, code: int) -> None:

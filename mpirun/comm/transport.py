@@ -60,7 +60,8 @@ class Transport:
         ]
         self.receives: list[MPI.Prequest] = []
         self.waited = 0.0  # seconds, all waits together
-        self.background: Callable[[], None] | None = None  # advances allreduces: every poll calls it, and the thread
+        # Advances allreduces: every poll calls it, and the thread; whether it has to be called again.
+        self.background: Callable[[], bool] | None = None
 
     def group(self, index: int) -> MPI.Intracomm:
         """The communicator of a group of the schedule that this rank is a member of."""

@@ -8,18 +8,21 @@ from __future__ import annotations
 import ctypes
 import random
 import signal
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 _PR_SET_PDEATHSIG = 1
+_reading = [threading.RLock()]
 
 
 def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]) -> Generator[Any, None, None]:
@@ -46,7 +49,8 @@ def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]
             yield first
             yield from items
             return
-        thread = ThreadPoolExecutor(1, "mpirun-loader")
+        mode = (torch.is_grad_enabled(),)  # a thread has one of its own
+        thread = ThreadPoolExecutor(1, "mpirun-loader", torch.set_grad_enabled, mode)
         stack.callback(thread.shutdown, cancel_futures=True)
         made = deque(thread.submit(next, items, end) for _ in range(ahead))
         yield first
@@ -55,8 +59,16 @@ def made_ahead(data: DataLoader[Any], ahead: int, may_be: Callable[[bool], bool]
             yield item
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """In it, no other thread of this process reads a dataset: two loaders may have one, or parts of one."""
+    with _reading[0]:
+        yield
+
+
 def start_worker(_: int) -> None:
     """A worker ends with its rank, which may have something to save when all are asked to leave."""
+    _reading[0] = threading.RLock()  # the rank's may have been locked when this process came out of it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(AttributeError):  # Linux alone has it; elsewhere torch's worker looks for its parent every 5 s
@@ -81,6 +93,30 @@ def seeded(*words: int) -> Iterator[Callable[[], bool]]:
         torch.set_rng_state(outside[0])
         np.random.set_state(outside[1])
         random.setstate(outside[2])
+
+
+@contextmanager
+def watched(look: bool) -> Iterator[Callable[[], bool]]:
+    """Gives a function that says whether in it random numbers were drawn: by this thread from torch's generator, if
+    `look` (at every operation), or by any thread from those of numpy and Python.
+    """
+    begin, draws = _states(), _Draws()
+    with draws if look else nullcontext():
+        yield lambda: draws.drew or not _same((begin[0], *_states()[1:]), begin)
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether this thread draws from torch's global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        if torch.Tag.nondeterministic_seeded in func.tags and not any(isinstance(x, torch.Generator) for x in given):
+            self.drew = True
+        return func(*args, **(kwargs or {}))
 
 
 def _states() -> tuple[Any, Any, Any]:

@@ -14,20 +14,24 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from mpirun.data.load_ahead import made_ahead, seeded, start_worker
+from mpirun.data.load_ahead import made_ahead, reading, seeded, start_worker, watched
 from mpirun.data.microbatches import Microbatch
 from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
 from schedgen.util.errors import UsageError
 
 LAST = ("pad", "drop", "fewer")
+DREW = (
+    "random numbers were drawn while a thread made samples: if samples draw them, though the first ones did not, this "
+    "run cannot be repeated: with workers=1 a process makes them"
+)
 _NAMES = {"map": "a dataset", "stream": "an IterableDataset", "function": "a function that makes microbatches"}
 
 
@@ -159,6 +163,14 @@ class Loader:
             self._said.add(line)
             self.say(line)
 
+    @contextmanager
+    def watching(self, number: int) -> Iterator[None]:
+        """Say if item `number` draws random numbers; torch's are looked for where that is a power of 2."""
+        with watched(number & (number - 1) == 0) as drew:
+            yield
+            if drew():
+                self.say_once(DREW)
+
     def _unchanging(self) -> dict[str, Any]:
         return {
             "samples": self.kind if self.length is None else self.length,
@@ -265,12 +277,15 @@ class _Samples(Dataset[Any]):
         self.loader, self.epoch = loader, epoch
         self.seeded = True  # not in a thread: the generators are the whole process's
         self.drew = False
+        self.made = 0  # by a thread
 
     def __getitems__(self, wanted: tuple[int, int, list[int]]) -> Any:
         """`wanted`: step, number of the microbatch, indices of its samples."""
         if not self.seeded:
-            return self.make(*wanted)
-        with seeded(self.loader.seed, self.epoch, *wanted[:2]) as drew:
+            self.made += 1
+            with reading(), self.loader.watching(self.made):
+                return self.make(*wanted)
+        with reading(), seeded(self.loader.seed, self.epoch, *wanted[:2]) as drew:
             made = self.make(*wanted)
             self.drew = drew()
         return made
@@ -299,13 +314,19 @@ class _Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[int, Any]]]:
         loader, size = self.loader, self.loader.step_size
-        stream = iter(loader.dataset)
-        deque(islice(stream, self.first * size), maxlen=0)
-        here = list(islice(stream, size))
-        while here:
-            following = list(islice(stream, size))
-            dealt = deal(here, loader.microbatch_size, loader.microbatches, loader.last == "fewer")
-            yield len(here), len(following), {n: loader.collate(dealt[n].samples) for n in loader.reads}
+        watching = loader.watching if get_worker_info() is None else lambda number: nullcontext()
+        with reading():
+            stream = iter(loader.dataset)
+            deque(islice(stream, self.first * size), maxlen=0)
+            here = list(islice(stream, size))
+        for number in count():
+            if not here:
+                return
+            with reading(), watching(number) if number else nullcontext():  # the first is looked at by `made_ahead`
+                following = list(islice(stream, size))
+                dealt = deal(here, loader.microbatch_size, loader.microbatches, loader.last == "fewer")
+                made = len(here), len(following), {n: loader.collate(dealt[n].samples) for n in loader.reads}
+            yield made
             here = following
 
     def may_be_made_by_thread(self, drew: bool) -> bool:

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.gpu_transport import make_transport
+from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act, Position
 from mpirun.engine.buffers import LocalBuffers
@@ -59,7 +60,8 @@ class ForwardList:
         self.position = Position(setup.passes)
         context = replace(
             run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,
-            transport=transport, buffers=LocalBuffers(transport), position=self.position,
+            transport=transport, buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
+            position=self.position,
         )  # fmt: skip
         messages, jobs = Transfers(context), _Forwards(context, outcome)
         table: dict[int, Callable[[int, Instruction], Act]] = {

@@ -60,7 +60,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        with generators_kept(), exit_by(self.comm, self._position):
+        with generators_kept(), exit_by(self.comm, self._position, self._failing):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # its argument is called self
@@ -136,9 +136,9 @@ class Engine:
         self.data: Loader | None = None  # whose position checkpoints have
         self.verifies = verify
         self.said: set[str] = set()  # notes on data, by all loaders
-        with generators_kept(), exit_by(self.comm, self._position):
+        with generators_kept(), exit_by(self.comm, self._position, self._failing):
             if self.comm.size > 1:
-                end_on_uncaught(self.comm)
+                end_on_uncaught(self.comm, self._failing)
             self.source = together(self.comm, lambda: weights_directory(weights))
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(
@@ -368,6 +368,7 @@ class Engine:
         elif self.comm.size == 1:
             self._end()
         else:
+            self._failing(error)
             end_on_error(self.comm, error)
 
     # How
@@ -388,6 +389,11 @@ class Engine:
     def _count(self) -> int:
         """Microbatches of a step."""
         return self._running.header.microbatches * self.options.passes
+
+    def _failing(self, error: BaseException) -> None:
+        """Show the watchdog that this rank says itself why it ends."""
+        if self.session is not None:
+            self.session.watchdog.end(type(error), error, None)
 
     def _position(self) -> str:
         return "" if self.session is None else self.session.position()

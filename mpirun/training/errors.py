@@ -21,11 +21,13 @@ from schedgen.util.errors import RefusedFile, UsageError, raised
 
 
 @contextlib.contextmanager
-def exit_by(comm: MPI.Intracomm, position: Callable[[], str], show_traceback: bool = False) -> Iterator[None]:
+def exit_by(
+    comm: MPI.Intracomm, position: Callable[[], str], failing: Callable[[BaseException], object]
+) -> Iterator[None]:
     """Make of a `Stop` a SystemExit; of any other error of this rank alone the end of all, where there are others.
 
-    position        where this rank is in its list, for the message
-    show_traceback  print the whole traceback before the message
+    position  where this rank is in its list, for the message
+    failing   is called before the end of all
     """
     try:
         yield
@@ -36,18 +38,21 @@ def exit_by(comm: MPI.Intracomm, position: Callable[[], str], show_traceback: bo
     except KeyboardInterrupt:  # of all ranks, most often
         if comm.size == 1:
             raise
+        failing(KeyboardInterrupt())
         if comm.rank == 0:
             print("mpirun: interrupted", file=sys.stderr, flush=True)
         comm.Abort(130)
     except (UsageError, RefusedFile) as error:
         if comm.size > 1:
-            end_all_ranks(comm, position(), error, show_traceback)
+            failing(error)
+            end_all_ranks(comm, position(), error, False)
         print(f"mpirun: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.code) from None
     except BaseException as error:
-        if isinstance(error, SystemExit) or (comm.size == 1 and not show_traceback):
+        if isinstance(error, SystemExit) or comm.size == 1:
             raise
-        end_all_ranks(comm, position(), error, show_traceback)
+        failing(error)
+        end_all_ranks(comm, position(), error, False)
 
 
 def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show_traceback: bool) -> NoReturn:
@@ -71,6 +76,6 @@ def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 
-def end_on_uncaught(comm: MPI.Intracomm) -> None:
-    """From now on an exception that ends this process, of the script's own code, ends all ranks."""
-    sys.excepthook = lambda kind, error, trace: end_on_error(comm, error)
+def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> None:
+    """From now on an exception that ends this process, of the script's own code, ends all ranks, behind `failing`."""
+    sys.excepthook = lambda kind, error, trace: (failing(error), end_on_error(comm, error))

@@ -134,7 +134,7 @@ class Session:
 
     def free(self) -> None:
         """Give back what MPI has for the interpreters. Collective."""
-        for interpreter in self.interpreters:
+        for interpreter in reversed(self.interpreters):
             interpreter.transport.free()
         for interpreter in self.interpreters[:1]:
             interpreter.progress.free()

@@ -111,8 +111,9 @@ class WatchdogProcess:
                 self._rank_ended(rank)
         if self.ending is not None and time.monotonic() >= self.ending:
             for rank in self.ranks:
-                with contextlib.suppress(OSError):
-                    os.kill(rank.pid, signal.SIGKILL)
+                if not rank.gone:  # else another process may have its number
+                    with contextlib.suppress(OSError):
+                        os.kill(rank.pid, signal.SIGKILL)
         self.stop = self.stop or all(rank.gone for rank in self.ranks)
 
     def _hear_failures(self) -> None:

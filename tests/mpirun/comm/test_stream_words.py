@@ -77,6 +77,31 @@ def test_words_whose_order_is_broken_are_seen(ended, case):
     assert ended[case] != ended[None, "direct"]
 
 
+FAILING = """
+import sys
+sys.path.append("programs")
+import torch
+from late_device import Late
+from mpi4py import MPI
+from mpirun.comm.gpu_transport import QueuedTransport
+device = Late(True, 0, words=True)
+with device.working():
+    transport = QueuedTransport(device, MPI.COMM_WORLD, [])
+    device.use_words(ready=True)
+    message = torch.zeros(8, device=device.torch)
+    receive = transport.receive(message, 77, 0)  # there is no such rank
+    receive.start()
+    assert receive.done()
+    (message + 1).tolist()
+"""
+
+
+def test_a_receive_that_fails_ends_the_rank_though_its_stream_waits_for_it(launch):
+    """The main thread waits for the stream, which waits for the word of the message: nobody polls."""
+    done = launch(1, program=["-c", FAILING])
+    assert done.code == 1 and "invalid rank" in done.err.lower(), done.err
+
+
 def test_a_cpu_has_no_words(mistakes, compiled, text):
     schedule = compiled("1f1b", stages=2, microbatches=4)
     (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--stream-words"]])
@@ -85,14 +110,15 @@ def test_a_cpu_has_no_words(mistakes, compiled, text):
 
 FAKE = """
 #include <stdint.h>
-static uint32_t waited[2];
 int cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t number, unsigned flags) {
     if (stream != (void *)7 || flags) return 1;
     *(volatile uint32_t *)address = number;
     return 0;
 }
+int cuCtxGetDevice(int *device) { *device = 3; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = 1; return attribute != 98 || device != 3; }
 int cuStreamWaitValue32(void *stream, uint64_t address, uint32_t number, unsigned flags) {
-    if (stream != (void *)7 || flags) return 1;
+    if (stream != (void *)7 || flags != 1u << 30) return 1;  // flushed
     return (int32_t)(*(volatile uint32_t *)address - number) >= 0 ? 0 : 801;
 }
 """

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import re
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
-from mpirun.data.loader import Batch, Loader
+from mpirun.data.loader import DREW, Batch, Loader
 from mpirun.data.microbatches import input_and_target
 from mpirun.data.sampling import deal, epoch_order
 from schedgen.util.errors import UsageError
@@ -338,6 +339,73 @@ def test_random_samples_are_said(capsys):
     assert len(list(some)) == len(list(some)) == len(some)
     sentence = "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
     assert capsys.readouterr().err == f"mpirun: {sentence}\n"
+
+
+def drawing(draw):
+    """A dataset of which the last half draws."""
+
+    class Later(Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return index, draw() if index >= 32 else 0
+
+    return Later()
+
+
+DRAWS = {
+    "torch": lambda: int(torch.randint(9, ())),
+    "numpy": lambda: int(np.random.randint(9)),
+    "python": lambda: random.randrange(9),
+    "own": lambda: int(torch.randint(9, (), generator=torch.Generator())) + random.Random(0).randrange(9),
+}
+
+
+@pytest.mark.parametrize("of", DRAWS)
+def test_random_samples_behind_the_first_microbatch_are_said(of):
+    said: list[str] = []
+    some = Loader(drawing(DRAWS[of]), 2, 4, range(4), pair, say=said.append)
+    assert len(list(some)) == len(some)
+    assert said == ([] if of == "own" else [DREW])
+
+
+def test_streams_are_watched_too():
+    def stream():
+        yield from ((index, 0 if index < 32 else random.randrange(9)) for index in range(64))
+
+    said: list[str] = []
+    some = Loader(type("Late", (IterableDataset,), {"__iter__": lambda self: stream()})(), 2, 4, range(4), pair,
+                  say=said.append)  # fmt: skip
+    assert len(list(some)) == 8 and said == [DREW]
+
+
+class OneReader(Dataset):
+    """Fails if two threads read it at once; notes whether their operations would be seen by autograd."""
+
+    def __init__(self):
+        self.readers, self.modes = 0, set()
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        self.readers += 1
+        time.sleep(1e-4)
+        assert self.readers == 1
+        self.readers -= 1
+        self.modes.add(torch.is_grad_enabled())
+        return index, index
+
+
+def test_two_loaders_do_not_read_one_dataset_at_once():
+    """A file that both would move about in gives samples of other places."""
+    data = OneReader()
+    train, test = (Loader(data, 2, 4, range(4), pair) for _ in range(2))
+    with torch.no_grad():
+        for _ in train:
+            assert len(list(test)) == 25
+    assert data.modes == {False}
 
 
 class NoisyStream(Stream):
