@@ -30,10 +30,11 @@ from mpirun.comm.device import Device, Mark
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.stream_words import Number
 from mpirun.comm.transport import Receive, Transport
-from mpirun.comm.waiting import NAP, Done, punctual_naps
+from mpirun.comm.waiting import Done, punctual_naps
 
 WIDEST = 16  # bytes: where host memory begins in its block, so that numbers of every type lie as they do there
 SWITCH = 50e-6  # seconds: how long one thread of Python keeps the others waiting
+NAP = 20e-6  # seconds between two looks of the thread
 
 
 class Mirror:

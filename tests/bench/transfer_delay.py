@@ -92,12 +92,12 @@ def python_alone(x: torch.Tensor) -> None:
         number += k
 
 
-def delays(launch: Callable[[torch.Tensor], None]) -> list[float]:
-    """Of sends to this rank, while the launching thread does `launch` again and again."""
+def delays(launch: Callable[[torch.Tensor], None]) -> tuple[list[float], float]:
+    """Of sends to this rank, while the launching thread does `launch` again and again; how often a second it does."""
     device, rng = Thread(), np.random.default_rng(0)
     transport = Timed(device)
     out, into, x = torch.ones(1), torch.zeros(1), torch.zeros(1000)
-    receive = transport.receive(into, 0, 1)
+    receive, launched, begin = transport.receive(into, 0, 1), 0, time.perf_counter()
     for _ in range(SENDS):
         receive.start()
         duration = rng.uniform(2e-4, 2e-3)
@@ -105,13 +105,24 @@ def delays(launch: Callable[[torch.Tensor], None]) -> list[float]:
         sent = transport.send(out, 0, 1)
         while not sent() or not receive.done():
             launch(x)
+            launched += 1
+    rate = launched / (time.perf_counter() - begin)
     transport.free()
-    return transport.delays
+    return transport.delays, rate
+
+
+def alone(launch: Callable[[torch.Tensor], None]) -> float:
+    """How often a second a thread without others does it."""
+    x, begin = torch.zeros(1000), time.perf_counter()
+    for _ in range(2000):
+        launch(x)
+    return 2000 / (time.perf_counter() - begin)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for launch in (small_ops, python_alone):
-        found = delays(launch)
+        before = alone(launch)
+        found, rate = delays(launch)
         shares = (f"{share} % {np.percentile(found, share):6.0f} us" for share in (50, 90, 99))
-        sys.stdout.write(f"{launch.__name__.replace('_', ' '):14}{'   '.join(shares)}\n")
+        sys.stdout.write(f"{launch.__name__.replace('_', ' '):14}{'   '.join(shares)}   launches at {rate / before:.2f} of the speed\n")
