@@ -2,7 +2,8 @@
 
 The GPU is a thread that executes a stream of kernels, each a sleep of 0.2 to 2 ms. The launching thread never waits: it
 launches small torch ops, as a Python program that keeps a GPU busy does, or is in Python code alone. This shows what
-threads, naps and Python's lock cost. What CUDA's events add only a GPU can show.
+threads, naps and Python's lock cost, and how much of its speed the launching thread keeps. What CUDA's events add only
+a GPU can show.
 """
 
 from __future__ import annotations
@@ -125,4 +126,5 @@ if __name__ == "__main__":
         before = alone(launch)
         found, rate = delays(launch)
         shares = (f"{share} % {np.percentile(found, share):6.0f} us" for share in (50, 90, 99))
-        sys.stdout.write(f"{launch.__name__.replace('_', ' '):14}{'   '.join(shares)}   launches at {rate / before:.2f} of the speed\n")
+        speed = f"launches at {rate / before:.2f} of the speed"
+        sys.stdout.write(f"{launch.__name__.replace('_', ' '):14}{'   '.join([*shares, speed])}\n")
