@@ -25,8 +25,8 @@ from schedgen.planner import tables
 from schedgen.planner.layer_downsets import all_downsets
 from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
+from schedgen.planner.order_search.found_order import FoundOrder, Limits, Ties
 from schedgen.planner.order_search.least_memory import least_memory
-from schedgen.planner.order_search.order_search import FoundOrder, Limits, Ties
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split

@@ -11,7 +11,8 @@ from schedgen.ir.cost import REDO, has_both, shortest_halves
 from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate
 from schedgen.planner.layer_profile import Floats
-from schedgen.planner.order_search.order_search import Limits, least_time
+from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.stage_costs import StageCosts

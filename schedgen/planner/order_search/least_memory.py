@@ -11,19 +11,10 @@ from collections.abc import Mapping
 from schedgen.analysis import analyse
 from schedgen.ir.cost import Amount, has_both
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.order_search import (
-    BUDGET,
-    FoundOrder,
-    Limits,
-    NoOrder,
-    Ties,
-    compile_own,
-    least_time,
-    mean_ratios,
-    measured,
-    own_costs,
-    search_order,
-)
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Ties
+from schedgen.planner.order_search.order_search import search_order
+from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.schedules import compile_own, mean_ratios, measured, own_costs
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate

@@ -10,76 +10,36 @@ Work is counted, not seconds: the same call gives the same schedule on any machi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.compiler.place import PlacedScheme, place
+from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
-from schedgen.ir.cost import REDO, Amount, by_stage, durations, has_both
-from schedgen.ir.instructions import COMPUTE, B, F, Op, W
+from schedgen.ir.cost import Amount, has_both
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.built_ins import Start, starts
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.problem import (
-    Numbers,
-    OrderProblem,
-    Times,
-    fits,
-    make_problem,
-    most_held,
-    order_of,
-    places,
-)
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Ties
+from schedgen.planner.order_search.placed_problem import as_placement, lower_bound, problem_of
+from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times, fits, most_held, order_of, places
+from schedgen.planner.order_search.schedules import compile_order, compile_own, mean_ratios, measured, own_costs
 from schedgen.planner.order_search.steady_states import steady_orders
-from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.footprint import Footprint
-from schedgen.simulator.lower_bounds import order_bound, waits_for
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-Flags = NDArray[np.bool_]
-Ties = Collection[Sequence[int]]  # lists of stages that share parameters
-
-OBJECTIVES = ("window", "makespan")
-BUDGET = 1000  # millions of jobs that are given a time
 BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
 SMALL_SHARES = (0.2, 0.4)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
 STEADY_SHARE = 0.02  # of the work, beside it: steady states that are tried
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
-
-
-class Limits(NamedTuple):
-    """What an order must keep to, and what is made small."""
-
-    objective: str = "makespan"  # or the longest own window, from a worker's first job to the end of its last
-    saved: int | None = None  # saved forwards of a worker, from the start of F to the end of the last backward job
-    bytes: float | None = None  # or bytes of a worker, as the simulator counts them: `Footprint.peak`
-
-
-class NoOrder(UsageError):
-    """None was found that keeps to the limits."""
-
-
-class FoundOrder(NamedTuple):
-    """A schedule and a lower bound."""
-
-    program: Program
-    value: float  # what the simulator says, in the unit of the costs
-    bound: float  # no order of this placement within the limits takes less
-    optimal: bool  # proved, by a bound that is reached
-    work: float  # millions of jobs that were given a time
-    source: str  # "search", or the built-in scheme that it found nothing better than
 
 
 def search_order(
@@ -130,73 +90,6 @@ def search_order(
     value = best.value
     work = rounds.work / 10**6
     return FoundOrder(best.program, value, min(bound, value), value <= bound * (1 + 1e-9), work, best.source)
-
-
-def least_time(
-    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
-) -> float:  # fmt: skip
-    """A lower bound on what any order takes, by `order_bound` alone; arguments as of `search_order`."""
-    placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
-    return lower_bound(problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
-
-
-def own_costs(scheme: Scheme, cost: Mapping[str, Amount]) -> Mapping[str, Amount]:
-    """Of costs of whole backwards and of halves those that the scheme has, and R; otherwise all."""
-    if not has_both(cost):
-        return cost
-    return durations(cost, 3 if scheme.split else 2) | {name: time for name, time in cost.items() if name == REDO}
-
-
-def mean_ratios(cost: Mapping[str, Amount], sizes: Sizes) -> dict[str, float]:
-    """Costs by stage as one number for each direction, by which greedy schemes order."""
-    return cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
-
-
-def compile_own(scheme: Scheme, sizes: Sizes, ratios: Mapping[str, float], tied: Ties = ()) -> Program:
-    """A scheme in its own order; where the backward has halves in `ratios` alone, their sum."""
-    whole = not scheme.split and "B" not in ratios
-    cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
-    return compile(scheme, sizes, Options(cost=cost, tied=tied))
-
-
-def compile_order(
-    scheme: Scheme,
-    sizes: Sizes,
-    n: Numbers,
-    ratios: Mapping[str, float],
-    limits: Limits,
-    tied: Ties = (),
-    redone: Flags | None = None,
-    whole: Flags | None = None,
-) -> Program:
-    """The schedule of a found order of a scheme's jobs.
-
-    n              a number of every job, (D, S, B), that grows along each worker
-    redone, whole  by (S, B): forwards that are redone, and backwards that are not split; None: none
-    """
-    scheme = as_placement(scheme, len(n) == 3)._replace(
-        n=lambda s, b, d: n[d, s, b],
-        order=f"search {limits.objective}",
-        mode="strict",
-        unsplit_backward=None if whole is None else lambda s, b: whole[s, b],
-    )
-    pairs = () if redone is None else [(s, b) for s, b in np.argwhere(redone).tolist()]
-    program = compile(scheme, sizes, Options(cost=ratios, recompute=pairs, tied=tied))
-    if limits.saved is None:
-        return program
-    lowering = {**program.header.lowering, "memory_limit": limits.saved}
-    return replace(program, header=replace(program.header, lowering=lowering))
-
-
-def numbers_of(program: Program) -> Numbers:
-    """Of every job (D, S, B) a number that grows along each worker; a whole backward is an I and then its W."""
-    table, shape = program.rows, program.header.compute.shape
-    n = np.zeros(shape, np.int64)
-    directions = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}
-    for d in range(shape[0]):
-        rows = np.flatnonzero(np.isin(table.op, directions[d]))
-        n[d, table.stage[rows], table.mb[rows]] = 2 * rows + (d == W)
-    return n
 
 
 class _Judged(NamedTuple):
@@ -314,84 +207,3 @@ def _check(scheme: Scheme) -> None:
     """UsageError for what the search does not know."""
     if scheme.updates != "flush":
         raise UsageError(f"{scheme.name} updates weights within a step, which fixes its order")
-
-
-def as_placement(scheme: Scheme, split: bool) -> Scheme:
-    """The scheme without its order; a backward that it does not split has both halves in one place."""
-    w = scheme.w
-    return scheme._replace(
-        w=w if scheme.split or not split else lambda s, b, d: w(s, b, np.minimum(d, B)),
-        n=lambda s, b, d: 0 * (s + b + d),
-        mode="greedy",
-        split=split,
-        unsplit_backward=None,
-        delayed_send=None,
-        cap=None,
-    )
-
-
-class Nodes(NamedTuple):
-    """What a bound knows of the jobs of a placement, by node: direction d of stage s is node d S + s."""
-
-    before: Sequence[Sequence[int]]  # the nodes that it waits for
-    lengths: Times
-    hops: Mapping[tuple[int, int], float]  # of messages between two that are on different workers
-    takes: Times  # memory that a job takes when it begins, or gives back (below 0) when it ends
-
-
-def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
-    """The nodes of a problem."""
-    directions, stages, batches = placed.compute.shape
-    worker = placed.compute.reshape(-1, batches)
-    hops = {}
-    for node in range(directions * stages):
-        for k in range(problem.before_first[node], problem.before_first[node + 1]):
-            other = int(problem.before[k])
-            if (worker[node] != worker[other]).all():
-                hops[other, node] = float(problem.before_hop[k])
-    before = waits_for(placed.graph.edges, stages, directions)
-    takes = np.zeros(directions * stages)
-    takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
-    return Nodes(before, problem.length[::batches], hops, takes)
-
-
-def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
-    """What no order takes less than."""
-    before, lengths, hops, takes = nodes_of(problem, placed)
-    return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
-
-
-def problem_of(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:
-    """Memory is in saved forwards, or in bytes."""
-    takes: tuple[Amount, ...] = (1, 0, -1) if placed.scheme.split else (1, -1)
-    capacity = np.inf if limits.saved is None else float(limits.saved)
-    if limits.bytes is not None:
-        saved = by_stage(machine.saved, placed.compute.shape[1]) + input_bytes(placed, machine)
-        half = by_stage(machine.half, placed.compute.shape[1])
-        takes = (saved, half, -saved - half) if placed.scheme.split else (saved, -saved)
-        capacity = limits.bytes
-    if not np.isfinite(capacity):
-        takes = tuple(0 * np.asarray(amount) for amount in takes)
-        capacity = 1.0
-    return make_problem(placed, cost, machine, takes, capacity, limits.objective == "window")
-
-
-def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
-    """By stage: bytes of what its forward receives, which its backward reads, too. An output that several stages read
-    is left out: two of them may be on one worker, which then holds it once."""
-    activation = by_stage(machine.activation, placed.compute.shape[1])
-    inputs = np.zeros(placed.compute.shape[1])
-    for producer, consumer in placed.graph.edges:
-        if len(placed.graph.consumers[producer]) == 1:
-            inputs[consumer] += activation[producer]
-    return inputs
-
-
-def measured(run: Simulation, own_window: bool) -> float:
-    """The latency of a program in the simulator, or its longest own window."""
-    rows, workers = run.program.rows, run.program.header.workers
-    jobs = np.flatnonzero(np.isin(rows.op, COMPUTE))
-    first, last = np.full(workers, np.inf), np.zeros(workers)
-    np.minimum.at(first, rows.rank[jobs], run.start[jobs])
-    np.maximum.at(last, rows.rank[jobs], run.end[jobs])
-    return float((last - first).max() if own_window else last.max())

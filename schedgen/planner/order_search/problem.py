@@ -25,6 +25,7 @@ from schedgen.simulator.machine import Machine
 
 Times = NDArray[np.float64]
 Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class OrderProblem(NamedTuple):

@@ -21,24 +21,12 @@ from schedgen.ir.cost import REDO, Amount, by_stage, has_both, redo_duration, sh
 from schedgen.ir.instructions import B, F, Numbers
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.order_search import (
-    BUDGET,
-    FoundOrder,
-    Limits,
-    Ties,
-    as_placement,
-    compile_order,
-    input_bytes,
-    least_time,
-    lower_bound,
-    measured,
-    numbers_of,
-    own_costs,
-    problem_of,
-    search_order,
-)
-from schedgen.planner.order_search.problem import OrderProblem, Times, places
-from schedgen.planner.order_search.redo_choice import Flags, Kept, most_held, redone, without_needless
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Ties
+from schedgen.planner.order_search.order_search import search_order
+from schedgen.planner.order_search.placed_problem import as_placement, input_bytes, least_time, lower_bound, problem_of
+from schedgen.planner.order_search.problem import Flags, OrderProblem, Times, places
+from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
+from schedgen.planner.order_search.schedules import compile_order, measured, numbers_of, own_costs
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.schemes.scheme import Scheme, Sizes

@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.instructions import B, F, Numbers
-from schedgen.planner.order_search.problem import Times
+from schedgen.planner.order_search.problem import Flags, Times
 
-Flags = NDArray[np.bool_]
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 
 

@@ -6,7 +6,7 @@ import json
 
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Op
-from schedgen.planner.order_search.order_search import FoundOrder
+from schedgen.planner.order_search.found_order import FoundOrder
 from schedgen.planner.placement_search.families import FREE
 
 

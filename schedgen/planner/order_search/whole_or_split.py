@@ -27,24 +27,12 @@ from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.evaluate import new_run, run_order
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Ties
 from schedgen.planner.order_search.local_search import Choice, anneal
-from schedgen.planner.order_search.order_search import (
-    BUDGET,
-    PROVED_SECONDS,
-    Flags,
-    FoundOrder,
-    Limits,
-    Ties,
-    as_placement,
-    compile_order,
-    lower_bound,
-    mean_ratios,
-    measured,
-    numbers_of,
-    problem_of,
-    search_order,
-)
+from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
+from schedgen.planner.order_search.placed_problem import as_placement, lower_bound, problem_of
 from schedgen.planner.order_search.problem import (
+    Flags,
     Numbers,
     OrderProblem,
     Times,
@@ -53,6 +41,7 @@ from schedgen.planner.order_search.problem import (
     order_of,
     places,
 )
+from schedgen.planner.order_search.schedules import compile_order, mean_ratios, measured, numbers_of
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import Simulation, simulate

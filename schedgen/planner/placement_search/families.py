@@ -9,7 +9,7 @@ import numpy as np
 
 from schedgen.compiler.place import place_jobs
 from schedgen.planner.candidates import PIPELINES
-from schedgen.planner.order_search.order_search import as_placement
+from schedgen.planner.order_search.placed_problem import as_placement
 from schedgen.planner.placement_search.stage_sets import Placement
 from schedgen.schemes import load
 from schedgen.schemes.orders import ORDERS

@@ -20,17 +20,8 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.cost import Amount, has_both, shortest_halves
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.order_search import (
-    BUDGET,
-    FoundOrder,
-    Limits,
-    NoOrder,
-    Ties,
-    as_placement,
-    least_time,
-    nodes_of,
-    problem_of,
-)
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Ties
+from schedgen.planner.order_search.placed_problem import as_placement, least_time, nodes_of, problem_of
 from schedgen.planner.order_search.problem import Times, order_of
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.placement_search.families import blocks, families, placed_on

@@ -23,7 +23,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.planner.order_search.order_search import Nodes
+from schedgen.planner.order_search.placed_problem import Nodes
 from schedgen.planner.order_search.problem import Times
 from schedgen.simulator.lower_bounds import longest_ways, order_bound
 

@@ -8,7 +8,9 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.planner.order_search import cp_sat
-from schedgen.planner.order_search.order_search import Limits, as_placement, lower_bound, measured, problem_of
+from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.placed_problem import as_placement, lower_bound, problem_of
+from schedgen.planner.order_search.schedules import measured
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.lower_bounds import lower_bounds

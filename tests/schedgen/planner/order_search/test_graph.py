@@ -5,7 +5,8 @@ import json
 import pytest
 
 from schedgen.ir.file import parse
-from schedgen.planner.order_search.order_search import Limits, least_time
+from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine

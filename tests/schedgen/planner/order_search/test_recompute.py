@@ -7,7 +7,8 @@ import pytest
 
 from schedgen.checker import check
 from schedgen.ir.instructions import Op
-from schedgen.planner.order_search.order_search import Limits, search_order
+from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
 from schedgen.schemes import load

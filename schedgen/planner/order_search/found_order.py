@@ -1,0 +1,36 @@
+"""What an order must keep to, and what a search gives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from schedgen.ir.program import Program
+from schedgen.util.errors import UsageError
+
+OBJECTIVES = ("window", "makespan")
+BUDGET = 1000  # millions of jobs that are given a time
+Ties = Collection[Sequence[int]]  # lists of stages that share parameters
+
+
+class Limits(NamedTuple):
+    """What an order must keep to, and what is made small."""
+
+    objective: str = "makespan"  # or the longest own window, from a worker's first job to the end of its last
+    saved: int | None = None  # saved forwards of a worker, from the start of F to the end of the last backward job
+    bytes: float | None = None  # or bytes of a worker, as the simulator counts them: `Footprint.peak`
+
+
+class NoOrder(UsageError):
+    """None was found that keeps to the limits."""
+
+
+class FoundOrder(NamedTuple):
+    """A schedule and a lower bound."""
+
+    program: Program
+    value: float  # what the simulator says, in the unit of the costs
+    bound: float  # no order of this placement within the limits takes less
+    optimal: bool  # proved, by a bound that is reached
+    work: float  # millions of jobs that were given a time
+    source: str  # "search", or the built-in scheme that it found nothing better than

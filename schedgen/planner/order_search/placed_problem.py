@@ -1,0 +1,98 @@
+"""The order problem of a placed scheme, and what no order of it takes less than."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.compiler.options import Options
+from schedgen.compiler.place import PlacedScheme, place
+from schedgen.compiler.refine import refine
+from schedgen.ir.cost import Amount, by_stage
+from schedgen.ir.instructions import B
+from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.problem import OrderProblem, Times, make_problem
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.lower_bounds import order_bound, waits_for
+from schedgen.simulator.machine import Machine
+
+
+def as_placement(scheme: Scheme, split: bool) -> Scheme:
+    """The scheme without its order; a backward that it does not split has both halves in one place."""
+    w = scheme.w
+    return scheme._replace(
+        w=w if scheme.split or not split else lambda s, b, d: w(s, b, np.minimum(d, B)),
+        n=lambda s, b, d: 0 * (s + b + d),
+        mode="greedy",
+        split=split,
+        unsplit_backward=None,
+        delayed_send=None,
+        cap=None,
+    )
+
+
+def problem_of(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:
+    """Memory is in saved forwards, or in bytes."""
+    takes: tuple[Amount, ...] = (1, 0, -1) if placed.scheme.split else (1, -1)
+    capacity = np.inf if limits.saved is None else float(limits.saved)
+    if limits.bytes is not None:
+        saved = by_stage(machine.saved, placed.compute.shape[1]) + input_bytes(placed, machine)
+        half = by_stage(machine.half, placed.compute.shape[1])
+        takes = (saved, half, -saved - half) if placed.scheme.split else (saved, -saved)
+        capacity = limits.bytes
+    if not np.isfinite(capacity):
+        takes = tuple(0 * np.asarray(amount) for amount in takes)
+        capacity = 1.0
+    return make_problem(placed, cost, machine, takes, capacity, limits.objective == "window")
+
+
+def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
+    """By stage: bytes of what its forward receives, which its backward reads, too. An output that several stages read
+    is left out: two of them may be on one worker, which then holds it once."""
+    activation = by_stage(machine.activation, placed.compute.shape[1])
+    inputs = np.zeros(placed.compute.shape[1])
+    for producer, consumer in placed.graph.edges:
+        if len(placed.graph.consumers[producer]) == 1:
+            inputs[consumer] += activation[producer]
+    return inputs
+
+
+class Nodes(NamedTuple):
+    """What a bound knows of the jobs of a placement, by node: direction d of stage s is node d S + s."""
+
+    before: Sequence[Sequence[int]]  # the nodes that it waits for
+    lengths: Times
+    hops: Mapping[tuple[int, int], float]  # of messages between two that are on different workers
+    takes: Times  # memory that a job takes when it begins, or gives back (below 0) when it ends
+
+
+def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
+    """The nodes of a problem."""
+    directions, stages, batches = placed.compute.shape
+    worker = placed.compute.reshape(-1, batches)
+    hops = {}
+    for node in range(directions * stages):
+        for k in range(problem.before_first[node], problem.before_first[node + 1]):
+            other = int(problem.before[k])
+            if (worker[node] != worker[other]).all():
+                hops[other, node] = float(problem.before_hop[k])
+    before = waits_for(placed.graph.edges, stages, directions)
+    takes = np.zeros(directions * stages)
+    takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
+    return Nodes(before, problem.length[::batches], hops, takes)
+
+
+def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
+    """What no order takes less than."""
+    before, lengths, hops, takes = nodes_of(problem, placed)
+    return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
+
+
+def least_time(
+    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
+) -> float:  # fmt: skip
+    """A lower bound on what any order takes, by `order_bound` alone; arguments as of `search_order`."""
+    placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
+    return lower_bound(problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
