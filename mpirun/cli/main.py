@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpirun.cli.options import graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
-from mpirun.training.errors import end_all_ranks
+from mpirun.training.errors import end_all_ranks, end_by_interrupt
 
 
 class Command(Protocol):
@@ -43,10 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         return stop.code
-    except KeyboardInterrupt:  # of all ranks, most often
-        if comm.rank == 0:
-            print("mpirun: interrupted", file=sys.stderr, flush=True)
-        comm.Abort(130)
+    except KeyboardInterrupt:
+        end_by_interrupt(comm, "" if command is None else command.position())
     except BaseException as error:
         position, show_traceback = ("", False) if command is None else (command.position(), command.traceback)
         end_all_ranks(comm, position, error, show_traceback)

@@ -35,13 +35,11 @@ def exit_by(
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
         raise SystemExit(stop.code) from None
-    except KeyboardInterrupt:  # of all ranks, most often
+    except KeyboardInterrupt as error:
         if comm.size == 1:
             raise
-        failing(KeyboardInterrupt())
-        if comm.rank == 0:
-            print("mpirun: interrupted", file=sys.stderr, flush=True)
-        comm.Abort(130)
+        failing(error)
+        end_by_interrupt(comm, position())
     except (UsageError, RefusedFile) as error:
         if comm.size > 1:
             failing(error)
@@ -68,11 +66,22 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
     raise SystemExit(1)
 
 
+def end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
+    """Print "interrupted", then end all ranks. Most often all of them are interrupted: then rank 0 speaks for them."""
+    where = ""
+    with contextlib.suppress(KeyboardInterrupt):
+        if comm.rank:
+            where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
+            time.sleep(0.3)  # rank 0 ends this one
+        print(f"mpirun: {where}interrupted", file=sys.stderr, flush=True)
+    comm.Abort(130)
+    raise SystemExit(130)
+
+
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     """End all ranks by an exception of the script's own code, or by Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
-        print("mpirun: interrupted", file=sys.stderr, flush=True)
-        comm.Abort(130)
+        end_by_interrupt(comm, "")
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 

@@ -494,6 +494,10 @@ def killed_in_stage(stages: int) -> Model:
     return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
+def interrupted_in_stage(stages: int) -> Model:
+    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGINT)))
+
+
 def out_of_memory_in_stage(stages: int) -> Model:
     return with_stage(stages, 2, lambda: Trouble(lambda: torch.empty(2**50)))
 

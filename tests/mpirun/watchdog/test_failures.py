@@ -59,6 +59,14 @@ def test_a_process_that_is_forked_would_be_found(launch):
     assert launch(None, program=["-c", program]).out == "True\n"
 
 
+def test_a_rank_that_is_interrupted_alone_says_so(launch, traces, text, tmp_path):
+    """Where all are, as by Ctrl-C, rank 0 says it for them."""
+    command = [traces / "1f1b.json", "--model", "models_for_tests:interrupted_in_stage", "--text", text, "--steps", 5]
+    result = launch(4, *command, env={"TROUBLE_AT": str(tmp_path / "at")})
+    assert result.code != 0 and len(result.ours) == 1, result.err
+    assert re.fullmatch(r"mpirun: rank 2 on \S+: line \d+: \{.*\}: interrupted", result.ours[0]), result.err
+
+
 def test_it_happened_in_the_second_step(failure):
     assert "step 1/5" in failure.result.out and "step 2/5" not in failure.result.out
 
