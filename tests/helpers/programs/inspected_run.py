@@ -8,6 +8,7 @@
     break      of such a device: one of the ways in broken_order.py to break the order of transfers and kernels, or in
                broken_graphs.py to break graphs
     waits      of such a device: any instruction may wait for it
+    pinned     of such a device, staged: prints bytes of the host that messages arrive in, and of planned memory
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
 
@@ -39,6 +40,7 @@ from mpirun.cli.main import main
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import Stop
+from mpirun.comm.gpu_transport import QueuedTransport
 from mpirun.comm.ordered_allreduce import DONE, OrderedAllreduce
 from mpirun.verify.record import Record, gather_record
 from schedgen.ir.instructions import Op
@@ -83,6 +85,16 @@ def print_graphs(run: Run) -> None:
     if WORLD.rank == 0:
         print(f"graphs: {captures} captured, {replays} replayed")
         print("pool:", *sizes)
+
+
+def print_pinned(run: Run) -> None:
+    """By rank, the bytes of pinned memory that messages arrive in, and those that are planned for them. Collective."""
+    context = run.session.interpreter.context
+    assert isinstance(context.transport, QueuedTransport)
+    pinned = sum(len(mirror.memory) for mirror in context.transport.mirrors.values() if mirror.memory is not None)
+    by_rank = WORLD.gather((pinned, sum(map(len, context.slots.blocks))))
+    if by_rank is not None:
+        print(f"pinned: {json.dumps(by_rank)}")
 
 
 def weights(run: Run) -> str:
@@ -180,6 +192,8 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
             print(stop)
         if run.session.interpreter.graphs is not None:
             print_graphs(run)
+        if request.get("pinned"):
+            print_pinned(run)
         if file := request.get("record"):
             save_record(run, file)
         if file := request.get("owned"):

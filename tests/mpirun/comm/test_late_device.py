@@ -64,6 +64,17 @@ def test_a_run_on_a_late_device_is_verified_saved_traced_and_goes_on(inside, com
     assert any("STEP" in event["name"] for event in events)
 
 
+def test_a_planned_place_has_one_of_the_host_s_however_many_messages_arrive_in_it(inside, compiled, text):
+    """64 microbatches pass through places for four or fewer."""
+    schedule = compiled("1f1b", stages=4, microbatches=64)
+    arguments = [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 2]
+    (run,) = inside(4, [{"arguments": arguments, "late": "staged", "pinned": True}])
+    assert run.code == 0
+    (line,) = (line for line in run.out.splitlines() if line.startswith("pinned: "))
+    for pinned, planned in json.loads(line.removeprefix("pinned: ")):
+        assert 0 < pinned <= 1.1 * planned, line
+
+
 def test_a_late_device_is_profiled(inside, text, tmp_path):
     options = ["--model", "mpirun.examples.mlp:tiny", "--stages", 2, "--text", text, "--steps", 1]
     (run,) = inside(2, [{"arguments": ["profile", *options, "-o", tmp_path / "profile.json"], "late": "staged"}])
