@@ -232,7 +232,8 @@ class QueuedTransport(Transport):
         return (self.background is not None and self.background()) or left
 
     def free(self) -> None:
-        """As `Transport.free`, after the thread has ended."""
+        """As `Transport.free`, after all transfers and the thread have ended."""
+        self.wait(lambda: not self.advance())  # with words a receive counts as done before its message has come
         thread, self.thread = self.thread, None
         if thread is not None:
             self.busy.set()
