@@ -23,13 +23,13 @@ TARGETS = 9  # windows aimed at, evenly from the bound to the order's own
 def with_late_weights(problem: OrderProblem, order: Numbers, bound: float, value: float) -> list[Numbers]:
     """An order for each of some targets from a lower bound to the order's own `value`; none where backwards are whole
     or the order breaks off."""
-    node = problem.class_jobs[problem.class_first[:-1]] // problem.microbatches
-    direction = node // problem.stages
+    node, mb = np.divmod(problem.class_jobs[problem.class_first[:-1]], problem.microbatches)
+    direction, routes = node // problem.stages, problem.route.max() + 1
     if not (direction == W).any() or not np.isfinite(value):
         return []
     workers = np.repeat(np.arange(len(problem.row) - 1), np.diff(problem.worker_class))
-    key = workers * 3 * problem.stages + node  # classes are sorted by it
-    weight = np.where(direction == B, np.searchsorted(key, key + problem.stages), -1)
+    key = (workers * 3 * problem.stages + node) * routes + problem.route[mb]  # classes are sorted by it
+    weight = np.where(direction == B, np.searchsorted(key, key + problem.stages * routes), -1)
     kept = direction[order] != W
     row = np.concatenate([[0], np.cumsum(kept)])[problem.row]
     busy = np.bincount(problem.worker, problem.length, len(row) - 1)

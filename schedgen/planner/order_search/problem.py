@@ -1,9 +1,10 @@
 """The problem that is searched: jobs with durations on workers, what they wait for, and the memory they take.
 
-Jobs are numbered as the compiler numbers them: job (d S + s) B + b is direction d of stage s on microbatch b. A class
-is a direction and a stage on one worker; its jobs run in the order of their microbatches. That loses nothing, since
-jobs of a class are alike: number them in the order in which they run. So an order is, for each worker, a sequence of
-classes, and all workers' sequences stand one behind the other in one array.
+Jobs are numbered as the compiler numbers them: job (d S + s) B + b is direction d of stage s on microbatch b. A route
+is all that microbatches have in common whose jobs are on the same workers, each direction and stage. A class is a
+direction and a stage of one route; its jobs run in the order of their microbatches. That loses nothing, since these
+microbatches are alike: the k-th job of a class waits for the k-th of another. So an order is, for each worker, a
+sequence of classes, and all workers' sequences stand one behind the other in one array.
 
 A message takes the same time whatever else travels, and none where it has no bytes. The simulator, where each rank has
 one link in and one out, judges what is found.
@@ -33,6 +34,7 @@ class OrderProblem(NamedTuple):
 
     stages: int
     microbatches: int
+    route: Numbers  # by microbatch
     worker: Numbers  # by job
     length: Times  # by job
     waits: Numbers  # by job: how many jobs it waits for
@@ -69,11 +71,13 @@ def make_problem(
     graph = placed.job_graph
     worker = placed.compute.ravel().astype(np.int64)
     length = np.repeat(np.concatenate([by_stage(amount, stages) for amount in cost.values()]), batches)
-    node = np.arange(len(worker)) // batches
-    keys, class_of = np.unique(worker * (directions * stages) + node, return_inverse=True)
+    node, mb = np.divmod(np.arange(len(worker)), batches)
+    ways, route = np.unique(placed.compute.reshape(-1, batches), axis=1, return_inverse=True)
+    routes, nodes = ways.shape[1], directions * stages
+    keys, class_of = np.unique((worker * nodes + node) * routes + route.ravel()[mb], return_inverse=True)
     class_jobs = np.argsort(class_of, kind="stable")
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
-    class_node = keys % (directions * stages)
+    class_node = keys // routes % nodes
     message = _message_times(placed.graph, machine)
 
     def hop(node: int, other: int) -> float:
@@ -89,6 +93,7 @@ def make_problem(
     return OrderProblem(
         stages=stages,
         microbatches=batches,
+        route=route.ravel(),
         worker=worker,
         length=length,
         waits=np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), batches),
@@ -100,7 +105,7 @@ def make_problem(
         before_hop=np.array([hop(other, node) for node, other in back]),
         class_jobs=class_jobs,
         class_first=class_first,
-        worker_class=np.searchsorted(keys // (directions * stages), np.arange(placed.workers + 1)),
+        worker_class=np.searchsorted(keys // (nodes * routes), np.arange(placed.workers + 1)),
         row=np.searchsorted(np.sort(worker), np.arange(placed.workers + 1)),
         takes=amounts[class_node],
         capacity=by_stage(capacity, placed.workers).astype(np.float64),

@@ -24,7 +24,7 @@ from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.schedules import measured
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
@@ -209,6 +209,48 @@ def test_memory_between_the_halves_of_a_backward_is_proved_as_it_is_searched(hal
     assert best.bound <= best.value <= min(values)
     assert half > 0 or (best.optimal and best.value == min(values))
     assert simulate(best.program, cost, machine).footprint.peak.max() <= limit
+
+
+def least(place, cost, limit):
+    """The least latency of F and B by microbatch and stage on the workers in `place`: all orders are tried."""
+    batches, stages, best = len(place), len(place[0]), np.inf
+
+    def go_on(done, ready, free, held, latest):
+        nonlocal best
+        if min(done) == 2 * stages:
+            best = min(best, latest)
+        for b in range(batches):
+            if done[b] == 2 * stages or latest >= best:
+                continue
+            d, s = (F, done[b]) if done[b] < stages else (B, 2 * stages - 1 - done[b])
+            worker = place[b][s]
+            if d == F and held[worker] == limit:
+                continue
+            end = max(ready[b], free[worker]) + cost["FB"[d]][s]
+
+            def changed(values, index, value):
+                return (*values[:index], value, *values[index + 1 :])
+
+            go_on(changed(done, b, done[b] + 1), changed(ready, b, end), changed(free, worker, end),
+                  changed(held, worker, held[worker] + (1 if d == F else -1)), max(latest, end))  # fmt: skip
+
+    go_on((0,) * batches, (0,) * batches, (0, 0), (0, 0), 0)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_microbatches_that_take_other_ways_may_overtake_one_another(seed):
+    """A worker that has a stage of several microbatches need not do them in their order: some are on their way longer."""
+    pytest.importorskip("ortools")
+    rng = np.random.default_rng(seed)
+    place = rng.permutation([0, 0, 0, 1, 1, 1]).reshape(3, 2)
+    cost, limit = {"F": rng.integers(1, 7, 2).tolist(), "B": rng.integers(1, 9, 2).tolist()}, int(rng.integers(2, 5))
+    scheme = Scheme("by hand", 2, lambda s, b, d: (place[b, s], place[b, s]), lambda s, b, d: b, "b", "greedy")
+    best = search_order(scheme, Sizes(2, 3, 2), cost, limits=Limits(saved=limit), budget=1)
+    latency = least(place.tolist(), cost, limit)
+    assert best.bound <= latency <= best.value
+    assert best.value == latency or not best.optimal
+    assert check(best.program).saved.max() <= limit
 
 
 @pytest.mark.parametrize("limit", [22, 26, 36])
