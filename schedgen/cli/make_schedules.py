@@ -28,6 +28,7 @@ from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.found_order import FoundOrder, Limits, Ties
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.recompute import search_with_recompute
+from schedgen.planner.order_search.schedules import compile_own, mean_ratios, own_costs
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.partition import hierarchy, partition
@@ -39,7 +40,7 @@ from schedgen.report.compare import compare, comparison_as_json, comparison_as_t
 from schedgen.report.compare_plot import plot_comparison
 from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.schemes.template import new
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import SlowScheme, UsageError
@@ -202,12 +203,24 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
+def _say_if_untried(scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount]) -> None:
+    """A note where a search could not begin with a user's own order, because it is none."""
+    try:
+        compile_own(scheme, sizes, mean_ratios(own_costs(scheme, cost), sizes))
+    except UsageError as error:
+        print(f"schedgen: note: the order of {scheme.name} itself was not tried: {error}", file=sys.stderr)
+
+
 def run_search(options: SearchOptions) -> int:
     """Print what the best order takes and the bound; write it."""
     graph = _graph(options.graph)
     stages = _searched_stages(options, graph)
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
+    if options.scheme.endswith(".csv"):
+        raise UsageError("search takes no CSV, whose order is fixed: give a scheme, a FILE.py or free")
     scheme = free_scheme(sizes) if options.scheme == FREE else load(options.scheme, sizes)
+    if scheme.n is no_order and options.objective == "memory":
+        raise UsageError(f"--objective memory compares with the scheme's own order: {options.scheme} defines no n")
     if graph is not None:
         scheme = _with_graph(scheme, graph, 1)
     cost: Mapping[str, Amount] = options.cost or DEFAULT_COST[3 if scheme.split else 2]
@@ -224,6 +237,8 @@ def run_search(options: SearchOptions) -> int:
         kind = "split" if scheme.split else "whole"
         note = f"with --objective memory all backwards are {kind}, as {scheme.name} has them"
         print(f"schedgen: note: {note}", file=sys.stderr)
+    if options.scheme.endswith(".py") and scheme.n is not no_order:
+        _say_if_untried(scheme, sizes, cost)
     check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output)

@@ -78,7 +78,10 @@ def read(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse to write to a file that is read: what was in it would be lost."""
+    """Refuse to write to a file that is read, whose contents would be lost, and files without a name."""
+    for each in fields(options):
+        if each.metadata.get("file") and each.metadata.get("flags") and values[each.name] == "":
+            raise UsageError(f"{each.metadata['flags'][-1]} names no file: it is empty")
     files = {
         use: [values[each.name] for each in fields(options) if each.metadata.get("file") == use and values[each.name]]
         for use in (READ, WRITTEN)

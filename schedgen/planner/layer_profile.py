@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.cost import by_stage
+from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
@@ -101,6 +101,8 @@ def _parse_json(text: str, name: str) -> Layers:
         times, machine = read_profile(text, name, count, counted="its first list is of")
     except UsageError as error:
         raise RefusedFile(str(error)) from None
+    if len(times.keys() - {REDO}) < 2:
+        raise RefusedFile(f"{name}: a plan is for backwards, too: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}
     return Layers(tuple(map(str, range(count))), tuple(itertools.pairwise(range(count))), by_layer, machine)
 

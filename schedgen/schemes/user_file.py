@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +30,8 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     for name in ("tied", "whole"):
         if hasattr(module, name):
             raise UsageError(f"{path}: {name} is a model's, not a scheme's: put it into a graph file, for --graph")
-    by_shard = fourth_argument(module.w) == "t"
+    w, n = _aside(module.w), _aside(n) if n is not no_order else n
+    by_shard = fourth_argument(w) == "t"
     if not by_shard:
         sizes = sizes.per_shard(tensor)
     options = sizes._asdict()
@@ -44,7 +47,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
     return Scheme(
         name=path.stem,
         workers=sizes.workers,
-        w=bind_sizes(module.w, options),
+        w=bind_sizes(w, options),
         n=bind_sizes(n, options),
         order=path.stem,
         mode=mode,
@@ -54,7 +57,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
             for name in ("groups", "chunks", "group", "replicas")
             if (value := options[name]) is not None
         },
-        cap=None if cap is None else bind_sizes(cap, options),
+        cap=None if cap is None else bind_sizes(_aside(cap), options),
         edges=edges,
         per_consumer=check_per_consumer(apart, edges) if edges else (),
         updates=updates,
@@ -69,7 +72,7 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        spec.loader.exec_module(module)
+        _aside(spec.loader.exec_module)(module)
     except FileNotFoundError:
         raise UsageError(f"there is no file {path}") from None
     except (Exception, SystemExit) as error:
@@ -79,6 +82,19 @@ def _executed(path: Path) -> ModuleType:
     return module
 
 
+def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which what it prints goes to stderr: the schedule may go to stdout."""
+    if not callable(function):
+        return function
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.redirect_stdout(sys.stderr):
+            return function(*args, **kwargs)
+
+    return called
+
+
 def _edges(
     path: Path, module: ModuleType, options: Mapping[str, Any], stages: int
 ) -> tuple[tuple[int, int], ...] | None:
@@ -86,7 +102,7 @@ def _edges(
     edges = getattr(module, "edges", None)
     if callable(edges):
         try:
-            edges = bind_sizes(edges, options)()
+            edges = bind_sizes(_aside(edges), options)()
         except UsageError:
             raise
         except (Exception, SystemExit) as error:

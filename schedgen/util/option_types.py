@@ -22,7 +22,8 @@ def number(what: str, kind: type[T], lowest: float, limit: float) -> Callable[[s
         except ValueError:
             value = None
         if value is None or not lowest <= value < limit:
-            raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
+            too_much = f" and below {limit}" if value is not None and value >= limit else ""
+            raise argparse.ArgumentTypeError(f"'{text}' is not {what}{too_much}")
         return value
 
     return parse

@@ -79,7 +79,10 @@ def search_with_recompute(
             if within and (best is None or value < best.value):
                 best = FoundOrder(program, value, 0.0, False, 0, "search")
     if best is None:
-        raise UsageError("no order keeps to the memory limit, whatever is redone: give it more of one, or of --budget")
+        raise UsageError(
+            "the search found no order within the memory limit, even with forwards redone: "
+            "give it more of one, or of --budget"
+        )
     bound = min(least, best.value)
     return best._replace(bound=bound, optimal=best.value <= bound * (1 + 1e-9), work=work + tries.work)
 

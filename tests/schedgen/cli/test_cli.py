@@ -130,6 +130,44 @@ def test_wrong_usage_is_one_sentence(arguments, words, run, refused):
     assert words in refused(run(*arguments), 2)
 
 
+HELD = "import numpy as np\nprint('loaded')\ndef w(s, b, d):\n    print('placed')\n    return s, s\n"
+
+
+def test_what_a_scheme_s_file_prints_is_not_in_the_schedule(run, tmp_path):
+    path = tmp_path / "talks.py"
+    path.write_text(HELD + "def n(s, b, d):\n    print('ordered')\n    return b\n")
+    compiled = run("compile", path, "--stages", 2, "--microbatches", 2, "-o", "-")
+    assert compiled.code == 0 and compiled.out.startswith("{")
+    assert "loaded" in compiled.err and "ordered" in compiled.err
+
+
+@pytest.mark.parametrize(
+    ("n", "options", "said"),
+    [
+        ("raise ValueError('tired')", (), "schedgen: note: the order of talks itself was not tried: "),
+        ("return b * np.nan", (), "schedgen: note: the order of talks itself was not tried: "),
+        ("return b", (), ""),
+        (None, ("--objective", "memory"), "compares with the scheme's own order: "),
+    ],
+)
+def test_search_says_what_it_does_not_begin_with(n, options, said, run, tmp_path):
+    path = tmp_path / "talks.py"
+    path.write_text(HELD + (f"def n(s, b, d):\n    {n}\n" if n else ""))
+    sizes = ("--stages", 2, "--microbatches", 2, "--cost", "F=1,B=2", "--budget", 1)
+    found = run("search", path, *sizes, *options)
+    assert found.code == (2 if n is None else 0) and said in found.err
+    assert said or "not tried" not in found.err
+
+
+def test_names_of_no_file_and_orders_that_are_fixed_are_refused(run, refused, tmp_path):
+    sizes = ("--stages", 2, "--microbatches", 2)
+    assert "-o names no file" in refused(run("compile", "1f1b", *sizes, "-o", ""), 2).replace("--output", "-o")
+    assert "search takes no CSV" in refused(run("search", tmp_path / "a.csv", *sizes), 2)
+    (tmp_path / "forwards.json").write_text('{"F": [1, 2]}')
+    message = refused(run("plan", tmp_path / "forwards.json", "--workers", 2, "--microbatches", 3), 1)
+    assert "a plan is for backwards, too" in message
+
+
 def test_a_split_backward_compiles_and_checks(run, refused, tmp_path):
     path, scheme = tmp_path / "split.json", tmp_path / "mine.py"
     scheme.write_text("split = True\ndef w(s, b, d): return b, b\ndef n(s, b, d): return d * 16 + b * 4 + s\n")

@@ -240,7 +240,7 @@ def least(place, cost, limit):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_microbatches_that_take_other_ways_may_overtake_one_another(seed):
-    """A worker that has a stage of several microbatches need not do them in their order: some are on their way longer."""
+    """A worker need not do the microbatches of a stage in their order: some are on their way longer than others."""
     pytest.importorskip("ortools")
     rng = np.random.default_rng(seed)
     place = rng.permutation([0, 0, 0, 1, 1, 1]).reshape(3, 2)
