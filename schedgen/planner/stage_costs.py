@@ -74,10 +74,10 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
         largest = np.maximum.reduceat(by_stage(amount, count), begins)
         workspace[direction] = np.rint(largest + (2 * widest if direction in "BI" else 0))
     times = {direction: total(seconds) for direction, seconds in layers.times.items()}
-    longest = max(float(seconds.max()) for seconds in times.values())
+    shortest = SHORTEST * max(float(seconds.max()) for seconds in times.values())
     return StageCosts(
         tuple(j - i for i, j in spans),
-        {direction: np.maximum(seconds, SHORTEST * longest) for direction, seconds in times.items()},
+        {name: seconds if name == REDO else np.maximum(seconds, shortest) for name, seconds in times.items()},
         Machine(
             alpha=machine.alpha,
             beta=1 / bandwidth,
