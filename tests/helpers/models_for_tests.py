@@ -495,7 +495,11 @@ def killed_in_stage(stages: int) -> Model:
 
 
 def interrupted_in_stage(stages: int) -> Model:
-    return with_stage(stages, 2, lambda: Trouble(lambda: os.kill(os.getpid(), signal.SIGINT)))
+    def interrupt() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+        os.kill(os.getpid(), signal.SIGINT)
+
+    return with_stage(stages, 2, lambda: Trouble(interrupt))
 
 
 def out_of_memory_in_stage(stages: int) -> Model:
