@@ -1,10 +1,10 @@
 """The problem that is searched: jobs with durations on workers, what they wait for, and the memory they take.
 
-Jobs are numbered as the compiler numbers them: job (d S + s) B + b is direction d of stage s on microbatch b. A route
-is all that microbatches have in common whose jobs are on the same workers, each direction and stage. A class is a
-direction and a stage of one route; its jobs run in the order of their microbatches. That loses nothing, since these
-microbatches are alike: the k-th job of a class waits for the k-th of another. So an order is, for each worker, a
-sequence of classes, and all workers' sequences stand one behind the other in one array.
+Jobs are numbered as the compiler numbers them: job (d S + s) B + b is direction d of stage s on microbatch b.
+Microbatches have the same route if the same workers do their jobs, each direction and stage. A class is a direction and
+a stage of one route; its jobs run in the order of their microbatches. That loses nothing, since these microbatches are
+alike: the k-th job of a class waits for the k-th of another. So an order is, for each worker, a sequence of classes,
+and all workers' sequences stand one behind the other in one array.
 
 A message takes the same time whatever else travels, and none where it has no bytes. The simulator, where each rank has
 one link in and one out, judges what is found.
