@@ -57,6 +57,8 @@ venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
 $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	@echo "installing torch, mpi4py and what else is needed into $(VENV), which may take minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# Python's own pip, of its day, takes twice as long.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint .ci/constraints.txt \
 	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,search,dev]'
 	touch $@

@@ -212,6 +212,11 @@ class QueuedTransport(Transport):
             raise self.failure
         super().poll()
 
+    def moves(self) -> bool:
+        """As `Transport.moves`."""
+        self.poll()
+        return self.advance()
+
     def advance(self) -> bool:
         """Begin the transfers that the GPU has come to, end those that MPI has done; whether some are left."""
         if not self.advancing.acquire(blocking=False):

@@ -23,6 +23,7 @@ from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
 UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
+AT_ONCE = 2**16  # bytes: smaller messages leave at once, whoever computes
 
 
 class Receive(NamedTuple):
@@ -59,6 +60,7 @@ class Transport:
             for tag, members in enumerate(groups)
         ]
         self.receives: list[MPI.Prequest] = []
+        self.watched: list[Done] | None = None  # since `watch`, larger messages that may be under way
         self.waited = 0.0  # seconds, all waits together
         # Advances allreduces: every poll calls it, and the thread; whether it has to be called again.
         self.background: Callable[[], bool] | None = None
@@ -85,14 +87,33 @@ class Transport:
         comm    a group's, of a sum over it
         summed  the tensor has been added up in `sums`
         """
-        return (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
+        done = (comm or self.comm).Isend(mpi_buffer(tensor), peer, tag).Test
+        if self.watched is not None and tensor.nbytes >= AT_ONCE:
+            self.watched.append(done)
+        return done
 
     def receive(
         self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None = None, summed: bool = False
     ) -> Receive:
         """A receive into the memory of a tensor, which the caller keeps alive; nothing arrives before its `start`."""
-        request = self._persistent(tensor, peer, tag, comm)
-        return Receive(request.Start, request.Test)
+        request, large = self._persistent(tensor, peer, tag, comm), tensor.nbytes >= AT_ONCE
+
+        def start() -> None:
+            request.Start()
+            if large and self.watched is not None:
+                self.watched.append(request.Test)
+
+        return Receive(start if large else request.Start, request.Test)
+
+    def watch(self) -> None:
+        """From now on `moves` knows of messages that start, and has to be called now and then."""
+        self.watched = []
+
+    def moves(self) -> bool:
+        """Whether messages are under way that need calls of MPI, of which this is one."""
+        self.poll()
+        self.watched = [done for done in self.watched or () if not done()]
+        return bool(self.watched)
 
     def _persistent(self, tensor: Tensor, peer: int, tag: int, comm: MPI.Intracomm | None) -> MPI.Prequest:
         self.receives.append((comm or self.comm).Recv_init(mpi_buffer(tensor), peer, tag))

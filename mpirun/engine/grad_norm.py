@@ -8,6 +8,7 @@ largest subtrees that the piece covers, at most two of each height.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -80,8 +81,9 @@ def tree_sum(covering: Iterable[tuple[Node, float]]) -> float:
 
 
 class Contribution(NamedTuple):
-    """What a rank contributes to the norm of a parameter of which it owns a piece."""
+    """What an owner of a parameter's piece contributes to its norm."""
 
+    rank: int  # the owner who does: of several, the one that has contributed the least so far
     parameter: int  # its number among the stage's parameters
     piece: Piece
     positions: slice  # of its numbers among those of all ranks
@@ -97,10 +99,10 @@ class GradNorms:
 
     def __init__(self, header: Header, shapes: Sequence[StageShape], rank: int, canonical: bool) -> None:
         """`shapes`: by stage. `length` will be the count of all numbers."""
-        self.canonical, self.length = canonical, 0
-        self.by_unit: dict[Unit, list[Contribution]] = {}  # those of this rank
+        self.canonical, self.rank, self.length = canonical, rank, 0
+        self.by_unit: dict[Unit, list[Contribution]] = {}  # of the units that this rank owns
         self.parameters: list[tuple[slice, list[Node]]] = []  # positions and, if sums are there, their nodes
-        shards = header.weight_shards
+        shards, contributed = header.weight_shards, Counter[int]()  # elements, by rank
         for stage, shape in enumerate(shapes):
             by_parameter: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
             for part, span in part_slices(shape.weight_bytes, shards.parts(stage)).items():
@@ -111,8 +113,11 @@ class GradNorms:
                 for part, piece in part_pieces:
                     nodes = _nodes(piece) if has_sums else []
                     positions = slice(self.length, self.length + (len(nodes) if has_sums else 1))
-                    if shards.holders(stage, part)[0] == rank:
-                        contribution = Contribution(parameter, piece, positions, has_sums)
+                    owners = shards.holders(stage, part)
+                    contributor = min(owners, key=lambda owner: (contributed[owner], owner))
+                    contributed[contributor] += piece.length
+                    if rank in owners:
+                        contribution = Contribution(contributor, parameter, piece, positions, has_sums)
                         self.by_unit.setdefault((stage, part), []).append(contribution)
                     self.length, all_nodes = positions.stop, all_nodes + nodes
                 self.parameters.append((slice(begin, self.length), all_nodes))
@@ -123,9 +128,12 @@ class GradNorms:
 
         It leaves out parameters that an earlier stage has too: that contributes the norm.
         """
-        contributions = self.by_unit.get(unit, [])
-        pairs = zip(contributions, [x for x in gradients if x.numel()] if contributions else [], strict=True)
-        own = [(entry, x) for entry, x in pairs if stage.names[entry.parameter] not in stage.tied_to_earlier]
+        pairs = zip(self.by_unit.get(unit, []), [x for x in gradients if x.numel()], strict=True)
+        own = [
+            (entry, x)
+            for entry, x in pairs
+            if entry.rank == self.rank and stage.names[entry.parameter] not in stage.tied_to_earlier
+        ]
         whole = [x for entry, x in own if not entry.has_sums]
         positions = [entry.positions.start for entry, _ in own if not entry.has_sums]
         divided = [(entry, x) for entry, x in own if entry.has_sums]

@@ -152,7 +152,20 @@ class Interpreter:
                 continue
             module = self.forward_backward.stage_of(i).module
             if seconds[i.stage, i.op] > LONG * self.progress.layer_count(module):
-                self.code[row] = self.progress.with_thread(self.code[row])
+                self.code[row] = self._where_messages_move(self.progress.with_thread(self.code[row]), self.code[row])
             else:
                 at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
-                self.code[at] = self.progress.with_hooks(self.code[at], module, seconds[i.stage, i.op], backward)
+                act = self.code[at]
+                with_hooks = self.progress.with_hooks(act, module, seconds[i.stage, i.op], backward)
+                # What is under way during a backward need not have begun when its forward puts the hooks there.
+                self.code[at] = with_hooks if backward else self._where_messages_move(with_hooks, act)
+
+    def _where_messages_move(self, with_calls: Act, act: Act) -> Act:
+        """`with_calls` if messages are still under way when it begins, else `act`."""
+        self.transport.watch()
+        moves = self.transport.moves
+
+        def run() -> None:
+            (with_calls if moves() else act)()
+
+        return run

@@ -106,6 +106,7 @@ def one_round(memory: float, budget: int, options: argparse.Namespace, folder: P
 
     def planned(name: str, *more: str) -> Plan:
         sizes = ["--workers", str(RANKS), "--microbatches", str(MICROBATCHES), "--memory", str(memory)]
+        sizes += ["--schemes", "1f1b"] * QUICK
         written = ["--json", "-o", str(folder / name)]
         done = call([sys.executable, "-m", "schedgen", "plan", profile, *sizes, *more, *written])
         best = json.loads(done.stdout)["schedules"][0]

@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 
 WIDTHS = ("d48", "d128", "d384")
-DIVIDED = {"d48": 1, "d128": 1, "d384": 4}  # data parallel: a stage's sum can go on behind the next one's backwards
+DIVIDED = {"d48": 1, "d128": 1, "d384": 1}
 PAIRS = {
     "1f1b": Pair(
         "1f1b", "pipelining.Schedule1F1B", "1f1b", 2,

@@ -146,6 +146,20 @@ def kinds(transport: Transport) -> None:
     assert [float(tensor[0]) for tensor in into] == [10.0 * before + 1, 10.0 * before + 2]
 
 
+def under_way(transport: Transport) -> None:
+    """A transport knows of large messages that are still to come."""
+    transport.watch()
+    after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
+    place, value = torch.zeros(2**18), torch.full((2**18,), float(WORLD.rank))
+    receive = transport.receive(place, before, 1)
+    receive.start()
+    assert transport.moves()
+    WORLD.Barrier()  # nobody sends before
+    wait_for_all(transport, [receive.done, transport.send(value, after, 1)])
+    transport.wait(lambda: not transport.moves())
+    assert float(place[-1]) == before
+
+
 def weights_again(transport: Transport) -> None:
     """Weights that came before a forward may come again before its backward: autograd sees no change."""
     after, before = (WORLD.rank + 1) % 3, (WORLD.rank - 1) % 3
@@ -198,6 +212,7 @@ CLAIMS: dict[str, Callable[[Transport], None]] = {
     "sums in the background": in_the_background,
     "messages": messages,
     "kinds": kinds,
+    "under way": under_way,
     "weights again": weights_again,
     "groups": groups,
     "in the stream": in_the_stream,

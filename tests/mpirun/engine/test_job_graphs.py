@@ -17,7 +17,6 @@ CHOSEN = {
     "1f1b": "staged",
     "1f1b-tensor": "direct",
     "fsdp-sharded": "staged",
-    "interleaved-zb": "direct",
     "pipedream": "staged",
     "zb-v": "direct",
 }

@@ -138,25 +138,24 @@ def test_the_schedule_in_the_file_takes_what_the_table_says(run, tmp_path):
 
 def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path):
     """A heavy end of the model, and memory for few saved forwards: no built-in order suits both."""
-    growth = np.array([1.0, 1, 1, 1, 1, 1, 4, 4])
+    growth = np.array([1.0, 1, 1, 1, 3, 3])
     values = {
-        "F": 1e-3 * growth, "B": 2e-3 * growth, "alpha": 1e-5, "activation": np.full(8, 65536), "weight": 8e5 * growth,
+        "F": 1e-3 * growth, "B": 2e-3 * growth, "alpha": 1e-5, "activation": np.full(6, 65536), "weight": 8e5 * growth,
         "saved": 1e6 * growth, "owned": 24e5 * growth,
     }  # fmt: skip
-    profile, path, again = (tmp_path / name for name in ("profile.json", "found.json", "again.json"))
+    profile, path = tmp_path / "profile.json", tmp_path / "found.json"
     profile.write_text(json.dumps({name: np.asarray(value).tolist() for name, value in values.items()}))
-    options = ("plan", profile, "--workers", 2, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 3.6e7)
-    options += ("--schemes", "zb-v,interleaved-1f1b")
+    options = ("plan", profile, "--workers", 2, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 2.5e7)
+    options += ("--schemes", "interleaved-1f1b")
     own = json.loads(run(*options, "--json").out)["schedules"][0]
-    best = json.loads(run(*options, "--search", 1, "--json", "-o", path).out)["schedules"][0]
-    assert (own["order"], best["order"]) == ("own", "search")
-    assert best["step_time"] < 0.95 * own["step_time"] and best["peak_bytes"] <= 3.6e7
+    lines = run(*options, "--search", 1, "-o", path).out.splitlines()
+    best = next(line for line in lines if line.startswith("interleaved-1f1b")).split()
+    assert (own["order"], best[4]) == ("own", "search")
+    assert float(best[5]) < 0.95 * own["step_time"] and float(best[6]) <= 25 and best[7] == "MB"
     assert run("check", path).code == 0
     header = json.loads(path.read_text())
-    assert header["scheme"]["layers"] == best["layers"] and header["order"]["n"] == "search makespan"
-    lines = run(*options, "--search", 1, "-o", again).out.splitlines()
-    assert next(line for line in lines if line.startswith(best["scheme"])).split()[4] == "search"
-    assert again.read_bytes() == path.read_bytes()
+    layers = "-".join(map(str, header["scheme"]["layers"]))
+    assert f"the first have {layers} layers" in lines[-1] and header["order"]["n"] == "search makespan"
 
 
 @pytest.mark.parametrize("memory", [np.inf, 2.2e7])
