@@ -164,6 +164,7 @@ def calls_of_mpi(way: str | None) -> contextlib.ExitStack:
             stack.enter_context(mock.patch(f"{module}.LONG", 0.0 if way == "thread" else 1e9))
         stack.enter_context(mock.patch("mpirun.engine.interpreter.needs_calls", lambda seconds, size: size > 0))
         stack.enter_context(mock.patch("mpirun.comm.progress_thread.PERIOD", 1e-6))
+        stack.enter_context(mock.patch("mpirun.comm.transport.AT_ONCE", 0))
     return stack
 
 
