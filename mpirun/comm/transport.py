@@ -23,7 +23,7 @@ from mpirun.comm.waiting import CROWDED_SPIN, SPIN, Done, spin_then_sleep
 
 UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI go on with the others
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, as those of sums
-AT_ONCE = 2**16  # bytes: smaller messages leave at once, whoever computes
+AT_ONCE = 2**12  # bytes: smaller messages leave at once, with any MPI, whoever computes
 
 
 class Receive(NamedTuple):
