@@ -143,7 +143,7 @@ def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path)
         "F": 1e-3 * growth, "B": 2e-3 * growth, "alpha": 1e-5, "activation": np.full(6, 65536), "weight": 8e5 * growth,
         "saved": 1e6 * growth, "owned": 24e5 * growth,
     }  # fmt: skip
-    profile, path = tmp_path / "profile.json", tmp_path / "found.json"
+    profile, path, again = (tmp_path / name for name in ("profile.json", "found.json", "again.json"))
     profile.write_text(json.dumps({name: np.asarray(value).tolist() for name, value in values.items()}))
     options = ("plan", profile, "--workers", 2, "--bandwidth", 1e9, "--microbatches", 8, "--memory", 2.5e7)
     options += ("--schemes", "interleaved-1f1b")
@@ -156,6 +156,8 @@ def test_an_order_that_is_found_is_faster_and_keeps_to_the_memory(run, tmp_path)
     header = json.loads(path.read_text())
     layers = "-".join(map(str, header["scheme"]["layers"]))
     assert f"the first have {layers} layers" in lines[-1] and header["order"]["n"] == "search makespan"
+    assert run(*options, "--search", 1, "-o", again).out.splitlines() == lines
+    assert again.read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("memory", [np.inf, 2.2e7])

@@ -18,7 +18,7 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
 PLACEMENTS = {"zb-h1": 1, "zb-v": 2, "looped-bfs": 2, "chimera": 1}  # stages a worker: chain, V, loop, both directions
-PROBLEMS = 30  # of each placement
+PROBLEMS = 50  # of each placement
 
 
 def random_problem(name, draw):
