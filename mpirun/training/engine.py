@@ -10,7 +10,6 @@ sentence and an exit code; a rank that fails on its own says where, and ends the
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import sys
@@ -61,6 +60,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
         with generators_kept(), exit_by(self.comm, self._position, self._failing):
+            self._running.watchdog.show_call(method.__name__)
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # its argument is called self
@@ -150,7 +150,7 @@ class Engine:
             self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan, graphs)
             file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
-            atexit.register(session.close_together)
+            session.end_with_script()
             together(self.comm, lambda: check_buckets(buckets, self.model, session.header))
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
@@ -248,8 +248,8 @@ class Engine:
     def step(self, batch: Any) -> Result:
         """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike.
 
-        Whether the ranks give alike is looked at in the first step only: later the reader of an input and that of its
-        target may train on different samples, and nothing says so.
+        Whether the ranks give alike is looked at in steps 1, 2, 4, 8, ... of the run: in between the reader of an input
+        and that of its target may train on different samples, and nothing says so.
         """
         session = self._running
         batch = self._batch(batch)
@@ -374,9 +374,7 @@ class Engine:
     # How
 
     def _end(self) -> None:
-        session = self._running
-        atexit.unregister(session.close_together)
-        session.close()
+        self._running.close()
         self.session = None
 
     @property

@@ -1,4 +1,4 @@
-"""The data of a run's first step: ranks that read the same microbatch must have got the same."""
+"""The data of steps 1, 2, 4, 8, ... of a run: ranks that read the same microbatch must have got the same."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from mpirun.comm.fail_together import Stop
 from mpirun.engine.forward_backward import ForwardBackward
 
 
-def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward) -> None:
-    """Stop where the hashes of a microbatch differ, which `jobs` has noted in a step. Collective."""
+def is_compared(number: int) -> bool:
+    """Whether the data of a step are compared; `number`: that of the step in this run, from 0."""
+    return number & (number + 1) == 0
+
+
+def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward, step: int) -> None:
+    """Stop where the hashes of a microbatch differ, which `jobs` has noted in step `step`, from 0. Collective."""
     own, jobs.digests = jobs.digests or {}, None
     first: dict[int, tuple[int, str]] = {}  # by microbatch: the first rank that read it, and its hash
     for rank, digests in enumerate(comm.allgather(own)):
@@ -17,7 +22,7 @@ def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward) -> None:
             before, expected = first.setdefault(number, (rank, value))
             if value != expected:
                 raise Stop(
-                    f"ranks {before} and {rank} have got different data for microbatch {number} of the first step: it "
+                    f"ranks {before} and {rank} have got different data for microbatch {number} of step {step + 1}: it "
                     "should depend on the step and the microbatch alone, and be drawn with the generator that is given",
                     1,
                     speaker=0,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import signal
 import socket
@@ -30,9 +31,9 @@ from mpirun.engine.running_statistics import share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import unread_outputs
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
-from mpirun.training.same_data import check_same_data
+from mpirun.training.same_data import check_same_data, is_compared
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import BEAT, NOTHING, OTHERS, PHASE, ROW, TRAINING, VERIFYING, WAIT
+from mpirun.watchdog import BEAT, ENDING, NOTHING, OTHERS, PHASE, ROW, VERIFYING, WAIT
 from mpirun.watchdog.rank_side import Watchdog
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
@@ -196,11 +197,12 @@ class Session:
         """The next step. Stop where a number is not finite, unless such steps are skipped."""
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         jobs = self.interpreter.forward_backward
-        if step == self.begun:
+        compared = is_compared(step - self.begun)
+        if compared:
             jobs.digests = {}
         result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
-        if step == self.begun:
-            check_same_data(self.comm, jobs)
+        if compared:
+            check_same_data(self.comm, jobs, step)
         self._say_without_graphs()
         seconds = time.perf_counter() - begin
         self.steps += 1
@@ -281,11 +283,18 @@ class Session:
         """Show the watchdog that this rank moves."""
         self.watchdog.state[BEAT] += 1
 
+    def end_with_script(self) -> None:
+        """Let the end of the script be that of the run, if `close` is not called before. Collective."""
+        self.at_end = self.comm.Dup()  # what a rank waits for that has ended meets nothing that others do
+        atexit.register(self.close_together)
+
     def wait_for_others(self) -> None:
         """Return when all ranks have come here, or let the watchdog say which has not."""
         state = self.watchdog.state
-        state[PHASE], state[WAIT] = TRAINING, OTHERS
-        sleeping_barrier(self.comm)
+        self.watchdog.show_call("close")
+        state[PHASE], state[WAIT] = ENDING, OTHERS
+        sleeping_barrier(self.at_end)
+        self.at_end.Free()
         state[WAIT] = NOTHING
 
     def close_together(self) -> None:
@@ -295,6 +304,7 @@ class Session:
 
     def close(self) -> None:
         """The end of the run on this rank."""
+        atexit.unregister(self.close_together)
         self.end.close()
 
 

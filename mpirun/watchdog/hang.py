@@ -1,10 +1,27 @@
-"""Which rank the others wait for, in a job in which nothing moves."""
+"""Why a job cannot go on: which rank the others wait for, or which ranks call different methods of the Engine."""
 
 from __future__ import annotations
 
 import itertools
 
 from mpirun.watchdog.rank_state import State
+
+
+def different_calls(states: list[State]) -> str | None:
+    """Two ranks whose scripts do different things where all have to do the same; None: there are none.
+
+    It need not be looked at for how long: the same number of calls ends with the same one on all ranks, always.
+    """
+    first: dict[int, State] = {}  # by number of calls
+    for state in states:
+        other = first.setdefault(state["calls"], state)
+        if other["call"] != state["call"]:
+            one, two = (
+                f"rank {x['rank']} on {x['host']} " + ("has ended" if x["call"] == "close" else f"calls {x['call']}")
+                for x in (other, state)
+            )
+            return f"{one}, but {two}: all ranks call the methods of an Engine, in the same order"
+    return None
 
 
 def explain_hang(states: list[State]) -> str:

@@ -23,7 +23,21 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.watchdog import DONE, EVALUATING, FAILED, LEAVING, NOTHING, PHASE, ROW, SETTING_UP, TRYING, WAIT, WORDS
+from mpirun.watchdog import (
+    CALL,
+    DONE,
+    EVALUATING,
+    FAILED,
+    LEAVING,
+    METHODS,
+    NOTHING,
+    PHASE,
+    ROW,
+    SETTING_UP,
+    TRYING,
+    WAIT,
+    WORDS,
+)
 from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import RefusedFile
 
@@ -87,6 +101,11 @@ class Watchdog:
         file.close()
         if server is not None:
             server.close()
+
+    def show_call(self, method: str) -> None:
+        """Show that the script calls a method of the Engine, which all ranks have to call."""
+        calls = self.state[CALL] // len(METHODS)
+        self.state[CALL] = (calls + 1) * len(METHODS) + METHODS.index(method)
 
     def show_asked_early(self) -> None:
         """Show that SIGTERM ends this rank, if it does so in the set-up."""

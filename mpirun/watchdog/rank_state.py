@@ -6,14 +6,14 @@ import json
 import time
 from typing import Any, NamedTuple
 
-from mpirun.watchdog import BEAT, DONE, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+from mpirun.watchdog import BEAT, CALL, DONE, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
 # Of a rank, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, in words), peer
 # (the rank that it waits for; None: for none, -1: for all that are behind), process (what that does), moved (seconds
-# since it last did).
+# since it last did), calls (how many methods of the Engine its script has called), call (the last one).
 State = dict[str, Any]
 
 
@@ -89,8 +89,9 @@ class Rank:
         process = None if self.gone else os_process(self.pid)
         activity = "gone" if process is None else ACTIVITIES.get(process.letter, "alive")
         moved = time.monotonic() - self.moved
+        calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
-                "moved": moved}  # fmt: skip
+                "moved": moved, "calls": calls, "call": METHODS[method]}  # fmt: skip
 
 
 def in_a_line(state: State) -> str:

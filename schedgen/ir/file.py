@@ -27,6 +27,7 @@ from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import BLOCK
+from schedgen.util.parse_json import parse_json
 from schedgen.util.progress import counted
 
 VERSION = 1
@@ -174,7 +175,7 @@ def stored_hash(source: BinaryIO) -> str:
 def parse(content: str, name: str) -> Program:
     """The program in the text of file `name`, which may be edited by hand: any JSON layout, any or no hash."""
     try:
-        raw = json.loads(content)
+        raw = parse_json(content)
     except (ValueError, RecursionError) as error:
         raise RefusedFile(f"{name}:{getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:

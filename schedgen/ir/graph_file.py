@@ -18,6 +18,7 @@ from typing import Any
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import chain, check_edges, check_per_consumer
 from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.parse_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def read_graph(text: str, name: str) -> ModelGraph:
     `name`: what sentences call the file.
     """
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise RefusedFile(f"{name}: not JSON: {error}") from None
     optional = ("edges", "apart", "tied", "whole", "layers")

@@ -30,6 +30,7 @@ from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
+from schedgen.util.parse_json import parse_json
 
 Floats = NDArray[np.float64]
 Edge = tuple[int, int]
@@ -88,7 +89,7 @@ def read_layers(name: str) -> Layers:
 
 def _parse_json(text: str, name: str) -> Layers:
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except json.JSONDecodeError as error:
         raise RefusedFile(f"{name}:{error.lineno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in brackets

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.parse_json import parse_json
 
 
 class Machine(NamedTuple):
@@ -80,7 +80,7 @@ def read_profile(
     numbers of stages and edges come from.
     """
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise RefusedFile(f"{name}: not JSON: {error}") from None
     given = {*values} if isinstance(values, dict) else set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_n
 from mpirun.model.frontend.split_result import Cut
 from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases
 from schedgen.util.errors import UsageError, raised
+from schedgen.util.parse_json import parse_json
 
 
 def split_sequential(
@@ -98,7 +98,7 @@ def _named_starts(names: Sequence[str], points: Sequence[str | int]) -> list[int
 def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
     if isinstance(costs, str | Path):
         try:
-            profile = json.loads(Path(costs).read_text())
+            profile = parse_json(Path(costs).read_text())
             numbers = [sum(times) for times in zip(*(profile[job] for job in "FBIW" if job in profile), strict=True)]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{costs} is no profile of mpirun profile: {raised(error)}") from None

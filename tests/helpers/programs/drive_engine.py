@@ -374,6 +374,14 @@ def sentences() -> Any:
     def unseeded(step: int, microbatch: int, rng: Any) -> tuple[Tensor, Tensor]:
         return torch.full((2, WIDTH), float(WORLD.rank)), torch.zeros(2, WIDTH)
 
+    def unseeded_later() -> None:
+        run = engine()
+        try:
+            for _ in range(4):
+                run.step((INPUTS[:32] + (run.steps == 3) * WORLD.rank, TARGETS[:32]))
+        finally:
+            run.close()
+
     def two_save() -> None:
         first, second = engine(), engine()
         try:
@@ -505,6 +513,7 @@ def sentences() -> Any:
         ),
         "metric": stepped(loss=lambda output, target: (mse_loss(output, target), {"shape": output})),
         "different data": stepped(data=unseeded),
+        "different data later": unseeded_later,
         "not divisible": stepped((INPUTS[:31], TARGETS[:31])),
         "items": stepped(data=list(range(100))),
         "fewer": loader(last="fewer"),

@@ -162,7 +162,8 @@ SENTENCES = {
     "pieces": "the optimizer Alone steps pieces of stage0.linear.weight otherwise than the whole, and several",
     "muon": "compile without --shards",
     "metric": "the metric shape should be a tensor of one number",
-    "different data": "ranks 0 and 3 have got different data for microbatch 0 of the first step",
+    "different data": "ranks 0 and 3 have got different data for microbatch 0 of step 1",
+    "different data later": "ranks 0 and 3 have got different data for microbatch 0 of step 4",
     "not divisible": "a batch of 31 samples cannot be cut into 8 microbatches of one size",
     "items": "the dataset's items should be pairs",
     "fewer": "last: 'fewer' is neither 'pad' nor 'drop': all microbatches have one shape",
@@ -281,9 +282,8 @@ import os, signal, sys, time, torch, mpirun
 from torch.nn.functional import mse_loss
 def loss(output, target):
     return mse_loss(output, target) / (run.steps or 1) if sys.argv[1] != "loss" or not run.steps else [][0]
-limit = 3 if sys.argv[1] == "evaluate" else 600
 stages = [torch.nn.Linear(4, 4) for _ in range(2)]
-run = mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=loss, timeout=limit)
+run = mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=loss)
 if sys.argv[1] == "set-up" and run.rank == 1:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60)
@@ -300,6 +300,8 @@ if sys.argv[1] == "block":
 if sys.argv[1] == "shape":
     for batch in run.loader(lambda step, mb, rng: (torch.zeros(4 + step, 4), torch.zeros(4 + step, 4)), 4):
         run.step(batch)
+if sys.argv[1] == "end":
+    sys.exit(3) if run.rank == 1 else run.step((x, x))
 if run.rank == 0 or sys.argv[1] == "loss":
     run.step((x, x))
 [][run.rank]
@@ -309,14 +311,15 @@ if run.rank == 0 or sys.argv[1] == "loss":
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 27'),
+        ("loop", 'fails.py", line 28'),
         ("set-up", r"mpirun: rank 1 on \S+: asked to leave \(SIGTERM\) before the first step: nothing is saved\n"),
-        ("evaluate", r"nothing has moved for 3 s: .*\n  rank 0 on \S+: step 2: .*\n  rank 1 on \S+: evaluating"),
+        ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
+        ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
         (
             "shape",
             r"the microbatches of step 3 have shape \(5, 4\), not \(4, 4\) as the first: declare sizes with buckets=",
         ),
-        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:19\)"),
+        ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:18\)"),
         ("loss", r"mpirun: rank 1 on .*: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5\)"),
     ],
 )

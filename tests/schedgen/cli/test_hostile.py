@@ -235,6 +235,23 @@ def test_deep_profiles_are_refused(file, run, refused, tmp_path):
     assert "not JSON" in refused(run("stats", file, "--profile", profile), 1)
 
 
+def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
+    """JSON takes the last one, and would leave out the other in silence."""
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"F": 1, "B": 2, "F": 3}')
+    sentence = f"{twice}: not JSON: an object has 'F' twice"
+    assert sentence in refused(run("stats", file, "--profile", twice), 1)
+    plan = run("plan", twice, "--workers", 2, "--microbatches", 4, "--bandwidth", 1e9, "-o", "-")
+    assert "an object has 'F' twice" in refused(plan, 1)
+    twice.write_text('{"stages": 2, "tied": [], "tied": [[0, 1]]}')
+    assert "an object has 'tied' twice" in refused(
+        run("compile", "1f1b", "--graph", twice, "--microbatches", 4, "-o", "-"), 1
+    )
+    text = file.read_text()
+    twice.write_text(text.replace('"op": "FWD"', '"op": "BWD", "op": "FWD"', 1))
+    assert "an object has 'op' twice" in refused(run("seal", twice), 1)
+
+
 def test_sizes_whose_sums_are_no_numbers_are_refused(file, run, refused, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"F": 1, "I": 1, "W": 1, "activation": 9e17}))
