@@ -3,6 +3,7 @@
 seconds      Every rank computes all stages by a schedule of one worker, with the interpreter that runs use, and times
              its instructions. All ranks do so at once, and share cores and memory's bandwidth as they do in a run.
              Whole backwards and backwards in halves take turns, so that what else the machine does slows both.
+overhead     On a CPU, what of a job's seconds passes outside of the stage's module and of autograd.
 bytes        The same on all ranks: rank 0 counts them by the memory tracker, in steps of its own.
 alpha, beta  Messages are timed between neighbouring ranks.
 """
@@ -13,7 +14,8 @@ import gc
 import json
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -27,6 +29,7 @@ from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.setup import set_up_command
+from mpirun.engine.stage import LocalStage
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
@@ -62,6 +65,28 @@ class Bytes(NamedTuple):
     def workspace(self) -> int:
         """The peak above all that is alive when it begins or that it leaves."""
         return max(0, self.peak - self.before - self.defined - self.kept)
+
+
+class _Stopwatch:
+    """Seconds that pass in modules of stages and in their backwards."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def watch(self, stage: LocalStage) -> None:
+        """Count those of this stage, too, from now on."""
+        methods = ((stage.module, "forward"), *((stage, f"backward{half}") for half in ("", "_input", "_weight")))
+        for owner, name in methods:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = method(*arguments)
+            self.seconds += time.perf_counter() - begin
+            return result
+
+        return timed
 
 
 class Profile:
@@ -131,32 +156,38 @@ class Profile:
             "owned": [weight[s] + measured[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
         }
 
-    def _seconds(self) -> dict[str, list[float]]:
-        """Seconds of each direction and of STEP, by stage: medians of a rank's, and of these over ranks."""
+    def _seconds(self) -> dict[str, object]:
+        """Seconds of each direction, of its overhead and of STEP, by stage: medians of a rank's, and of these."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
-        measured: dict[Key, list[float]] = {}
-        machine = self._interpreter()
-        self._step(machine, {})  # to warm up
+        machine, inside, on_cpu = self._interpreter(), _Stopwatch(), self.setup.device.kind == "cpu"
+        for stage in machine.stages.values() if on_cpu else ():
+            inside.watch(stage)
+        self._step(machine, {}, inside)  # to warm up
         self.comm.Barrier()
+        measured: dict[Key, list[tuple[float, float]]] = {}
         for _ in tqdm(range(steps), unit="step", disable=silent):
-            self._step(machine, measured)
-        medians = self.comm.allgather({key: float(np.median(seconds)) for key, seconds in measured.items()})
-        return {
-            name: [
-                float(np.median([of_rank[OPS[name], s] for of_rank in medians])) for s in range(len(self.setup.shapes))
-            ]
-            for name in OPS
-        }
+            self._step(machine, measured, inside)
+        medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
+        seconds, overhead = (
+            {
+                name: [float(np.median([of_rank[op, s][k] for of_rank in medians])) for s in machine.stages]
+                for name, op in OPS.items()
+            }
+            for k in (0, 1)
+        )
+        del overhead["step"]
+        return {**seconds, "overhead": overhead} if on_cpu else {**seconds}
 
-    def _step(self, machine: Interpreter, measured: dict[Key, list[float]]) -> None:
-        """Execute and time every instruction once."""
+    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> None:
+        """Execute and time every instruction once: its seconds, and its overhead."""
         for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
             machine.forward_backward.microbatches.clear()  # in a run they are made on several ranks
-            begin = time.perf_counter()
+            inside.seconds, begin = 0.0, time.perf_counter()
             act()
             self.setup.device.finish()
-            measured.setdefault((i.op, i.stage), []).append(time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            measured.setdefault((i.op, i.stage), []).append((seconds, seconds - inside.seconds))
         self.current = None
 
 

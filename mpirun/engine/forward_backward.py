@@ -23,8 +23,8 @@ from mpirun.model.frozen_statistics import frozen_statistics
 from mpirun.model.loss import loss_and_metrics, loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op
 
-# What computes the loss of the last stage's outputs, and its metrics by name.
-Score = Callable[[list[Tensor], Microbatch], tuple[Tensor, dict[str, Tensor]]]
+# What computes the loss of a microbatch from the last stage's outputs, and puts its metrics into a dict.
+Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
 
 
 class PendingBackward:
@@ -105,20 +105,15 @@ class ForwardBackward:
         score = self._score(i, save) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
+        divisor, random_layers = loss_divisor(header), bool(stage.shape.random_layers)
         losses, metrics, microbatches, device = self.losses, self.metrics, header.microbatches, self.device
 
         def compute(
             values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
         ) -> tuple[list[Tensor], dict[str, Tensor]]:
             found: dict[str, Tensor] = {}
-
-            def loss(outputs: list[Tensor]) -> Tensor:
-                nonlocal found
-                assert score is not None and batch is not None
-                value, found = score(outputs, batch)
-                return value
-
-            outputs, saved = stage.forward(values, None if score is None else loss, save, arguments, leaves, specs)
+            loss = None if score is None or batch is None else partial(score, batch, found)
+            outputs, saved = stage.forward(values, loss, save, arguments, leaves, specs)
             if saved is not None:
                 pending.saved = saved
             return outputs, found
@@ -136,7 +131,7 @@ class ForwardBackward:
             if packed:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             batch = None if read is None else read()
-            if stage.shape.random_layers:
+            if random_layers:
                 stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()
             outputs, found = run(values, leaves, batch if has_loss else None)
@@ -145,20 +140,18 @@ class ForwardBackward:
                 if found:
                     metrics[mb] = found
             if save and has_loss and batch is not None:
-                divisor = loss_divisor(header, batch.loss_divisor)
-                pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
+                pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor(batch.loss_divisor), device)
             return outputs
 
         return forward
 
     def _score(self, i: Instruction, save: bool) -> Score:
         """The loss of a microbatch, with its metrics."""
-        names = set(self.setup.shapes[-1].metrics)
-        function, divisor = self.setup.model.loss, loss_divisor(self.header, self.setup.microbatches.count)
+        names, function = set(self.setup.shapes[-1].metrics), self.setup.model.loss
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
-        loss_gradient(torch.float32, divisor, self.device)
+        loss_gradient(torch.float32, loss_divisor(self.header)(self.setup.microbatches.count), self.device)
 
-        def score(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def score(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
             if save and not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
@@ -166,7 +159,8 @@ class ForwardBackward:
                 raise ValueError(
                     f"the loss returned the metrics {sorted(metrics)}, but {sorted(names)} for the first microbatch"
                 )
-            return loss, metrics
+            found |= metrics
+            return loss
 
         return score
 

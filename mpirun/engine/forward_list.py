@@ -116,9 +116,9 @@ class _Forwards(ForwardBackward):
         first, mb = self.header.microbatches, i.mb
         zero = torch.zeros((), device=self.device)
 
-        def give(outputs: list[Tensor], batch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        def give(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
             if first_shard:
                 self.outcome(self.position.accumulation_pass * first + mb, loss_input(outputs), batch)
-            return zero, {}
+            return zero
 
         return give

@@ -116,17 +116,16 @@ class _Builder:
     def untied(self) -> nn.Module:
         """As its entry builds it. An entry with an attribute `seeded` is seeded by that, not by the stage."""
         entry = self.model.stages[self.stage]
-        source = self.stage // self.model.tensor_parallel
         if isinstance(entry, nn.Module):
             return self._layer(ModuleCopy(entry), "", "")
         if isinstance(entry, Mapping):
             layers = OrderedDict((name, self._layer(make, name, f"{name}.")) for name, make in entry.items())
             return nn.Sequential(layers)
-        return self._layer(entry, getattr(entry, "seeded", f"stage {source}"), "")
+        return self._layer(entry, getattr(entry, "seeded", f"stage {self.model.model_stage(self.stage)}"), "")
 
     def _layer(self, make: Callable[[], nn.Module], seeded: str, prefix: str) -> nn.Module:
         """A layer, or the whole stage: `prefix` is what its names in the stage begin with."""
-        stage = self.stage // self.model.tensor_parallel
+        stage = self.model.model_stage(self.stage)
         seed_generators(derived_seed(self.seed, seeded))
 
         def needs_values(name: str, tensor: Tensor) -> bool:

@@ -95,20 +95,23 @@ class Model(NamedTuple):
         inputs = [Input(index) for index in range(leaves)]
         return [[Value(p, 0) for p in stages] or inputs for stages in producers]
 
+    def model_stage(self, stage: int) -> int:
+        """The function's stage that a stage is a shard or a replica of; without shards it is that."""
+        return stage // self.tensor_parallel
+
     def shard_of(self, stage: int) -> Shard:
         """The shard that a stage is of one of the function's stages; UNSHARDED where that is not split."""
-        source, index = divmod(stage, self.tensor_parallel)
-        return Shard(index, self.tensor_parallel) if source in self.split else UNSHARDED
+        split = self.model_stage(stage) in self.split
+        return Shard(stage % self.tensor_parallel, self.tensor_parallel) if split else UNSHARDED
 
     def is_replica(self, stage: int) -> bool:
         """Whether a stage computes the same as the stage before it, on another rank."""
-        source, index = divmod(stage, self.tensor_parallel)
-        return index > 0 and source not in self.split
+        return stage % self.tensor_parallel > 0 and self.model_stage(stage) not in self.split
 
     def ties_shards(self, tie: Sequence[tuple[int, str]]) -> bool:
         """Whether a tie is of a parameter that all shards of one stage have in full."""
         stages = {stage for stage, _ in tie}
-        return len(stages) > len({stage // self.tensor_parallel for stage in stages}) == 1
+        return len(stages) > len(set(map(self.model_stage, stages))) == 1
 
     def tied_to_earlier(self, stage: int, names: Iterable[str]) -> set[str]:
         """Of the parameters of a stage, those that an earlier stage has too."""
@@ -128,4 +131,4 @@ class Model(NamedTuple):
         name = name.replace("_orig_mod.", "")  # of torch.compile
         if self.named or isinstance(self.stages[stage], Mapping):
             return name
-        return f"stage{stage // self.tensor_parallel}.{name}"
+        return f"stage{self.model_stage(stage)}.{name}"

@@ -32,6 +32,8 @@ def loss_and_metrics(
             return torch.stack([x.float().sum() * 0 for x in floating]).sum(), {}
         output, target = (without_padding(tree, batch) for tree in (output, target))
     returned = function(output, target)
+    if isinstance(returned, Tensor) and not returned.dim():
+        return returned, {}
     metrics: Mapping[str, Any] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, metrics = returned

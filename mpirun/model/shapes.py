@@ -113,16 +113,18 @@ def infer_shapes(
                 overwrites_buffers=buffer_counts != _write_counts(buffers) or _others(buffers, [*module.buffers()]),
                 aliased_outputs=_aliased_outputs(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
                 random_layers=tuple(finder.random_layers),
-                model_stage=stage // model.tensor_parallel,
+                model_stage=model.model_stage(stage),
             )
         )
-        if model.shard_of(stage).count > 1:
-            _check_shard(stage % model.tensor_parallel, shapes)
+        if (shard := model.shard_of(stage)).count > 1:
+            _check_shard(shard.index, shapes)
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
     loss, metrics = _zero_loss(model, shapes[-1].outputs, to_device(batch, device), autocast_dtype, device)
-    last = len(shapes) - model.tensor_parallel
-    return shapes[:last] + [shape._replace(loss_bytes=loss.element_size(), metrics=metrics) for shape in shapes[last:]]
+    size, last = loss.element_size(), shapes[-1].model_stage
+    return [
+        shape._replace(loss_bytes=size, metrics=metrics) if shape.model_stage == last else shape for shape in shapes
+    ]
 
 
 def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:

@@ -12,7 +12,7 @@ from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import unreplicated
-from schedgen.simulator.machine import Machine
+from schedgen.simulator.machine import Machine, by_direction
 
 SHORTEST = 1e-5  # of the longest job: what a stage takes whose layers take no time
 
@@ -49,7 +49,7 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     """The costs of stages that end at cuts `ends`, with links of `bandwidth` bytes a second.
 
     What layers hand on inside a stage is saved between forward and backward, and its gradient is alive while the
-    backward runs.
+    backward runs. A stage has the overhead of one of its layers, the one with the most.
     """
     begins = [0, *ends[:-1]]
     spans = list(zip(begins, ends, strict=True))
@@ -68,12 +68,15 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
         sums: Floats = np.add.reduceat(amount, begins)
         return sums
 
-    spaces = machine.workspace
     workspace: dict[str, Amount] = {}
-    for direction, amount in (spaces if isinstance(spaces, Mapping) else dict.fromkeys("FBIW", spaces)).items():
+    for direction, amount in by_direction(machine.workspace).items():
         largest = np.maximum.reduceat(by_stage(amount, count), begins)
         workspace[direction] = np.rint(largest + (2 * widest if direction in "BI" else 0))
-    times = {direction: total(seconds) for direction, seconds in layers.times.items()}
+    overhead = by_direction(machine.overhead)
+    times = {}
+    for direction, seconds in layers.times.items():
+        once = by_stage(overhead.get(direction, 0), count)
+        times[direction] = total(seconds - once) + np.maximum.reduceat(once, begins)
     shortest = SHORTEST * max(float(seconds.max()) for seconds in times.values())
     return StageCosts(
         tuple(j - i for i, j in spans),

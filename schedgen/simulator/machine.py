@@ -33,6 +33,8 @@ class Machine(NamedTuple):
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
     step: Amount = 0  # time a STEP takes
+    # Of a job's time, what is none of its layers': a stage of several has it once. Or by direction.
+    overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
 
     @property
@@ -59,7 +61,9 @@ def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
         parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
         return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
 
-    expanded = {key: expand(value, key not in ("activation", "alpha", "beta")) for key, value in values.items()}
+    expanded = {
+        key: expand(value, key not in ("activation", "alpha", "beta", "overhead")) for key, value in values.items()
+    }
     if "apart" in values:
         expanded["apart"] = by_edge = values["apart"]
         if isinstance(by_edge, list) and len(by_edge) == len(edges):
@@ -74,8 +78,8 @@ def read_profile(
     """The durations and the machine in a JSON object: F, with B or I and W or all, and `PROFILE_KEYS`, which may be
     left out.
 
-    Times and bytes are numbers, or lists by stage (apart: by edge); workspace may be an object with these for some of
-    F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
+    Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects with these
+    for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
     Raises RefusedFile where it is no such object, UsageError for values that do not fit; `counted` says in it where the
     numbers of stages and edges come from.
     """
@@ -95,11 +99,11 @@ def read_profile(
     for key, value in values.items():
         if key not in (*names, REDO, *PROFILE_KEYS):
             raise UsageError(f"{name}: there is no cost '{clip(key)}'")
-        if key == "workspace" and isinstance(value, dict):
+        if key in ("workspace", "overhead") and isinstance(value, dict):
             for direction, amount in value.items():
                 if direction not in DIRECTION.values():
-                    raise UsageError(f"{name}: workspace should have some of F, B, I and W, not '{clip(direction)}'")
-                _check(amount, f"{name}: workspace of {direction}", stages, of_stages)
+                    raise UsageError(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
+                _check(amount, f"{name}: {key} of {direction}", stages, of_stages)
             continue
         if key == "apart":
             _check(value, f"{name}: apart", edges, f"{counted} {edges} edges")
@@ -109,7 +113,15 @@ def read_profile(
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
     machine = Machine(**{PROFILE_KEYS[key]: value for key, value in values.items() if key in PROFILE_KEYS})
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
+    for direction, amount in by_direction(machine.overhead).items():
+        if direction in times and (by_stage(amount, stages) > times[direction]).any():
+            raise UsageError(f"{name}: the overhead of {direction} is more than {direction} takes")
     return times, machine
+
+
+def by_direction(amount: Amount | Mapping[str, Amount]) -> Mapping[str, Amount]:
+    """An amount of a job that may depend on its direction, for each of F, B, I and W that it is given for."""
+    return amount if isinstance(amount, Mapping) else dict.fromkeys(DIRECTION.values(), amount)
 
 
 def _is_amount(value: Any) -> bool:

@@ -77,7 +77,9 @@ def test_the_workspace_of_a_forward_is_what_gelu_returns(profiles):
 
 def test_a_profile_is_complete(profiles):
     profile, times = profiles["whole"], ["F", "B", "I", "W", "step"]
-    assert {*profile} == {*times, "alpha", "beta", "workspace", *BYTES}
+    assert {*profile} == {*times, "alpha", "beta", "overhead", "workspace", *BYTES}
+    for direction, overhead in profile["overhead"].items():
+        assert all(0 < a < b for a, b in zip(overhead, profile[direction], strict=True))
     for key in times:
         assert len(profile[key]) == 4 and min(profile[key]) > 0
     assert profile["alpha"] >= 0 and profile["beta"] >= 0 and profile["alpha"] + profile["beta"] > 0

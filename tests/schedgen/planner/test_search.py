@@ -185,6 +185,7 @@ def test_a_stage_costs_what_its_layers_cost():
     machine = Machine(
         activation=np.array([5.0, 7, 9, 1]), weight=np.array([1.0, 2, 3, 4]), saved=np.array([10.0, 20, 30, 40]),
         half=2, workspace={"F": [1, 2, 3, 4], "B": [4, 3, 2, 1]}, owned=[2, 4, 6, 8], step=np.array([1.0, 1, 1, 2]),
+        overhead={"F": [0.5, 0.25, 1, 1], "B": 1},
     )  # fmt: skip
     times = {"F": np.array([1.0, 2, 3, 4]), "B": np.array([2.0, 4, 6, 8])}
     # Layer 3 reads layer 1, too: its output crosses the cut behind layer 2 as well.
@@ -204,9 +205,9 @@ def test_a_stage_costs_what_its_layers_cost():
         "F": [2, 3, 4],
         "B": [4 + 2 * 5, 2, 1],
     }
-    assert {name: sums.tolist() for name, sums in cut.durations(False).items()} == {"F": [3, 3, 4], "B": [6, 6, 8]}
+    assert {name: sums.tolist() for name, sums in cut.durations(False).items()} == {"F": [2.75, 3, 4], "B": [5, 6, 8]}
     assert {name: sums.tolist() for name, sums in cut.durations(True).items()} == {
-        "F": [3, 3, 4], "I": [3, 3, 4], "W": [3, 3, 4],
+        "F": [2.75, 3, 4], "I": [2.5, 3, 4], "W": [2.5, 3, 4],
     }  # fmt: skip
 
 
