@@ -62,10 +62,8 @@ def rule_9(proof: Proof) -> None:
     header = proof.header
     if header.has_flush:
         return
-    if header.ties:
-        proof.refuse_rank(9, 0, "stages are tied: their weights have no versions of their own")
-    if header.tensor_parallel:
-        proof.refuse_rank(9, 0, "stages have shards: their weights have no versions")
+    if header.stepped_together:
+        proof.refuse_rank(9, 0, f"{header.stepped_together} step together: their weights have no versions")
     for d in range(len(header.compute)):
         wrong = (header.weights[d] != header.compute[d]) | (header.compute[d] != header.compute[F])
         for s, b in np.argwhere(wrong)[:1]:

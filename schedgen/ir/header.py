@@ -168,6 +168,11 @@ class Header:
         return not self.weight_versions
 
     @property
+    def stepped_together(self) -> str | None:
+        """Which stages step their weights together, so that these have no versions of their own; None: none do."""
+        return "tied stages" if self.tied else "shards of stages" if self.tensor_parallel else None
+
+    @property
     def memory_limit(self) -> int | None:
         """The most saved forwards that a rank may hold at once; None: any number."""
         limit = self.lowering.get("memory_limit")

@@ -193,7 +193,7 @@ def _check_shards(header: Header, jobs: int) -> None:
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
     if header.part_uses() > MOST_USES * jobs:
         raise Wrong("shards", f"shards ask for more parts of weights than {jobs} instructions can use")
-    if header.part_owners and (header.tied or header.tensor_parallel or not header.has_flush):
+    if header.part_owners and (header.stepped_together or not header.has_flush):
         raise Wrong("shards", "shards: weights that are tied, have versions, or are of shards, have no parts")
 
 

@@ -76,10 +76,9 @@ def check_placement(header: Header) -> None:
             f"--updates {header.weight_versions.updates}: w must put a job's weights where it is computed, "
             "and a backward where its forward is"
         )
-    if header.tied:
-        raise UsageError(
-            f"--updates {header.weight_versions.updates}: tied stages step together, which is --updates flush"
-        )
+    if header.stepped_together:
+        what = f"{header.stepped_together} step together"
+        raise UsageError(f"--updates {header.weight_versions.updates}: {what}, which is --updates flush")
 
 
 def _with_versions(program: Program, version: RowNumbers) -> Program:
