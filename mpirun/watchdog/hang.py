@@ -10,7 +10,7 @@ from mpirun.watchdog.rank_state import State
 def different_calls(states: list[State]) -> str | None:
     """Two ranks whose scripts do different things where all have to do the same; None: there are none.
 
-    It need not be looked at for how long: the same number of calls ends with the same one on all ranks, always.
+    After the same number of calls the last one is the same on all ranks, at any time, so one look is enough.
     """
     first: dict[int, State] = {}  # by number of calls
     for state in states:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.instructions import DIRECTIONS
-from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.machine import Machine, by_direction, read_profile
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import parse_json
@@ -105,6 +105,9 @@ def _parse_json(text: str, name: str) -> Layers:
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan is for backwards, too: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}
+    for direction, amount in by_direction(machine.overhead).items():
+        if direction in by_layer and (by_stage(amount, count) > by_layer[direction]).any():
+            raise RefusedFile(f"{name}: the overhead of {direction} is more than {direction} takes")
     return Layers(tuple(map(str, range(count))), tuple(itertools.pairwise(range(count))), by_layer, machine)
 
 

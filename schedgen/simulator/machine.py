@@ -113,9 +113,6 @@ def read_profile(
             raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
     machine = Machine(**{PROFILE_KEYS[key]: value for key, value in values.items() if key in PROFILE_KEYS})
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
-    for direction, amount in by_direction(machine.overhead).items():
-        if direction in times and (by_stage(amount, stages) > times[direction]).any():
-            raise UsageError(f"{name}: the overhead of {direction} is more than {direction} takes")
     return times, machine
 
 

@@ -534,7 +534,9 @@ def test_updates_of_more_gradients_than_the_list_adds_up_are_refused(base, judge
     assert "no gradient is left for this step" in refused(judge(file)[0], 1)
 
 
-@pytest.mark.parametrize(("key", "words"), [("tied", "tied stages step together"), ("weights", "is away from its weights")])
+@pytest.mark.parametrize(
+    ("key", "words"), [("tied", "tied stages step together"), ("weights", "is away from its weights")]
+)
 def test_a_header_that_versions_do_not_go_with_is_refused(key, words, base, judge, refused):
     file = copy(base["stash"])
     if key == "tied":
