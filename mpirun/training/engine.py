@@ -49,6 +49,7 @@ from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
+from schedgen.util.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -227,8 +228,9 @@ class Engine:
         last             what becomes of an epoch's last samples where they fill no step: "pad" or "drop"
         collate          makes a batch of a list of items; None: torch's default
         """
-        if last not in ("pad", "drop"):
-            raise Stop(f"last: {last!r} is neither 'pad' nor 'drop': all microbatches have one shape", 2, speaker=0)
+        self._refuse(
+            last not in ("pad", "drop"), f"last: {last!r} is neither 'pad' nor 'drop': all microbatches have one shape"
+        )
         loader = together(
             self.comm,
             lambda: Loader(
@@ -291,8 +293,7 @@ class Engine:
 
         The newest `keep` stay.
         """
-        if not self.prepared.has_stages:
-            raise Stop("save: nothing has been trained or evaluated yet", 2, speaker=0)
+        self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
         writer = self._running.checkpoints()
         if self.saving != Path(directory):
             writer.open(str(directory), keep, None if self.resumed_from is None else str(self.resumed_from))
@@ -307,17 +308,17 @@ class Engine:
         False, and nothing is done, where the directory has no checkpoint.
         """
         session = self._running
-        if session.steps:
-            raise Stop("resume: this run has done steps already", 2, speaker=0)
-        if self.verifies:
-            raise Stop("verify=True does all steps again, but not those before a checkpoint: resume without it", 2, 0)
+        self._refuse(bool(session.steps), "resume: this run has done steps already")
+        self._refuse(
+            self.verifies, "verify=True does all steps again, but not those before a checkpoint: resume without it"
+        )
         manifest = newest_checkpoint(self.comm, str(directory), str(directory))
         if manifest is None:
             return False
         if data is not None:
-            position = manifest.settings.get("loader")
-            if position is None:
-                raise Stop(f"{manifest.folder} was saved without a position in the data: save with data=", 2, speaker=0)
+            position = manifest.settings.get("loader", {})
+            unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
+            self._refuse(not position, unsaved)
             together(self.comm, lambda: data.restore(position))
         self.data, self.resumed_from = data, Path(directory)
         if self.prepared.has_stages:
@@ -329,8 +330,7 @@ class Engine:
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model in its own names: safetensors, and what else the directory of `weights` has."""
-        if not self.prepared.has_stages:
-            raise Stop("export: nothing has been trained or evaluated yet", 2, speaker=0)
+        self._refuse(not self.prepared.has_stages, "export: nothing has been trained or evaluated yet")
         on_rank_0(self.comm, lambda: check_new(Path(directory)))
         session = self._running
         session.share_buffers()
@@ -343,8 +343,7 @@ class Engine:
 
         The Engine is made with verify=True. With canonical=True nothing may differ.
         """
-        if not self.verifies:
-            raise Stop("verify: say verify=True where the Engine is made", 2, speaker=0)
+        self._refuse(not self.verifies, "verify: say verify=True where the Engine is made")
         return self._running.verify() == 0
 
     def close(self) -> None:
@@ -396,6 +395,15 @@ class Engine:
     def _position(self) -> str:
         return "" if self.session is None else self.session.position()
 
+    def _refuse(self, wrong: bool, sentence: str) -> None:
+        """A Stop on all ranks where something is wrong on one of them: the others may be about to do something else."""
+
+        def look() -> None:
+            if wrong:
+                raise UsageError(sentence)
+
+        together(self.comm, look)
+
     def _say(self, sentence: str) -> None:
         if self.comm.rank == 0 and sentence not in self.said:
             self.said.add(sentence)
@@ -424,10 +432,10 @@ class Engine:
     ) -> T:
         """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape."""
         session = self._running
-        if batches is not None and (type(batches) is not int or batches < 0):
-            raise Stop(f"batches should be a whole number, not {batches!r}", 2, speaker=0)
-        if not isinstance(loader, Iterable):
-            raise Stop(f"a {type(loader).__name__} gives no batches: take what loader(...) returns", 2, speaker=0)
+        whole = batches is None or (type(batches) is int and batches >= 0)
+        self._refuse(not whole, f"batches should be a whole number, not {batches!r}")
+        no_loader = f"a {type(loader).__name__} gives no batches: take what loader(...) returns"
+        self._refuse(not isinstance(loader, Iterable), no_loader)
         position = loader.state() if isinstance(loader, Loader) else None
         shapes = Shapes(self.comm, self.shapes.buckets)
 
@@ -438,8 +446,8 @@ class Engine:
 
         found = evaluators()
         first = next(found, None)
-        if first is None:
-            raise Stop("there is no batch to evaluate", 2, speaker=0)
+        self._refuse(first is None, "there is no batch to evaluate")
+        assert first is not None
         try:
             return use(session, chain([first], found))
         finally:

@@ -177,7 +177,8 @@ def parse(content: str, name: str) -> Program:
     try:
         raw = parse_json(content)
     except (ValueError, RecursionError) as error:
-        raise RefusedFile(f"{name}:{getattr(error, 'lineno', 1)}: not JSON: {getattr(error, 'msg', error)}") from None
+        where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
+        raise RefusedFile(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
         raise RefusedFile(f'{name}: not a schedule file of format version {VERSION} ("schedgen": {VERSION})')
     try:

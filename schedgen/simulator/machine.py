@@ -61,9 +61,8 @@ def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
         parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
         return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
 
-    expanded = {
-        key: expand(value, key not in ("activation", "alpha", "beta", "overhead")) for key, value in values.items()
-    }
+    whole = ("activation", "alpha", "beta", "overhead")
+    expanded = {key: expand(value, key not in whole) if _has_amounts(value) else value for key, value in values.items()}
     if "apart" in values:
         expanded["apart"] = by_edge = values["apart"]
         if isinstance(by_edge, list) and len(by_edge) == len(edges):
@@ -91,7 +90,7 @@ def read_profile(
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
-    if header is not None and header.tensor_parallel and all(map(_has_amounts, values.values())):
+    if header is not None and header.tensor_parallel:
         values = _expand_shards(values, header)
     of_stages = f"{counted} {stages} stages"
     if len(lone := given & {"I", "W"}) == 1:

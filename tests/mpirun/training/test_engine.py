@@ -300,6 +300,8 @@ if sys.argv[1] == "block":
 if sys.argv[1] == "shape":
     for batch in run.loader(lambda step, mb, rng: (torch.zeros(4 + step, 4), torch.zeros(4 + step, 4)), 4):
         run.step(batch)
+if sys.argv[1] == "argument":
+    run.evaluate(3 if run.rank else [(x, x)])
 if sys.argv[1] == "end":
     sys.exit(3) if run.rank == 1 else run.step((x, x))
 if run.rank == 0 or sys.argv[1] == "loss":
@@ -311,9 +313,10 @@ if run.rank == 0 or sys.argv[1] == "loss":
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 28'),
+        ("loop", 'fails.py", line 30'),
         ("set-up", r"mpirun: rank 1 on \S+: asked to leave \(SIGTERM\) before the first step: nothing is saved\n"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
+        ("argument", "mpirun: a int gives no batches: take what loader"),
         ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
         (
             "shape",

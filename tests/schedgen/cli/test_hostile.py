@@ -249,7 +249,7 @@ def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
     )
     text = file.read_text()
     twice.write_text(text.replace('"op": "FWD"', '"op": "BWD", "op": "FWD"', 1))
-    assert "an object has 'op' twice" in refused(run("seal", twice), 1)
+    assert f"{twice}: not JSON: an object has 'op' twice" in refused(run("seal", twice), 1)
 
 
 def test_sizes_whose_sums_are_no_numbers_are_refused(file, run, refused, tmp_path):
