@@ -157,7 +157,7 @@ class Profile:
         }
 
     def _seconds(self) -> dict[str, object]:
-        """Seconds of each direction, of its overhead and of STEP, by stage: medians of a rank's, and of these."""
+        """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians of a rank's, and of these over ranks."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
         machine, inside, on_cpu = self._interpreter(), _Stopwatch(), self.setup.device.kind == "cpu"
         for stage in machine.stages.values() if on_cpu else ():

@@ -432,8 +432,8 @@ class Engine:
     ) -> T:
         """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape."""
         session = self._running
-        whole = batches is None or (type(batches) is int and batches >= 0)
-        self._refuse(not whole, f"batches should be a whole number, not {batches!r}")
+        no_number = batches is not None and (type(batches) is not int or batches < 0)
+        self._refuse(no_number, f"batches should be a whole number, not {batches!r}")
         no_loader = f"a {type(loader).__name__} gives no batches: take what loader(...) returns"
         self._refuse(not isinstance(loader, Iterable), no_loader)
         position = loader.state() if isinstance(loader, Loader) else None

@@ -1,4 +1,4 @@
-"""Why a job cannot go on: which rank the others wait for, or which ranks call different methods of the Engine."""
+"""Why a job cannot go on: which rank the others wait for, or which scripts call different methods of the Engine."""
 
 from __future__ import annotations
 
