@@ -164,7 +164,7 @@ class Cuda(Device):
         self.pool: tuple[int, int] | None = None  # of graphs
         self.copy_streams = torch.cuda.Stream(self.torch), torch.cuda.Stream(self.torch)
         self.sum_stream = torch.cuda.Stream(self.torch)
-        gpus = [str(each) for each in same_host.allgather(torch.cuda.get_device_properties(self.torch).uuid)]
+        gpus = same_host.allgather(str(torch.cuda.get_device_properties(self.torch).uuid))
         same_host.Free()
         self.messages = messages
         self.direct = messages == "direct" or (messages == "auto" and bool(comm.allreduce(cuda_aware(), MPI.LAND)))
