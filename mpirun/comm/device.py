@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mpirun.comm.cuda_graph import CudaGraph, memory_at
 from mpirun.comm.gpu_trial import messages_arrive
+from mpirun.comm.local_gpu import local_rank
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords
 from schedgen.util.errors import UsageError
 
@@ -155,17 +156,16 @@ class Cuda(Device):
         """`messages`: one of WAYS; `words`: of streams, in place of events. Collective."""
         self.words = None
         self.all_words = StreamWords(self.host, CudaStreamOperations()) if words else None
-        same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        number = same_host.rank
-        self.torch = torch.device("cuda", number % torch.cuda.device_count())
+        self.torch = torch.device("cuda", number_on_host(comm) % torch.cuda.device_count())
         torch.cuda.set_device(self.torch)
         # The default stream waits for what others launch, MPI too, and they for it.
         torch.cuda.set_stream(torch.cuda.Stream(self.torch))
         self.pool: tuple[int, int] | None = None  # of graphs
         self.copy_streams = torch.cuda.Stream(self.torch), torch.cuda.Stream(self.torch)
         self.sum_stream = torch.cuda.Stream(self.torch)
-        gpus = same_host.allgather(str(torch.cuda.get_device_properties(self.torch).uuid))
-        same_host.Free()
+        # Autograd's thread has no GPU before its first kernel, and cuBLAS would warn of that.
+        torch.ones((), device=self.torch, requires_grad=True).exp().backward()
+        gpus = comm.allgather(str(torch.cuda.get_device_properties(self.torch).uuid))
         self.messages = messages
         self.direct = messages == "direct" or (messages == "auto" and bool(comm.allreduce(cuda_aware(), MPI.LAND)))
         self.shared = f", {len(gpus)} ranks on {len(set(gpus))}" if len(set(gpus)) < len(gpus) else ""
@@ -237,6 +237,19 @@ class Cuda(Device):
     def reserved(self) -> int:
         """That of torch's caching allocator."""
         return torch.cuda.max_memory_reserved(self.torch)
+
+
+def number_on_host(comm: MPI.Intracomm) -> int:
+    """A rank's number on its host: what the launcher says, or how many ranks before it are there. Collective.
+
+    MPI cannot be asked: with MPIR_CVAR_NOLOCAL it treats ranks of one host as if they were on several.
+    """
+    said = comm.allgather((MPI.Get_processor_name(), local_rank(os.environ)))
+    host, number = said[comm.rank]
+    # Ranks that inherit one variable of another launcher all have the same number.
+    if number is not None and len(set(said)) == len(said) and all(other is not None for _, other in said):
+        return number
+    return sum(other == host for other, _ in said[: comm.rank])
 
 
 def cuda_aware() -> bool:

@@ -33,7 +33,7 @@ def _stage(layers: tuple[Callable[[], nn.Module], ...]) -> nn.Module:
     return nn.Sequential(*(layer() for layer in layers))
 
 
-compute, overhead, d48, d128, d384, quick = (partial(model, case) for case in CASES.values())
+compute, overhead, d48, d128, d384, gpu, quick = (partial(model, case) for case in CASES.values())
 
 
 def in_layers(layers: Layers, stages: int) -> Model:

@@ -103,9 +103,10 @@ class Floor:
 def data_parallel(training: Training) -> Callable[[int], Sequence[Tensor]]:
     """The step of a rank that does every `comm.size`-th microbatch; gradients are views into one flat tensor."""
     comm, module, optimizer, batch, loss, microbatches = training
-    share = torch.tensor(1 / microbatches)
     parameters = list(module.parameters())
-    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    device = parameters[0].device
+    share = torch.tensor(1 / microbatches, device=device)
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters) if comm.size > 1 else 0, device=device)
 
     def step(number: int) -> Sequence[Tensor]:
         if comm.size == 1:

@@ -30,14 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from mpirun.cli.options import run_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import bytes_from_rank_0
-from mpirun.data.microbatches import Microbatches
+from mpirun.data.microbatches import Microbatches, to_device
 from mpirun.data.text import training_text
 from mpirun.examples.gpt import Block
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.load_model import load_model
 
-WARM = 3  # steps before the timed ones
+WARM = 4  # steps before the timed ones: graphs are captured in the fourth
 Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of the microbatches this rank saw
 
 
@@ -49,19 +49,25 @@ class Task:
         self.stages: int = options.stages
         self.microbatches: int = options.microbatches
         self.seed: int = options.seed
+        self.device = torch.device(options.device)
         self.model: Model = load_model(options.model, self.stages, self.seed)
         self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(text, self.model.length)))
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
 
     def stage(self, index: int) -> nn.Module:
-        return build_stage(self.model, index, self.seed)
+        return build_stage(self.model, index, self.seed).to(self.device)
 
     def whole(self) -> nn.Sequential:
         return nn.Sequential(*(self.stage(index) for index in range(self.stages)))
 
     def batch(self, step: int, mb: int) -> tuple[Tensor, Tensor]:
         (data,), target, *_ = Microbatches(self.model.batch, self.text, self.seed, 1)(step, mb)
-        return data, target
+        return to_device((data, target), self.device)
+
+    def finish(self) -> None:
+        """Wait for a GPU's kernels."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
@@ -81,8 +87,7 @@ def pipelining(task: Task, name: str) -> Step:
         mine = [task.rank, task.stages - 1 - task.rank]
     modules = nn.ModuleList(task.stage(index) for index in mine)
     stages = [
-        PipelineStage(module, index, task.stages, torch.device("cpu"))
-        for index, module in zip(mine, modules, strict=True)
+        PipelineStage(module, index, task.stages, task.device) for index, module in zip(mine, modules, strict=True)
     ]
     make: Any = SINGLE.get(name) or SEVERAL[name]
     schedule = make(stages[0] if name in SINGLE else stages, task.microbatches, loss_fn=task.model.loss)
@@ -180,6 +185,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the loops by hand on one rank")
+    parser.add_argument("--graphs", action="store_true", help="ours replays its jobs")
     parser.add_argument("--meet", type=Path, required=True, help="a file that torch's ranks find each other by")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -189,7 +196,8 @@ def main() -> None:
         dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
     theirs = PEERS[options.peer](task)
     common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]
-    arguments = [options.schedule, *common, "--threads", "1", "--timeout", "0"]
+    arguments = [options.schedule, *common, "--threads", "1", "--timeout", "0", "--device", options.device]
+    arguments += ["--graphs"] * options.graphs
     ours = Run(comm, run_options(comm, arguments)).session.interpreter
     laps: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -198,6 +206,7 @@ def main() -> None:
         comm.Barrier()
         begin = time.perf_counter()
         found = act()
+        task.finish()
         laps[side].append(time.perf_counter() - begin)
         if side == "theirs":  # every rank has some
             found = [loss for part in comm.allgather([float(loss) for loss in found]) for loss in part]

@@ -17,13 +17,14 @@ class Case(NamedTuple):
 
 
 # compute: jobs of many milliseconds; overhead: of under a millisecond, so that what is around them shows; dN: width N;
-# quick: to see whether a benchmark runs.
+# gpu: jobs of some milliseconds on a GPU; quick: to see whether a benchmark runs.
 CASES = {
     "compute": Case(width=256, heads=8, length=256, sequences=1, microbatches=8, steps=15),
     "overhead": Case(width=64, heads=4, length=16, sequences=1, microbatches=64, steps=30),
     "d48": Case(width=48, heads=4, length=24, sequences=1, microbatches=48, steps=30),
     "d128": Case(width=128, heads=4, length=64, sequences=2, microbatches=16, steps=30),
     "d384": Case(width=384, heads=6, length=128, sequences=2, microbatches=8, steps=15),
+    "gpu": Case(width=1024, heads=16, length=1024, sequences=4, microbatches=8, steps=15),
     "quick": Case(width=64, heads=4, length=16, sequences=1, microbatches=8, steps=2),
 }
 

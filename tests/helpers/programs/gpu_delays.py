@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -38,7 +39,7 @@ def event() -> torch.cuda.Event:
 class SeenMark:
     """A mark that notes when it was seen."""
 
-    def __init__(self, _: Cuda) -> None:
+    def __init__(self) -> None:
         if not FIRST:
             FIRST.append(instant())
         self.event, self.seen = event(), False
@@ -60,11 +61,11 @@ def wait(self: Transport, done: Any, row: int = -1) -> None:
         arrived[:] = [time.perf_counter()]
 
 
-def compute(self: LocalStage, *arguments: Any) -> list[torch.Tensor]:
-    """As `LocalStage._compute`; notes when the GPU begins, if the rank has just waited."""
+def outputs(self: LocalStage, *arguments: Any) -> list[torch.Tensor]:
+    """As `LocalStage._outputs`; notes when the GPU begins, if the rank has just waited."""
     if arrived:
         BEGIN.append((event(), arrived.pop()))
-    return real_compute(self, *arguments)
+    return real_outputs(self, *arguments)
 
 
 def instant() -> Instant:
@@ -82,10 +83,16 @@ def delays(instants: list[Instant], last: Instant) -> list[float]:
     return [1e6 * (at - first[1] - pace * first[0].elapsed_time(e)) for e, at in instants[len(instants) // 2 :]]
 
 
-real_wait, real_compute = Transport.wait, LocalStage._compute
-Transport.wait, LocalStage._compute, Cuda.mark = wait, compute, SeenMark  # type: ignore[method-assign]
-code = main()
-last = instant()
-found = {"ready": delays(READY, last), "begin": [-delay for delay in delays(BEGIN, last)]}
-print(f"delays: {json.dumps(found)}", flush=True)
-sys.exit(code)
+real_wait, real_outputs = Transport.wait, LocalStage._outputs
+
+if __name__ == "__main__":
+    with (
+        mock.patch.object(Transport, "wait", wait),
+        mock.patch.object(LocalStage, "_outputs", outputs),
+        mock.patch.object(Cuda, "mark", lambda self: SeenMark()),
+    ):
+        code = main()
+    last = instant()
+    found = {"ready": delays(READY, last), "begin": [-delay for delay in delays(BEGIN, last)]}
+    print(f"delays: {json.dumps(found)}", flush=True)
+    sys.exit(code)

@@ -47,10 +47,15 @@ ON_DEVICE, PINNED = "on_late_device", "pinned"  # attributes of storages
 ONES = 255
 
 LATE = "late"  # torch's type of device
-module = ModuleType(f"torch.{LATE}")  # torch asks it
-vars(module).update(is_available=lambda: False, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
-torch.utils.rename_privateuse1_backend(LATE)
-torch._register_device_module(LATE, module)
+
+
+@cache
+def register() -> None:
+    """Tell torch of the type. A process that has a real GPU should not: then torch pins memory for this one."""
+    module = ModuleType(f"torch.{LATE}")  # torch asks it
+    vars(module).update(is_available=lambda: False, _is_in_bad_fork=lambda: False, manual_seed_all=lambda seed: None)
+    torch.utils.rename_privateuse1_backend(LATE)
+    torch._register_device_module(LATE, module)
 
 
 def is_late(x: Tensor, what: str = ON_DEVICE) -> bool:
@@ -318,6 +323,7 @@ class Late(Device):
     def __init__(self, direct: bool, seed: int = 0, words: bool = False) -> None:
         """`direct`: MPI takes its memory; `seed`: of when kernels run; `words`: of streams, in place of events."""
         super().__init__()
+        register()
         self.torch, self.direct, self.streams = torch.device(LATE, 0), direct, Streams(seed, as_a_kernel)
         self.pool = Pool()
         self.all_words = StreamWords(self.host, WordOperations(self.streams)) if words else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,3 +13,10 @@ import torch
 def test_a_gpu_that_is_missing_is_a_users_mistake(mistakes, traces):
     (ended,) = mistakes(4, [[traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--device", "cuda"]])
     assert ended == (2, "", "mpirun: --device cuda: torch finds no GPU on every host\n")
+
+
+@pytest.mark.parametrize("program", ["gpu_delays", "late_kernels"])
+def test_what_programs_for_gpus_put_something_in_place_of_is_there(program, monkeypatch):
+    """Nobody calls them where there is no GPU."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "helpers" / "programs")
+    importlib.import_module(program)

@@ -73,6 +73,29 @@ def test_mpiexec_in_a_job_of_slurm_knows_better(gpu_of):
     assert local_rank({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}) == 3
 
 
+NUMBER = """
+import os, sys
+from mpi4py import MPI
+from mpirun.comm.device import number_on_host
+from mpirun.comm.local_gpu import LOCAL_RANK
+comm, said = MPI.COMM_WORLD, [number_on_host(MPI.COMM_WORLD)]
+half = comm.Split(comm.rank // 2)
+said.append(number_on_host(half))  # of another Engine, which should not take the same GPUs
+for name in LOCAL_RANK:
+    os.environ.pop(name, None)
+said.append(number_on_host(comm))
+os.environ[LOCAL_RANK[-1]] = "0"  # inherited by all
+said.append(number_on_host(comm))
+sys.stdout.write(f"{comm.rank} {said}\\n")
+"""
+
+
+def test_ranks_are_counted_by_the_launcher_or_by_the_names_of_hosts(launch):
+    """Also where MPICH is told that no two are on one host, which UCX's wheel needs."""
+    done = launch(4, program=("-c", NUMBER), env={"MPIR_CVAR_NOLOCAL": "1", "COLD_RANKS": "1"})
+    assert sorted(done.out.splitlines()) == [f"{rank} {[rank] * 4}" for rank in range(4)], done.err
+
+
 PROGRAM = """
 import ctypes, runpy, sys
 CDLL = ctypes.CDLL

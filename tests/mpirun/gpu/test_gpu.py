@@ -1,7 +1,4 @@
-"""What only a GPU can show, one test a question: `make test-gpu`. Four ranks share the GPUs that there are.
-
-None of these has run yet: no GPU was there when they were written.
-"""
+"""What only a GPU can show, one test a question: `make test-gpu`. Four ranks share the GPUs that there are."""
 
 from __future__ import annotations
 
@@ -107,32 +104,18 @@ def test_no_kernel_touches_memory_that_is_not_its_own(passes, two_ranks):
     assert out.count("ERROR SUMMARY: 0 errors") == 2, out
 
 
-# Kernels late by 20 million cycles before every stage; and, where asked, transfers that do not wait for them.
-LATE = """
-import sys
-from unittest import mock
-import torch
-from mpirun.comm.device import Cuda
-from mpirun.cli.main import main
-from mpirun.engine.stage import LocalStage
-compute = LocalStage._compute
-def late(self, *arguments):
-    torch.cuda._sleep(20_000_000)
-    return compute(self, *arguments)
-with mock.patch.object(LocalStage, "_compute", late):
-    with mock.patch.object(Cuda, "mark", (lambda self: None) if {unmarked} else Cuda.mark):
-        sys.exit(main(sys.argv[1:]))
-"""
+LATE = ("programs/late_kernels.py",)
 
 
 def test_late_kernels_change_nothing(passes):
-    passes(*GPT, *SHORT, program=("-c", LATE.format(unmarked=False)))
+    passes(*GPT, *SHORT, program=LATE)
 
 
 def test_without_marks_late_kernels_are_seen(launch, traces):
     """Otherwise the test before shows nothing."""
-    done = launch(4, traces / "1f1b.json", *GPT, *SHORT, program=("-c", LATE.format(unmarked=True)))
-    assert done.code != 0
+    done = launch(4, traces / "1f1b.json", *GPT, *SHORT, program=LATE, env={"UNMARKED": "1"})
+    assert done.code == 1
+    assert re.search(r"verify: failed| is (nan|-?inf)", done.out + done.err), done.out + done.err
 
 
 def test_canonical_runs_have_the_bits_of_one_process_and_of_each_other(inside, traces):
