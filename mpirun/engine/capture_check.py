@@ -59,12 +59,14 @@ class CaptureCheck(TorchDispatchMode):
     def _why_not(self, func: Any, tensors: Sequence[Tensor]) -> str | None:
         if any(tag in func.tags for tag in HOST_WAITS):
             return f"{func} makes the host wait for values"
-        if self.made is None and torch.Tag.nondeterministic_seeded in func.tags:
+        # Attention's backward gets the seed of its forward: a number of the host's, unless it is captured.
+        attends = "attention" in func.name()
+        if self.made is None and torch.Tag.nondeterministic_seeded in func.tags and not attends:
             return f"{func} draws random numbers in a backward"
         returns, views = func._schema.returns, not func._schema.is_mutable
         if views and any(result.alias_info is not None for result in returns):  # it touches no values
             return None
-        if any(x.numel() and not self.device.has(x) for x in tensors):
+        if any(x.numel() and not self.device.has(x) for x in tensors if x.dim() or not attends):
             return f"{func} is computed on the host, or of its memory"
         return None
 

@@ -85,7 +85,6 @@ class ForwardList:
 
     def end(self) -> None:
         """Give modules back to the run."""
-        self.device.use_words(ready=True)
         for in_run, _ in self.moved:
             in_run.use_weights()
         for module, training in self.training.items():

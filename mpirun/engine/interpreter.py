@@ -101,11 +101,16 @@ class Interpreter:
             self.position.accumulation_pass = number
             if self.graphs is not None:
                 self.graphs.begin_pass()
+            self.context.setup.device.use_words(self._allocates_nothing())
             self.execute_list()
             losses += self.optimizer_step.result.losses
             metrics += self.optimizer_step.result.metrics
         self.state[ROW] = NOTHING
         return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
+
+    def _allocates_nothing(self) -> bool:
+        """Whether what a pass allocates or loads is there: calls that may wait for streams that wait for words."""
+        return self.timed and (self.graphs is None or self.graphs.captured)
 
     def execute(self) -> None:
         """Call the acts in their order, and show the watchdog which one runs."""
@@ -119,8 +124,7 @@ class Interpreter:
 
         Jobs that take long while messages are under way let MPI go on with these from then on.
         """
-        acts, self.timed, device = self.code, True, self.context.setup.device
-        device.use_words(ready=False)
+        acts = self.code
         seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
 
         def timed(act: Act, i: Instruction) -> Act:
@@ -135,8 +139,7 @@ class Interpreter:
         pairs = zip(acts, self.context.instructions, strict=True)
         self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
         result = self.run(step)
-        self.code = acts
-        device.use_words(ready=True)
+        self.code, self.timed = acts, True
         self._let_mpi_go_on(seconds)
         return result
 

@@ -61,6 +61,11 @@ class JobGraphs:
             self.device.release()  # what the allocator keeps, the pool does not get
 
     @property
+    def captured(self) -> bool:
+        """Whether all captures are made: nothing is allocated any more."""
+        return self.passes > CAPTURED
+
+    @property
     def looked(self) -> bool:
         """Whether all refusals are known."""
         return self.passes >= LOOKED_AT[-1]

@@ -55,8 +55,8 @@ def sleeping(stages: int) -> Model:
 
 
 def compiled(stages: int) -> Model:
-    """An MLP each of whose stages is one compiled module, whose jobs take milliseconds."""
-    model = mlp.mlp(stages, hidden=2 * stages, width=4096, samples=4096)
+    """An MLP each of whose stages is one compiled module, whose jobs take milliseconds; messages have 2 MiB."""
+    model = mlp.mlp(stages, hidden=8 * stages, width=4096, samples=128)
 
     def module(layers: Any) -> Any:
         return lambda: torch.compile(nn.Sequential(OrderedDict((name, make()) for name, make in layers.items())))

@@ -3,7 +3,7 @@
 The arguments are those of mpirun. In the end every rank prints `delays: ` and an object, in microseconds:
 
     ready  from the end of the kernels before a mark until the mark is seen: then a transfer begins
-    begin  from the end of a wait for a message until the GPU begins the job that waited
+    begin  from the end of a wait for a message until the GPU begins the job that waited, if it had nothing to do before
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Instant = tuple[torch.cuda.Event, float]  # an event, and a time on the host's c
 
 READY: list[Instant] = []
 BEGIN: list[Instant] = []
+BUSY: list[Instant] = []  # for each of BEGIN: the end of the kernels before it, and when the wait had ended
 FIRST: list[Instant] = []  # when the first mark was made
-arrived: list[float] = []
+arrived: list[Instant] = []
 
 
 def event() -> torch.cuda.Event:
@@ -56,16 +57,29 @@ class SeenMark:
 
 def wait(self: Transport, done: Any, row: int = -1) -> None:
     """As `Transport.wait`, which it calls; notes when it had to wait."""
+    before = event()
     if not done():
         real_wait(self, done, row)
-        arrived[:] = [time.perf_counter()]
+        arrived[:] = [(before, time.perf_counter())]
+
+
+def begins() -> None:
+    """A job launches its first kernel; notes when the GPU comes to it, if the rank has just waited."""
+    if arrived:
+        BUSY.append(arrived.pop())
+        BEGIN.append((event(), BUSY[-1][1]))
 
 
 def outputs(self: LocalStage, *arguments: Any) -> list[torch.Tensor]:
-    """As `LocalStage._outputs`; notes when the GPU begins, if the rank has just waited."""
-    if arrived:
-        BEGIN.append((event(), arrived.pop()))
+    """As `LocalStage._outputs`."""
+    begins()
     return real_outputs(self, *arguments)
+
+
+def backward(self: LocalStage, *arguments: Any) -> None:
+    """As `LocalStage.backward`."""
+    begins()
+    real_backward(self, *arguments)
 
 
 def instant() -> Instant:
@@ -83,16 +97,18 @@ def delays(instants: list[Instant], last: Instant) -> list[float]:
     return [1e6 * (at - first[1] - pace * first[0].elapsed_time(e)) for e, at in instants[len(instants) // 2 :]]
 
 
-real_wait, real_outputs = Transport.wait, LocalStage._outputs
+real_wait, real_outputs, real_backward = Transport.wait, LocalStage._outputs, LocalStage.backward
 
 if __name__ == "__main__":
     with (
         mock.patch.object(Transport, "wait", wait),
         mock.patch.object(LocalStage, "_outputs", outputs),
+        mock.patch.object(LocalStage, "backward", backward),
         mock.patch.object(Cuda, "mark", lambda self: SeenMark()),
     ):
         code = main()
     last = instant()
-    found = {"ready": delays(READY, last), "begin": [-delay for delay in delays(BEGIN, last)]}
+    idle = zip(delays(BEGIN, last), delays(BUSY, last), strict=True)
+    found = {"ready": delays(READY, last), "begin": [-begin for begin, busy in idle if busy > 0]}
     print(f"delays: {json.dumps(found)}", flush=True)
     sys.exit(code)

@@ -190,6 +190,40 @@ sys.exit(code)
 """
 
 
+WORDS = """
+import sys
+sys.path.append("programs")
+from unittest import mock
+import torch
+from late_device import Late
+import mpirun
+from mpirun.engine.interpreter import Interpreter
+from mpirun.examples import mlp
+device, passes, execute = Late(direct=True, words=True), [], Interpreter.execute
+def noted(self):
+    passes.append(device.words is not None)
+    execute(self)
+tokens = torch.randint(256, (32, 17), generator=torch.Generator().manual_seed(0))
+with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
+    with mock.patch.object(Interpreter, "execute", noted):
+        graphs, accumulate = sys.argv[1] == "graphs", int(sys.argv[2])
+        run = mpirun.Engine("1f1b", mlp.tiny(2), stages=2, microbatches=4, graphs=graphs, accumulate=accumulate)
+        for batch in run.loader([(row[:-1], row[-1]) for row in tokens], microbatch_size=1):
+            run.step(batch)
+        run.close()
+print(*passes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "accumulate", "without"), [("launched", 1, 1), ("graphs", 1, 4), ("launched", 4, 4), ("graphs", 4, 4)]
+)
+def test_words_are_used_once_nothing_is_allocated(launch, how, accumulate, without):
+    """Not in a first step, nor while graphs are captured: a GPU's streams that wait for words may be waited for."""
+    done = launch(2, program=["-c", WORDS, how, str(accumulate)])
+    assert done.out.splitlines() == [" ".join(["False"] * without + ["True"] * (8 - without))] * 2, done.err
+
+
 def test_a_cpu_has_no_graphs(mistakes, compiled, text):
     schedule = compiled("1f1b", stages=2, microbatches=4)
     (ended,) = mistakes(2, [[schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--graphs"]])
