@@ -100,10 +100,15 @@ test-examples: launcher
 test-models: venv
 	$(BIN)/python tests/helpers/architectures.py
 
+# Four questions at a time; then those of speed, one by one.
+test-gpu: export COLD_RANKS := 1
+test-gpu: export GPU_SUMMARY := build/gpu-summary.txt
 test-gpu: launcher
 	mkdir -p build
-	COLD_RANKS=1 GPU_SUMMARY=build/gpu-summary.txt $(BIN)/python -m pytest -rA --tb=short tests/mpirun/gpu \
-	    > build/gpu.txt; code=$$?; cat build/gpu.txt; exit $$code
+	rm -f $(GPU_SUMMARY) build/gpu.txt
+	code=0; for how in "-n 4 --dist worksteal tests/mpirun/gpu/test_gpu.py" tests/mpirun/gpu/test_speed.py; do \
+	    $(BIN)/python -m pytest -rA --tb=short $$how >> build/gpu.txt || code=$$?; \
+	done; cat build/gpu.txt; exit $$code
 
 test-slurm test-hosts: test-%: venv
 	tests/clusters/$*.sh $(BIN)

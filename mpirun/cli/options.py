@@ -181,7 +181,7 @@ def _common(parser: Parser) -> None:
     add(
         "--stream-words",
         action="store_true",
-        help="words in memory order a GPU's kernels and messages, in place of events; not seen on a GPU yet",
+        help="words in memory order a GPU's kernels and messages, in place of events",
     )
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
@@ -205,7 +205,7 @@ def _run_steps(parser: Parser) -> None:
     add(
         "--graphs",
         action="store_true",
-        help="capture the kernels of each job once, on a GPU, and replay them; not seen on a GPU yet",
+        help="capture the kernels of each job once, on a GPU, and replay them",
     )
 
 

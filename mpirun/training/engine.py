@@ -83,8 +83,8 @@ class Engine:
     autocast      "bf16": forwards in mixed precision
     device        "cpu", "cuda", or "auto": a GPU where every rank has one
     gpu_messages  "direct": MPI takes GPU memory as it is; "host": messages go by way of the host's; or "auto"
-    stream_words  on a GPU, words in memory order messages and kernels, not events; not seen on a GPU yet
-    graphs        on a GPU, capture the kernels of each job once and replay them; not seen on a GPU yet
+    stream_words  on a GPU, words in memory order messages and kernels, not events
+    graphs        on a GPU, capture the kernels of each job once and replay them
     canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
     seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names

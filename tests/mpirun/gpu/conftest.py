@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """A line a check: what came of it, what it measured, or why it was left out."""
-    if not (file := os.environ.get("GPU_SUMMARY")):
+    if not (file := os.environ.get("GPU_SUMMARY")) or hasattr(terminalreporter.config, "workerinput"):
         return
     lines = []
     for outcome in OUTCOMES:
@@ -35,7 +35,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             figures = ", ".join(f"{name} {value}" for name, value in report.user_properties)
             reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
             lines.append(f"{outcome:8}{report.duration:7.1f} s  {check:76}{figures}{reason}".rstrip())
-    Path(file).write_text("\n".join(lines) + "\n")
+    with Path(file).open("a") as table:
+        table.writelines(f"{line}\n" for line in lines)
 
 
 @pytest.fixture
