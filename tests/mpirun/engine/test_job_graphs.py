@@ -10,7 +10,11 @@ import json
 from functools import cache
 
 import pytest
+import torch
 from golden_cases import MODEL, cases
+
+from mpirun.comm.device import Device
+from mpirun.engine.capture_check import CaptureCheck
 
 # Whole and divided backwards, weights fetched, in parts and in versions, sums over shards, several stages a rank.
 CHOSEN = {
@@ -211,7 +215,7 @@ with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.
         for batch in run.loader([(row[:-1], row[-1]) for row in tokens], microbatch_size=1):
             run.step(batch)
         run.close()
-print(*passes)
+sys.stdout.write(" ".join(map(str, passes)) + "\\n")
 """
 
 
@@ -222,6 +226,26 @@ def test_words_are_used_once_nothing_is_allocated(launch, how, accumulate, witho
     """Not in a first step, nor while graphs are captured: a GPU's streams that wait for words may be waited for."""
     done = launch(2, program=["-c", WORDS, how, str(accumulate)])
     assert done.out.splitlines() == [" ".join(["False"] * without + ["True"] * (8 - without))] * 2, done.err
+
+
+class Meta(Device):
+    """Tensors without memory stand for those of a GPU, whose kernels of attention a CPU has not."""
+
+    kind = "meta"
+
+
+def test_attention_is_captured_though_its_seed_is_the_hosts():
+    """Where nothing is captured, the seed of its dropout is a number of the host, which its backward reads."""
+    q, seed, aten = torch.empty(2, 4, 16, 8, device="meta"), torch.tensor(3), torch.ops.aten
+    with CaptureCheck(Meta(), [q]) as forward:
+        out, sums, *_ = aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1, True)
+    with CaptureCheck(Meta(), None) as backward:
+        given = (out, q, q, q, None, out, sums, seed, seed)
+        aten._scaled_dot_product_efficient_attention_backward(*given, 0.1, [True, True, True, False], True)
+    with CaptureCheck(Meta(), None) as other:
+        aten.add(q, seed)
+    assert forward.why is backward.why is None
+    assert other.why == "aten.add.Tensor is computed on the host, or of its memory"
 
 
 def test_a_cpu_has_no_graphs(mistakes, compiled, text):
