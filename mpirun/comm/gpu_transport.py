@@ -181,6 +181,8 @@ class QueuedTransport(Transport):
 
         def done() -> bool:
             if transfer is not None and transfer.promise is not None:
+                if self.device.words is None and not transfer.promise.reached():
+                    return False  # they are not used any more
                 transfer.promise.arrive()
                 return True
             if transfer is None or not transfer.done:

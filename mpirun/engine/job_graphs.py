@@ -148,6 +148,9 @@ class Job:
             if not fits:
                 graphs.as_always.add(microbatch)
                 graphs.say_other_shapes(self.i)
+                if self.device.words is not None:  # it allocates: the rest of the pass goes by events
+                    self.device.finish()
+                    self.device.use_words(ready=False)
         if microbatch in graphs.as_always:
             return False
         if not fits:

@@ -263,9 +263,14 @@ import torch
 from late_device import Late
 from mpi4py import MPI
 import mpirun
+from mpirun.engine.stage import LocalStage
 from mpirun.examples import mlp
-scheme, graphs = sys.argv[1], sys.argv[2] == "graphs"
-device = Late(direct=True)
+scheme, graphs, words = sys.argv[1], "graphs" in sys.argv[2], "words" in sys.argv[2]
+device, forward = Late(direct=True, words=words), LocalStage.forward
+def launched(self, *arguments, **more):
+    assert not graphs or device.words is None, "memory is allocated while streams wait for words"
+    return forward(self, *arguments, **more)
+LocalStage.forward = launched
 tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0))
 data = [(row[:-1], row[-1]) for row in tokens]
 with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
@@ -283,9 +288,10 @@ with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.
 
 
 @pytest.mark.parametrize("scheme", ["1f1b", "ddp"])
-def test_microbatches_that_fit_no_graph_are_computed_as_always(launch, scheme):
+@pytest.mark.parametrize("how", ["graphs", "graphs and words"])
+def test_microbatches_that_fit_no_graph_are_computed_as_always(launch, scheme, how):
     """So are those of the last stage in a padded step, whose samples have another weight; the others are replayed."""
-    eager, replayed = (launch(2, program=["-c", PADDED, scheme, how]) for how in ("as always", "graphs"))
+    eager, replayed = (launch(2, program=["-c", PADDED, scheme, how]) for how in ("as always", how))
     assert eager.code == replayed.code == 0, eager.err + replayed.err
     *same, _, _ = eager.out.splitlines()
     *also, captures, replays = replayed.out.splitlines()
