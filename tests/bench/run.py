@@ -138,6 +138,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: pairs of one rank alone")
     parser.add_argument("--quick", action="store_true", help="two pairs, once, two steps: whether it runs at all")
     options = parser.parse_args()
+    if several := [name for name in options.pairs if PAIRS[name].ranks > 1 and options.device == "cuda"]:
+        parser.error(f"--device cuda: {several[0]} has ranks that would need a GPU each")
     if options.quick:
         options.cases, options.pairs, options.rounds = ["quick"], ["fsdp-shards", "floor"], 1
     for case in options.cases:
