@@ -288,14 +288,20 @@ with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.
 
 
 @pytest.mark.parametrize("scheme", ["1f1b", "ddp"])
-@pytest.mark.parametrize("how", ["graphs", "graphs and words"])
-def test_microbatches_that_fit_no_graph_are_computed_as_always(launch, scheme, how):
-    """So are those of the last stage in a padded step, whose samples have another weight; the others are replayed."""
-    eager, replayed = (launch(2, program=["-c", PADDED, scheme, how]) for how in ("as always", how))
-    assert eager.code == replayed.code == 0, eager.err + replayed.err
+def test_microbatches_that_fit_no_graph_are_computed_as_always(launch, scheme):
+    """So are those of the last stage in a padded step, whose samples have another weight; the others are replayed.
+
+    With words what is computed as always is ordered by events, because it allocates.
+    """
+    eager, *others = (
+        launch(2, program=["-c", PADDED, scheme, how]) for how in ("as always", "graphs", "graphs, words")
+    )
+    assert eager.code == 0, eager.err
     *same, _, _ = eager.out.splitlines()
-    *also, captures, replays = replayed.out.splitlines()
-    assert len(same) == 3 and also == same
-    # Of 8 jobs for each of 4 microbatches, 2 of them of the last stage, in 7 steps of which 2 are padded.
-    assert (int(captures), int(replays)) == (32, 7 * 32 - 2 * 8)
-    assert "a microbatch of stage 3 has other shapes or weights than its graph: computed without" in replayed.err
+    for replayed in others:
+        assert replayed.code == 0, replayed.err
+        *also, captures, replays = replayed.out.splitlines()
+        assert len(same) == 3 and also == same
+        # Of 8 jobs for each of 4 microbatches, 2 of them of the last stage, in 7 steps of which 2 are padded.
+        assert (int(captures), int(replays)) == (32, 7 * 32 - 2 * 8)
+        assert "a microbatch of stage 3 has other shapes or weights than its graph: computed without" in replayed.err
