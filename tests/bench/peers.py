@@ -44,12 +44,14 @@ Step = Callable[[int], Sequence[Tensor]]  # the number of a step -> losses of th
 class Task:
     """What all peers are given."""
 
-    def __init__(self, comm: MPI.Intracomm, options: argparse.Namespace, text: str | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, options: argparse.Namespace, text: str | None = None, device: str = "cpu"
+    ) -> None:
         self.comm, self.rank, self.ranks = comm, comm.rank, comm.size
         self.stages: int = options.stages
         self.microbatches: int = options.microbatches
         self.seed: int = options.seed
-        self.device = torch.device(options.device)
+        self.device = torch.device(device)
         self.model: Model = load_model(options.model, self.stages, self.seed)
         self.text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(text, self.model.length)))
         self.owned = 0  # bytes of weights that the peer's rank owns, where they are divided
@@ -191,7 +193,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
-    task = Task(comm, options)
+    task = Task(comm, options, device=options.device)
     if options.peer not in BY_HAND:
         dist.init_process_group("gloo", f"file://{options.meet.resolve()}", rank=comm.rank, world_size=comm.size)
     theirs = PEERS[options.peer](task)
