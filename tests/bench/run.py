@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,6 @@ class Pair(NamedTuple):
     target: dict[str, float]  # by case: ours should take this part of their time, at most
     options: tuple[str, ...] = ()  # of schedgen compile
     ranks: int = 2
-    graphs: bool = False  # ours replays its jobs
     best_stages: Mapping[str, int] = {}  # by case, where another number of stages is faster: what a user would choose
 
 
@@ -81,12 +80,11 @@ PAIRS = {
         best_stages=ONE_STAGE,
     ),
     "one-rank": Pair("flat", "a plain loop on one rank", "ddp", 1, {"d48": 1.02, "d128": 1.01, "d384": 1.01}, (), 1),
-    "one-rank-graphs": Pair("flat", "a plain loop on one rank; ours replays jobs", "ddp", 1, {}, (), 1, graphs=True),
 }  # fmt: skip
 
 
-def launch(case: str, pair: Pair, steps: int, seed: int, device: str) -> dict[str, dict[str, list[float]]]:
-    """What peers.py says of one pair."""
+def launch(case: str, pair: Pair, steps: int, seed: int, more: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """What peers.py says of one pair; `more`: options of its."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
     stages = pair.best_stages.get(case, pair.stages)
@@ -97,7 +95,7 @@ def launch(case: str, pair: Pair, steps: int, seed: int, device: str) -> dict[st
         subprocess.run([*compiler, *pair.options, "-o", schedule], check=True, env=environment)
         command = [*mpi(pair.ranks), "-m", "mpi4py", "peers.py", pair.peer, schedule, "--model", f"cases:{case}"]
         command += [*sizes, "--steps", str(steps), "--seed", str(seed), "--meet", str(Path(folder) / "meet")]
-        command += ["--device", device, *["--graphs"] * pair.graphs]
+        command += more
         done = ended(command, LIMIT, HERE, environment)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -110,8 +108,9 @@ def launch(case: str, pair: Pair, steps: int, seed: int, device: str) -> dict[st
 
 def measure(case: str, name: str, options: argparse.Namespace) -> None:
     pair, ours, theirs = PAIRS[name], [], []
+    more = ["--device", options.device, *["--graphs"] * options.graphs]
     for number in range(options.rounds):
-        found = launch(case, pair, options.steps or CASES[case].steps, options.seed + number, options.device)
+        found = launch(case, pair, options.steps or CASES[case].steps, options.seed + number, more)
         ours += found["ours"]["seconds"]
         theirs += found["theirs"]["seconds"]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -131,11 +130,12 @@ def measure(case: str, name: str, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["compute", "overhead"])
-    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=[name for name in PAIRS if not PAIRS[name].graphs])
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--rounds", type=int, default=3, help="launches of each pair; default: 3")
     parser.add_argument("--steps", type=int, help="timed ones of a launch; default: the case's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: pairs of one rank alone")
+    parser.add_argument("--graphs", action="store_true", help="ours replays its jobs, on a GPU")
     parser.add_argument("--quick", action="store_true", help="two pairs, once, two steps: whether it runs at all")
     options = parser.parse_args()
     if several := [name for name in options.pairs if PAIRS[name].ranks > 1 and options.device == "cuda"]:
