@@ -34,9 +34,9 @@ class ShardAllreduce:
         header, transport = self.context.header, self.context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
-            direction, shards = B, header.tensor_parallel.siblings(consumer)
+            direction, shards = B, header.shards_of(consumer)
         else:
-            direction, shards = F, header.tensor_parallel.siblings(i.stage)
+            direction, shards = F, header.shards_of(i.stage)
         ranks = tuple(header.compute[direction, list(shards), i.mb].tolist())
         spec = self.context.setup.dataflows[i.mb].bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, spec.bytes, spec.dtype

@@ -36,7 +36,6 @@ class ForwardPass(NamedTuple):
 
 def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]], step: int, number: int) -> ForwardPass:
     """Compute all stages, whose modules these are, on microbatch `number` of a step."""
-    tensor = header.tensor_parallel
     batch = to_device(setup.microbatches(step, number), setup.device.torch)
     outputs: dict[Value, Tensor] = {}
     read: dict[Value, Tensor] = {}  # by consumers: where stages are split, the sum over their shards
@@ -57,9 +56,9 @@ def forward(setup: Setup, header: Header, modules: Sequence[Callable[..., Any]],
         made = {Value(stage, index): x for index, x in enumerate(tensors)}
         outputs |= made
         read |= made
-        if tensor.split[stage] and stage == tensor.siblings(stage)[-1]:
-            shards = [Value(shard, 0) for shard in tensor.siblings(stage)]
-            read |= dict.fromkeys(shards, _in_order([outputs[shard] for shard in shards]))
+        summed = [Value(shard, 0) for shard in header.summed_stages(stage)]
+        if len(summed) > 1 and stage == summed[-1].stage:
+            read |= dict.fromkeys(summed, _in_order([outputs[value] for value in summed]))
     return ForwardPass(batch, outputs, leaves)
 
 
@@ -102,20 +101,19 @@ def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[Forwa
 
 def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tensor | None]) -> None:
     """Back through all stages, from the gradients of the last ones' outputs."""
-    tensor = header.tensor_parallel
     summands: dict[Value, list[Tensor]] = {value: [] for value in done.outputs}  # last consumer first
     for value, gradient in gradients.items():
         if gradient is not None:
             summands[value].append(gradient)
-    for last in range(len(done.leaves) - 1, -1, -tensor.degree):
-        shards = tensor.siblings(last)
+    for first in reversed(header.first_shards):
+        shards = header.shards_of(first)
         for stage in shards:
             _backward_of_stage(stage, done.outputs, summands)
         of_shards = [
             {value: _gradient(leaf) for value, leaf in done.leaves[stage].items() if leaf.is_floating_point()}
             for stage in shards
         ]
-        if tensor.split[last]:
+        if len(header.summed_stages(first)) > 1:
             sums = [_in_order(parts) for parts in zip(*(of_shard.values() for of_shard in of_shards), strict=True)]
             of_shards = [dict(zip(of_shard, sums, strict=True)) for of_shard in of_shards]
         for of_shard in of_shards:

@@ -11,8 +11,7 @@ messages.py         rules 3 and 6
 deadlock.py         rule 4
 gradient_sums.py    rule 5
 weight_versions.py  rule 9, and rule 5 where weights have versions
-shard_sums.py       rule 10
-shard_copies.py     rule 11
+tensor_shards.py    rules 10 and 11
 files.py            schedule files by name
 """
 
@@ -25,8 +24,7 @@ from schedgen.checker.gradient_sums import rule_5, ties_entered_once
 from schedgen.checker.jobs import rule_1
 from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
-from schedgen.checker.shard_copies import check_copies, rule_11
-from schedgen.checker.shard_sums import rule_10
+from schedgen.checker.tensor_shards import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile, UsageError

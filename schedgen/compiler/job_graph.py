@@ -5,11 +5,11 @@ A node is a direction and a stage; it stands for the jobs of all microbatches, w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from schedgen.ir.instructions import DIRECTIONS, B, F, W
 from schedgen.ir.stage_graph import StageGraph
-from schedgen.ir.tensor_parallel import TensorParallel
 
 
 class JobGraph(NamedTuple):
@@ -33,21 +33,18 @@ class JobGraph(NamedTuple):
 
 
 def job_graph(
-    stages: StageGraph, microbatches: int, directions: int, tensor_parallel: TensorParallel | None = None
+    stages: StageGraph,
+    microbatches: int,
+    directions: int,
+    summed_stages: Callable[[int], Iterable[int]] = lambda stage: (stage,),
 ) -> JobGraph:
-    """The jobs of a stage graph; what the shards of a split stage give is there when all of them have run."""
+    """The jobs of a stage graph; what a stage gives is there when the jobs of all its `summed_stages` have run."""
     S = stages.stages
-
-    def summed(stage: int) -> range:
-        if tensor_parallel is None or not tensor_parallel.split[stage]:
-            return range(stage, stage + 1)
-        return tensor_parallel.siblings(stage)
-
     pred: list[set[int]] = [set() for _ in range(directions * S)]
     for producer, consumer in stages.edges:
-        pred[F * S + consumer].update(F * S + stage for stage in summed(producer))
+        pred[F * S + consumer].update(F * S + stage for stage in summed_stages(producer))
         if directions > 1:
-            pred[B * S + producer].update(B * S + stage for stage in summed(consumer))
+            pred[B * S + producer].update(B * S + stage for stage in summed_stages(consumer))
     for s in range(S):
         if directions > 1:
             pred[B * S + s].add(F * S + s)

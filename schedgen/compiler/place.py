@@ -50,7 +50,7 @@ class PlacedScheme:
     def job_graph(self) -> JobGraph:
         """What each job waits for."""
         directions, _, microbatches = self.compute.shape
-        return job_graph(self.graph, microbatches, directions, self.tensor_parallel)
+        return job_graph(self.graph, microbatches, directions, self.tensor_parallel.summed_stages)
 
     @property
     def redone(self) -> Flags:

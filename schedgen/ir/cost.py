@@ -21,6 +21,11 @@ DEFAULT_COST: dict[int, Mapping[str, float]] = {1: {"F": 1}, 2: {"F": 1, "B": 2}
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
 
 
+def is_amount(value: object) -> bool:
+    """Whether a value of a profile is a number of seconds or bytes."""
+    return type(value) in (int, float) and 0 <= value < 1e18  # type: ignore[operator]
+
+
 REDO = "R"  # the duration of a RECOMPUTE, among the costs where it is not that of F; it may be 0
 
 

@@ -66,8 +66,16 @@ def write(program: Program, out: BinaryIO) -> None:
 
 def header_lines(header: Header) -> list[str]:
     """The lines before the first rank's list."""
+    lines = [f'{{"schedgen": {VERSION},', *(f' "{key}": {json.dumps(x)},' for key, x in header_entries(header).items())]
+    for key, placement in (("weights", header.weights), ("compute", header.compute)):
+        lines += _placement_lines(key, placement)
+    return [*lines, _PROGRAMS]
+
+
+def header_entries(header: Header) -> dict[str, Any]:
+    """What a file says of its header, but for the placement of jobs."""
     graph, tensor = header.graph, header.tensor_parallel
-    entries: dict[str, Any] = {
+    return {
         "generator": header.generator,
         "scheme": dict(header.scheme),
         "order": {"mode": header.mode, "n": header.n, "cost": dict(header.cost)},
@@ -80,10 +88,6 @@ def header_lines(header: Header) -> list[str]:
         **({"shards": header.part_owners} if header.part_owners else {}),
         **({"tensor": {"degree": tensor.degree, "whole": tensor.replicated}} if tensor else {}),
     }
-    lines = [f'{{"schedgen": {VERSION},', *(f' "{key}": {json.dumps(value)},' for key, value in entries.items())]
-    for key, placement in (("weights", header.weights), ("compute", header.compute)):
-        lines += _placement_lines(key, placement)
-    return [*lines, _PROGRAMS]
 
 
 def _placement_lines(key: str, placement: Ints) -> list[str]:

@@ -98,6 +98,14 @@ class Header:
         """Whether a stage is the first shard of the model's, or the whole of it."""
         return stage in self.first_shards
 
+    def shards_of(self, stage: int) -> range:
+        """The shards of the model's stage that a stage is one of, or that stage alone."""
+        return self.tensor_parallel.siblings(stage)
+
+    def summed_stages(self, stage: int) -> range:
+        """The stages whose jobs give x.s, or the gradients of what stage s reads: all its shards, or itself."""
+        return self.tensor_parallel.summed_stages(stage)
+
     @cached_property
     def unsharded_graph(self) -> StageGraph:
         """The stage graph of the model."""
@@ -119,7 +127,7 @@ class Header:
     def ties_shards(self, tie: int) -> bool:
         """Whether a tie is of the shards of one stage, which share what is not cut."""
         stages = self.tied[tie]
-        return bool(self.tensor_parallel) and stages == tuple(self.tensor_parallel.siblings(stages[0]))
+        return bool(self.tensor_parallel) and stages == tuple(self.shards_of(stages[0]))
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:

@@ -113,9 +113,10 @@ class ReferenceMachine:
 
     def check_copies(self) -> None:
         """All owners of all shards of a whole stage have stepped with the same bits."""
-        tensor = self.header.tensor_parallel
-        for first in range(0, self.header.stages, tensor.degree):
-            copies = {buffer_name(Kind.DW, s) for s in ([] if tensor.split[first] else tensor.siblings(first))}
+        for first in self.header.first_shards:
+            if len(self.header.summed_stages(first)) > 1:
+                continue
+            copies = {buffer_name(Kind.DW, stage) for stage in self.header.shards_of(first)}
             given = {value.shape() for rank in self.ranks for name, value in rank.gradients.items() if name in copies}
             if len(given) > 1:
                 raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
@@ -145,8 +146,8 @@ class ReferenceMachine:
 
     def result(self, stage: int) -> Value:
         """What a job gives: a shard's term of a sum, or a whole."""
-        tensor = self.header.tensor_parallel
-        return stage % tensor.degree if tensor.split[stage] else WHOLE
+        summed = self.header.summed_stages(stage)
+        return summed.index(stage) if len(summed) > 1 else WHOLE
 
     # One method for every opcode: rank r, stage s, microbatch b.
 
@@ -248,9 +249,10 @@ class ReferenceMachine:
 
     def sum_terms(self, rank: Rank, entered: list[tuple[Rank, Instruction]]) -> None:
         """ALLREDUCE of x or g: each shard's term is replaced by the sum of all."""
-        degree = self.header.tensor_parallel.degree
+        shards = self.header.shards_of(entered[0][1].stage)
         terms = [member.read(i.buffer, term=True) for member, i in entered]
-        rank.need(terms == [i.stage % degree for _, i in entered] and len(set(terms)) == degree, "not all terms once")
+        numbers = [shards.index(i.stage) for _, i in entered]
+        rank.need(terms == numbers and len(set(terms)) == len(shards), "not all terms once")
         for member, i in entered:
             member.held[i.buffer] = WHOLE
 

@@ -40,6 +40,10 @@ class TensorParallel:
         first = stage - stage % self.degree
         return range(first, first + self.degree)
 
+    def summed_stages(self, stage: int) -> range:
+        """The stages whose jobs give x.s, or the gradients of what stage s reads: all its shards, or itself."""
+        return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
+
 
 def check_workers(compute: NDArray[np.int32], degree: int, directions: Sequence[str]) -> None:
     """UsageError where two shards of a stage are on one worker; `compute`: (directions, stages, microbatches)."""

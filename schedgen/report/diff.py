@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.file import CHUNK, line_of
+from schedgen.ir.file import CHUNK, header_entries, line_of
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Ints
 from schedgen.ir.line_codec import LONGEST_LINE, write_lines
@@ -47,37 +47,25 @@ def coloured(lines: Iterable[str]) -> Iterator[str]:
             yield f"\033[{_COLOUR[line[0]]}m{line}\033[m" if line[0] in _COLOUR else line
 
 
-# What is said of a header's values, in this order, and under these names.
-_VALUES: dict[str, Callable[[Header], object]] = {
-    "mode": lambda header: header.mode,
-    "n": lambda header: header.n,
-    "cost": lambda header: header.cost,
-    "lowering": lambda header: header.lowering,
-    "edges": lambda header: header.graph.edges,
-    "apart": lambda header: header.graph.per_consumer,
-    "tied": lambda header: header.tied,
-    "owners": lambda header: header.owners,
-    "groups": lambda header: header.groups,
-    "tensor": lambda header: header.tensor_parallel.degree,
-    "whole": lambda header: header.tensor_parallel.replicated,
-    "generator": lambda header: header.generator,
-    "owners of parts": lambda header: header.part_owners,
-}
-
-
 def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]]:
     """(name, old value, new value) of what differs."""
-    for key in dict.fromkeys([*a.scheme, *b.scheme]):
-        if a.scheme.get(key) != b.scheme.get(key):
-            yield key, a.scheme.get(key), b.scheme.get(key)
-    for key, value in _VALUES.items():
-        if value(a) != value(b):
-            yield key, value(a), value(b)
+    for entries in zip(_entries(a), _entries(b), strict=True):
+        for key in entries[0] | entries[1]:
+            old, new = (values.get(key) for values in entries)
+            if old != new:
+                yield key, old, new
     for key, old, new in (("weights", a.weights, b.weights), ("compute", a.compute, b.compute)):
         common = tuple(slice(min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))
         moved = int((old[common] != new[common]).sum())
         if moved:
             yield key, f"{moved} of the jobs that both have", "another worker"
+
+
+def _entries(header: Header) -> tuple[dict[str, object], dict[str, object]]:
+    """What a file says of a header, but for the placement of jobs: of the scheme, and the rest."""
+    entries = header_entries(header)
+    tensor = {f"tensor {key}": value for key, value in entries.pop("tensor", {}).items()}
+    return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries}
 
 
 def _numbers(program: Program) -> dict[str, str]:

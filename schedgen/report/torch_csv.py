@@ -23,7 +23,7 @@ def as_torch_csv(program: Program) -> str:
 
     Raises UsageError for stages in shards and for weight versions, which torch's schedules do not have.
     """
-    if program.header.tensor_parallel:
+    if program.header.model_stages < program.header.stages:
         raise UsageError("torch's CSV has no shards of stages, which --tensor makes")
     if not program.header.has_flush:
         updates = program.header.weight_versions.updates

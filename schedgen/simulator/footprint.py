@@ -21,7 +21,7 @@ from schedgen.ir.program import Program
 from schedgen.ir.weight_shards import LINE
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.memory_plan import memory_plan
-from schedgen.simulator.shard_sums import summed_parts
+from schedgen.simulator.tensor_shards import summed_parts
 
 BOOKKEEPING = 16  # what an owner holds beside whole copies of the weights is bookkeeping below this part of them
 

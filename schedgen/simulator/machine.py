@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage
+from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
+from schedgen.simulator.tensor_shards import profile_of_shards
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.parse_json import parse_json
 
@@ -46,31 +47,6 @@ class Machine(NamedTuple):
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by field
 
 
-def _expand_shards(values: dict[str, Any], header: Header) -> dict[str, Any]:
-    """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
-
-    A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
-    """
-    T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.unsharded_graph.edges
-
-    def expand(value: Any, divided: bool) -> Any:
-        if isinstance(value, dict):
-            return {key: expand(amount, divided) for key, amount in value.items()}
-        if not isinstance(value, list) or len(value) != stages:
-            return value
-        parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
-        return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
-
-    whole = ("activation", "alpha", "beta", "overhead")
-    expanded = {key: expand(value, key not in whole) if _has_amounts(value) else value for key, value in values.items()}
-    if "apart" in values:
-        expanded["apart"] = by_edge = values["apart"]
-        if isinstance(by_edge, list) and len(by_edge) == len(edges):
-            sizes = dict(zip(edges, by_edge, strict=True))
-            expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
-    return expanded
-
-
 def read_profile(
     text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
 ) -> tuple[dict[str, Amount], Machine]:
@@ -90,8 +66,8 @@ def read_profile(
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
-    if header is not None and header.tensor_parallel:
-        values = _expand_shards(values, header)
+    if header is not None:
+        values = profile_of_shards(values, header)
     of_stages = f"{counted} {stages} stages"
     if len(lone := given & {"I", "W"}) == 1:
         raise UsageError(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
@@ -120,20 +96,10 @@ def by_direction(amount: Amount | Mapping[str, Amount]) -> Mapping[str, Amount]:
     return amount if isinstance(amount, Mapping) else dict.fromkeys(DIRECTION.values(), amount)
 
 
-def _is_amount(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e18
-
-
-def _has_amounts(value: Any) -> bool:
-    """Whether a value of a profile is an amount, a list of amounts, or an object of these."""
-    values = value.values() if isinstance(value, dict) else [value]
-    return all(_is_amount(amount) for each in values for amount in (each if isinstance(each, list) else [each]))
-
-
 def _check(value: Any, what: str, count: int, counted: str, single: bool = False) -> list[float]:
     """The amounts in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
     amounts: list[float] = value if isinstance(value, list) else [value]
-    if not all(map(_is_amount, amounts)) or (single and amounts is value):
+    if not all(map(is_amount, amounts)) or (single and amounts is value):
         raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
     if amounts is value and len(amounts) != count:
         raise UsageError(f"{what} has {len(amounts)} numbers, but {counted}")

@@ -8,8 +8,8 @@ import numpy as np
 
 from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.shard_sums import shard_sums
 from schedgen.simulator.simulate import Simulation
+from schedgen.simulator.tensor_shards import shard_sums
 from schedgen.simulator.timeline import CAUSES
 
 

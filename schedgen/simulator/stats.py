@@ -43,8 +43,8 @@ from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.shard_sums import shard_sums
 from schedgen.simulator.simulate import Simulation, simulate
+from schedgen.simulator.tensor_shards import shard_sums
 from schedgen.simulator.timeline import Times
 
 

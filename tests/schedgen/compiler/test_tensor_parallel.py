@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import assume, given, settings
 
 from schedgen.checker import RULES, check
-from schedgen.checker.shard_copies import drifting
+from schedgen.checker.tensor_shards import drifting
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write

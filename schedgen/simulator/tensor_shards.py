@@ -1,14 +1,45 @@
-"""Sums over shards: how many a schedule has, the bytes that they move, and the parts that ranks add up in them."""
+"""Shards of stages: what a profile of the model says of them, and what their sums move and need memory for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from schedgen.ir.cost import is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Numbers
 from schedgen.ir.program import Program
+
+# What of a profile is not less for a shard than for its stage.
+_UNDIVIDED = ("activation", "alpha", "beta", "overhead")
+
+
+def profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]:
+    """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
+
+    A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
+    """
+    T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.unsharded_graph.edges
+    if T == 1:
+        return profile
+
+    def of_shards(value: Any, divided: bool) -> Any:
+        if isinstance(value, dict):
+            return {key: of_shards(amount, divided) for key, amount in value.items()}
+        if not isinstance(value, list) or len(value) != stages or not all(map(is_amount, value)):
+            return value
+        parts = [T if divided and header.tensor_parallel.split[stage * T] else 1 for stage in range(stages)]
+        return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
+
+    expanded = {
+        key: value if key == "apart" else of_shards(value, key not in _UNDIVIDED) for key, value in profile.items()
+    }
+    if isinstance(by_edge := profile.get("apart"), list) and len(by_edge) == len(edges):
+        sizes = dict(zip(edges, by_edge, strict=True))
+        expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
+    return expanded
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +78,7 @@ def summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, 
     for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
         gradients.setdefault(stage, []).append(size)
     for stage in np.flatnonzero(header.tensor_parallel.split).tolist():
-        shards = header.tensor_parallel.siblings(stage)
+        shards = header.shards_of(stage)
         given = (F, [int(outputs[stage])]), (B, gradients.get(stage, []))
         for d, parts in given[: len(header.compute)]:
             for ranks in set(map(tuple, header.compute[d, shards.start : shards.stop].T.tolist())):

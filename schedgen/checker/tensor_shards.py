@@ -1,0 +1,154 @@
+"""Rules 10 and 11, of the shards of stages: what they give is summed, and copies stay copies.
+
+Rule 10: every output and gradient of a split stage is summed over its shards once, before it is used. What a shard
+gives is a part: x.s.b of its FWD, g.p.b of its BWD or BWD_I for every producer p. On the rank of that job stands one
+ALLREDUCE of it, of the ranks of all shards, before any SEND of it or job that reads it. Rule 2 then says that it stands
+behind the job, and rule 6 that all ranks enter it together.
+
+Rule 11: all shards of a whole stage add up its gradient in one order and grouping. A sum of floating-point numbers
+depends on its order and grouping, and nothing is exchanged between the shards of a whole stage. What is added to dw.s
+on a rank is a sequence of terms: the gradient of a microbatch, or a partial, which is such a sequence itself. The
+owners' ALLREDUCE adds their sums in the order of their ranks. So the gradient of a shard is a tree, and the trees of
+all shards of a stage must be the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from graphlib import TopologicalSorter
+
+import numpy as np
+
+from schedgen.checker.proof import Proof
+from schedgen.ir.effects import Buffer, Effect
+from schedgen.ir.instructions import EXCHANGED, B, F, Kind, Numbers, Op, buffer_name
+from schedgen.ir.program import Program
+from schedgen.util.errors import UsageError
+
+Term = int | tuple[int, ...]  # the number of a partial's sequence, or the microbatches of backwards one behind another
+Place = tuple[int, int]  # (stage, rank): a dw
+
+
+def rule_10(proof: Proof) -> None:
+    """Refuse a part of a sum that is not summed, not by all shards, or used before."""
+    header = proof.header
+    if not header.tensor_parallel:
+        sums = proof.rows_of(Op.ALLREDUCE)
+        for row in sums[np.isin(proof.kind[sums], EXCHANGED)][:1]:
+            proof.refuse(10, int(row), "stages have no shards here")
+        return
+    split = header.tensor_parallel.split
+    _check_summed(proof, Buffer.X, F, np.flatnonzero(split), np.full(split.sum(), -1), np.flatnonzero(split))
+    if header.is_forward:
+        return
+    edges = [
+        (producer, header.graph.gradient_consumer(producer, consumer), consumer)
+        for producer, consumer in header.graph.edges
+        if split[consumer]
+    ]
+    _check_summed(proof, Buffer.G, B, *np.array(edges, np.int64).reshape(-1, 3).T)
+
+
+def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer: Numbers, giver: Numbers) -> None:
+    """Rule 10 for the parts x.stage.*.consumer, or g, that jobs of direction d of the stage `giver` give."""
+    header, T = proof.header, proof.header.tensor_parallel.degree
+    # By stage and then edge, as x and g are numbered; the last is for names of no buffer.
+    part_of = np.full(header.stages + len(header.graph.edges) + 1, -1, np.int64)
+    part_of[header.graph.size_columns(stage, consumer)] = np.arange(len(stage))
+    rank = header.compute[d][giver]  # of every part and microbatch
+    sums = proof.touches(buffer, Effect.CHANGE)
+    part, mb = part_of[sums.number // header.microbatches], sums.number % header.microbatches
+    for row in sums.rows[part < 0][:1]:
+        proof.refuse(10, int(row), "the job that gives this is not split: it is no part of a sum")
+    for row in sums.rows[rank[part, mb] != sums.rank][:1]:
+        proof.refuse(10, int(row), "this rank does not give it")
+    shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # their ranks
+    groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
+    right = (groups[proof.peer[sums.rows]] == shards[giver[part] // T, :, mb]).all(axis=1)
+    for row in sums.rows[~right][:1]:
+        proof.refuse(10, int(row), "this is not the group of the stage's shards")
+    summed = np.full(rank.shape, -1, np.int64)  # by part and microbatch: the row
+    summed[part, mb] = sums.rows
+    last = summed[part, mb]
+    for row in last[last != sums.rows][:1]:
+        proof.refuse(10, int(row), "this is summed twice")
+
+    def name(k: int, b: int) -> str:
+        return buffer_name(Kind.X if buffer == Buffer.X else Kind.G, int(stage[k]), b, int(consumer[k]))
+
+    for k, b in np.argwhere(summed < 0)[:1].tolist():
+        proof.refuse_rank(10, int(rank[k, b]), f"ALLREDUCE of {name(k, b)} is missing")
+    uses = proof.touches(buffer, Effect.READ, Effect.SEND)
+    uses = uses.by(part_of[uses.number // header.microbatches] >= 0)
+    part, mb = part_of[uses.number // header.microbatches], uses.number % header.microbatches
+    here = rank[part, mb] == uses.rank
+    first = np.full(rank.shape, len(proof.program), np.int64)
+    np.minimum.at(first, (part[here], mb[here]), uses.rows[here])
+    for k, b in np.argwhere(first < summed)[:1].tolist():
+        proof.refuse(10, int(first[k, b]), f"{name(k, b)} is only a shard's part here")
+
+
+def rule_11(proof: Proof) -> None:
+    """Refuse shards of a whole stage whose gradients are not added up alike; rules 1 to 7 are proved."""
+    if found := drifting(proof.program):
+        stage, rank = found
+        first = proof.header.shards_of(stage)[0]
+        words = f"dw.{stage} is not added up in the order and grouping of dw.{first}, of which it is a copy"
+        proof.refuse_rank(11, rank, words)
+
+
+def check_copies(program: Program) -> None:
+    """UsageError where w places the shards of a whole stage so that they add up its gradient differently."""
+    if found := drifting(program):
+        stage, shard = divmod(found[0], program.header.tensor_parallel.degree)
+        raise UsageError(
+            f"w: the copies of whole stage {stage} would drift apart, for its shards 0 and {shard} add up their "
+            "gradients in different orders or groups: place all shards of a whole stage alike"
+        )
+
+
+def drifting(program: Program) -> tuple[int, int] | None:
+    """The first shard whose sum differs from that of its stage's first shard, and its first owner; None: all agree.
+
+    For programs whose sums are right, by rules 1 to 7.
+    """
+    tensor, owners = program.header.tensor_parallel, program.header.owners
+    if not tensor:
+        return None
+    sums = _gradient_trees(program)
+    for stage in np.flatnonzero(~tensor.split).tolist():
+        first = tensor.siblings(stage)[0]
+        trees = [[sums[shard, rank] for rank in owners[shard] if (shard, rank) in sums] for shard in (first, stage)]
+        if trees[0] != trees[1]:
+            return stage, owners[stage][0]
+    return None
+
+
+def _gradient_trees(program: Program) -> dict[Place, int]:
+    """The sequences of terms of all dw of whole stages, without ALLREDUCE, numbered: equal ones are equal numbers."""
+    table, whole = program.rows, ~program.header.tensor_parallel.split
+    adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
+    rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)
+    rows = rows[whole[table.stage[rows]]]
+    rows = rows[np.lexsort((rows, table.rank[rows], table.stage[rows]))]
+    # A run of backwards, or an ADD, is one piece of a sequence.
+    keys = np.stack([table.stage[rows], table.rank[rows], np.cumsum(adds[rows])], axis=1)
+    begins = np.flatnonzero((keys[1:] != keys[:-1]).any(axis=1) | adds[rows][:-1]) + 1
+    pieces: defaultdict[Place, list[np.ndarray]] = defaultdict(list)
+    for piece in np.split(rows, begins):
+        for row in piece[:1].tolist():
+            pieces[int(table.stage[row]), int(table.rank[row])].append(piece)
+    needs = {
+        (stage, rank): [(stage, int(table.peer[piece[0]])) for piece in found if adds[piece[0]]]
+        for (stage, rank), found in pieces.items()
+    }
+    numbers: dict[tuple[Term, ...], int] = {}
+    sums: dict[Place, int] = {}
+    for place in TopologicalSorter(needs).static_order():
+        partials = iter(needs.get(place, ()))
+        terms = tuple(
+            sums[next(partials)] if adds[piece[0]] else tuple(table.mb[piece].tolist()) for piece in pieces[place]
+        )
+        alone = terms[0] if len(terms) == 1 else ()  # a partial that is only passed on stays what it is
+        sums[place] = alone if isinstance(alone, int) else numbers.setdefault(terms, len(numbers))
+    return sums
