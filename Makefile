@@ -7,6 +7,7 @@
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
 # make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
+# make test-crash  100 runs killed at any time, and resumed
 # make test-gpu  what only a GPU can show: build/gpu.txt, and a line a check in build/gpu-summary.txt
 # make test-slurm  jobs on a Slurm of two nodes, set up on this machine: needs root and Debian's slurm-wlm and munge
 # make test-hosts  ranks on two hosts, network namespaces whose link is cut: needs root and iproute2

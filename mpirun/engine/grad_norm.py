@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mpirun.engine.stage import LocalStage
@@ -22,6 +23,7 @@ from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE
 
+Sums = NDArray[np.float64]
 Node = tuple[int, int]  # of the tree: its height above the lines, and its number among the nodes of that height
 
 
@@ -42,18 +44,19 @@ def total_norm(norms: Sequence[float]) -> float:
     return math.hypot(*norms)
 
 
-def line_sums(piece: Tensor) -> Tensor:
-    """The sum of squares of every line of 64 bytes, float64, shape (lines,)."""
+def line_sums(piece: Tensor) -> Sums:
+    """The sum of squares of every line of 64 bytes, float64, shape (lines,), in the host's memory."""
     flat = piece.detach().reshape(-1)
     real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     line = LINE // real.element_size()
     sums = torch.nn.functional.pad(real.double().square(), (0, -len(real) % line)).view(-1, line)
     while sums.shape[1] > 1:
         sums = sums[:, 0::2] + sums[:, 1::2]
-    return sums[:, 0]
+    values: Sums = sums[:, 0].cpu().numpy()
+    return values
 
 
-def subtrees(sums: Tensor, first: int = 0) -> Iterator[tuple[Node, float]]:
+def subtrees(sums: Sums, first: int = 0) -> Iterator[tuple[Node, float]]:
     """The largest subtrees that some lines cover, and their sums; `first`: the number of the first line."""
     height = 0
     while len(sums):
@@ -162,4 +165,4 @@ def _nodes(piece: Piece) -> list[Node]:
     """The largest subtrees that a piece covers."""
     width = piece.dtype.itemsize
     count, first = -(-piece.length * width // LINE), piece.begin * width // LINE
-    return [node for node, _ in subtrees(torch.zeros(count), first)]
+    return [node for node, _ in subtrees(np.zeros(count), first)]

@@ -45,7 +45,7 @@ IN_THE_WAY = "in-the-way"  # a file
 OBEYED = ("PYTHONPATH", "PYTHONWARNINGS")
 PRELOADED = (
     "numba", "numpy", "torch", "torch._dynamo", "torch.distributed", "torch._subclasses.fake_tensor",
-    "torch.export._trace", "transformers.models.gpt2.modeling_gpt2",
+    "torch.export._trace", "transformers.models.gpt2.modeling_gpt2", "schedgen.checker", "schedgen.simulator.footprint",
 )  # fmt: skip
 RELAYED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
