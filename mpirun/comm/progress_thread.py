@@ -50,7 +50,8 @@ class MessageProgress:
         self.computing = False
         self.gate = threading.Lock()  # while it is locked the thread sleeps
         self.gate.acquire()
-        self.started = False
+        self.thread: threading.Thread | None = None
+        self.over = False
 
     # At the ends of layers
 
@@ -96,7 +97,11 @@ class MessageProgress:
             self.last_poll = now
 
     def free(self) -> None:
-        """Give back its communicator; nothing is computed any more. Collective."""
+        """End the thread, and give back its communicator; nothing is computed any more. Collective."""
+        self.over = True
+        if self.thread is not None:
+            self._open()
+            self.thread.join()
         self.comm.Free()
 
     # In a thread
@@ -105,22 +110,25 @@ class MessageProgress:
         """`act`, during which the thread calls MPI; `act` unchanged if MPI does not allow several threads."""
         if not self.threads_allowed:
             return act
-        if not self.started:
-            self.started = True
-            threading.Thread(target=self._run, name="mpi-progress", daemon=True).start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
+            self.thread.start()
 
         def act_with_thread() -> None:
             self.computing = True
-            if self.gate.locked():  # otherwise the thread has not seen yet that it was opened the last time
-                self.gate.release()
+            self._open()
             act()
             self.computing = False
 
         return act_with_thread
 
+    def _open(self) -> None:
+        if self.gate.locked():  # otherwise the thread has not seen yet that it was opened the last time
+            self.gate.release()
+
     def _run(self) -> None:
         self.device.use_in_thread()
-        while True:
+        while not self.over:
             self.gate.acquire()
             while self.computing:
                 time.sleep(PERIOD)

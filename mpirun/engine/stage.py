@@ -121,10 +121,15 @@ class LocalStage:
         return copy
 
     def with_other_weights(self, module: nn.Module, memory: Tensor) -> LocalStage:
-        """The same stage with weights in `memory`, shape (bytes,); `module`: another one, which gets these buffers."""
+        """The same stage with weights in `memory`, shape (bytes,).
+
+        `module`: another one, which gets the buffers and frozen parameters of this.
+        """
         stage = LocalStage(module, self.index, self.shape, self.device, False, memory, self.autocast_dtype)
         for source, target in zip(self.module.modules(), module.modules(), strict=True):
+            frozen = {name: x for name, x in source._parameters.items() if x is not None and not x.requires_grad}
             target._buffers.update(source._buffers)
+            target._parameters.update(frozen)
         stage.tied_to_earlier = self.tied_to_earlier
         return stage
 

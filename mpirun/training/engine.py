@@ -10,10 +10,11 @@ sentence and an exit code; a rank that fails on its own says where, and ends the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -49,6 +50,7 @@ from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
+from mpirun.watchdog import IN_SCRIPT
 from schedgen.util.errors import UsageError
 
 P = ParamSpec("P")
@@ -60,8 +62,11 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 
     @functools.wraps(method)
     def called(self: Engine, *args: P.args, **kwargs: P.kwargs) -> T:
-        with generators_kept(), exit_by(self.comm, self._position, self._failing):
-            self._running.watchdog.show_call(method.__name__)
+        with (
+            generators_kept(),
+            exit_by(self.comm, self._position, self._failing),
+            self._running.watchdog.calling(method.__name__),
+        ):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value]  # its argument is called self
@@ -94,7 +99,8 @@ class Engine:
     verify        record what is done, for `verify`
     log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
                   to which they are written for TensorBoard
-    timeout       seconds after which a run in which nothing moves is ended; 0: never
+    timeout       seconds after which a run in which nothing moves is ended; 0: never. On one rank those count that
+                  methods of the Engine take, not those between them
     export        the directory that `export` will write, which is refused now where it is not empty
     comm          the ranks; None: all
     """
@@ -137,9 +143,10 @@ class Engine:
         self.data: Loader | None = None  # whose position checkpoints have
         self.verifies = verify
         self.said: set[str] = set()  # notes on data, by all loaders
-        with generators_kept(), exit_by(self.comm, self._position, self._failing):
+        self.ending = contextlib.ExitStack()  # gives back what the process had before the run
+        with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
-                end_on_uncaught(self.comm, self._failing)
+                self.ending.callback(end_on_uncaught(self.comm, self._failing))
             self.source = together(self.comm, lambda: weights_directory(weights))
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(
@@ -157,6 +164,7 @@ class Engine:
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
             self.prepared = Prepared(session, self.model, self.options, self.host, verify)
             self.log: Log = on_rank_0(self.comm, lambda: make_log(log)) or tell_nobody
+            session.watchdog.state[IN_SCRIPT] = True
 
     def _load(
         self,
@@ -372,9 +380,21 @@ class Engine:
 
     # How
 
+    @contextlib.contextmanager
+    def _ended_by_mistakes(self) -> Iterator[None]:
+        """What stops all ranks in it ends the run: a process that goes on, as a notebook's, may have another."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, Stop) or self.comm.size == 1:
+                self._end()
+            raise
+
     def _end(self) -> None:
-        self._running.close()
-        self.session = None
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        self.ending.close()
 
     @property
     def _running(self) -> Session:

@@ -85,6 +85,19 @@ def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 
-def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> None:
-    """From now on an exception that ends this process, of the script's own code, ends all ranks, behind `failing`."""
-    sys.excepthook = lambda kind, error, trace: (failing(error), end_on_error(comm, error))
+def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> Callable[[], None]:
+    """From now on an exception that ends this process, of the script's own code, ends all ranks, behind `failing`.
+
+    What it returns ends that.
+    """
+
+    def hook(_: object, error: BaseException, __: object) -> None:
+        failing(error)
+        end_on_error(comm, error)
+
+    def give_back() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+    before, sys.excepthook = sys.excepthook, hook
+    return give_back

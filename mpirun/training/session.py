@@ -76,6 +76,8 @@ class Session:
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
+        self.end.callback(self._give_back_sigterm)
+        self.sigterm_before = signal.getsignal(signal.SIGTERM)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._asked_early)
         self.begun = 0  # steps done before this run
@@ -247,6 +249,11 @@ class Session:
         """SIGTERM ends the process again: there are no more steps."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def _give_back_sigterm(self) -> None:
+        """SIGTERM means what it meant before this run."""
+        if signal.getsignal(signal.SIGTERM) in (self._asked_early, self._asked_to_leave):
+            signal.signal(signal.SIGTERM, self.sigterm_before or signal.SIG_DFL)
+
     def leave(self, saved: bool) -> None:
         """Stop together, as SIGTERM has asked: an exit code that is not 0 makes launchers end the other ranks."""
         self.restore_sigterm()
@@ -291,11 +298,11 @@ class Session:
     def wait_for_others(self) -> None:
         """Return when all ranks have come here, or let the watchdog say which has not."""
         state = self.watchdog.state
-        self.watchdog.show_call("close")
-        state[PHASE], state[WAIT] = ENDING, OTHERS
-        sleeping_barrier(self.at_end)
-        self.at_end.Free()
-        state[WAIT] = NOTHING
+        with self.watchdog.calling("close"):
+            state[PHASE], state[WAIT] = ENDING, OTHERS
+            sleeping_barrier(self.at_end)
+            self.at_end.Free()
+            state[WAIT] = NOTHING
 
     def close_together(self) -> None:
         """The end of the run where a script ends: nobody is done before all are."""

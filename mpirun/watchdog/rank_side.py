@@ -28,6 +28,7 @@ from mpirun.watchdog import (
     DONE,
     EVALUATING,
     FAILED,
+    IN_SCRIPT,
     LEAVING,
     METHODS,
     NOTHING,
@@ -102,10 +103,16 @@ class Watchdog:
         if server is not None:
             server.close()
 
-    def show_call(self, method: str) -> None:
+    @contextlib.contextmanager
+    def calling(self, method: str) -> Iterator[None]:
         """Show that the script calls a method of the Engine, which all ranks have to call."""
         calls = self.state[CALL] // len(METHODS)
+        self.state[IN_SCRIPT] = False
         self.state[CALL] = (calls + 1) * len(METHODS) + METHODS.index(method)
+        try:
+            yield
+        finally:
+            self.state[IN_SCRIPT] = True
 
     def show_asked_early(self) -> None:
         """Show that SIGTERM ends this rank, if it does so in the set-up."""

@@ -6,14 +6,15 @@ import json
 import time
 from typing import Any, NamedTuple
 
-from mpirun.watchdog import BEAT, CALL, DONE, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+from mpirun.watchdog import BEAT, CALL, DONE, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
 
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
 
 # Of a rank, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, in words), peer
 # (the rank that it waits for; None: for none, -1: for all that are behind), process (what that does), moved (seconds
-# since it last did), calls (how many methods of the Engine its script has called), call (the last one).
+# since it last did), calls (how many methods of the Engine its script has called), call (the last one), in_script
+# (whether that has returned).
 State = dict[str, Any]
 
 
@@ -61,7 +62,7 @@ class Rank:
 
     def look(self) -> None:
         """Note when it moves: when its words change."""
-        seen = (self.words[PHASE], self.words[STEP], self.words[ROW], self.words[BEAT])
+        seen = tuple(self.words[word] for word in (PHASE, STEP, ROW, BEAT, IN_SCRIPT))
         if seen != self.seen:
             self.seen, self.moved = seen, time.monotonic()
 
@@ -91,7 +92,8 @@ class Rank:
         moved = time.monotonic() - self.moved
         calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
-                "moved": moved, "calls": calls, "call": METHODS[method]}  # fmt: skip
+                "moved": moved, "calls": calls, "call": METHODS[method],
+                "in_script": bool(self.words[IN_SCRIPT])}  # fmt: skip
 
 
 def in_a_line(state: State) -> str:

@@ -301,3 +301,20 @@ def test_an_output_of_another_shape_than_the_first_is_refused():
     stage = owned(nn.Tanh(), StageShape((TensorSpec((2, 3), torch.float32),), ()), 1)
     with pytest.raises(RuntimeError, match=r"stage 1 returned .*\(3, 2\), but on the first microbatch .*\(2, 3\)"):
         stage.forward([torch.zeros(3, 2)], None, save=True)
+
+
+def test_versions_of_weights_have_the_same_frozen_parameters_and_buffers():
+    """Those of a checkpoint are read into version 0 alone."""
+
+    def made() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        module[0].bias.requires_grad_(False)
+        return module
+
+    first = made()
+    stage = owned(first, shape_of(first, torch.randn(2, 4)))
+    version = stage.with_other_weights(made(), stage.weights.clone())
+    with torch.no_grad():
+        first[0].bias.fill_(3.0)
+    assert version.module[0].bias is first[0].bias and version.module[1].running_mean is first[1].running_mean
+    assert version.names == stage.names and version.module[0].weight is not first[0].weight

@@ -253,6 +253,48 @@ mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=m
     assert (done.code, done.out, done.err) == (2, "done\n", sentence)
 
 
+AGAIN = """
+import os, signal, sys, threading, torch, mpirun
+from torch.nn.functional import mse_loss
+from unittest import mock
+import mpirun.comm.progress_thread, mpirun.engine.interpreter
+def engine(**options):
+    stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+    return mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss, **options)
+def now():
+    return signal.getsignal(signal.SIGTERM), sys.excepthook, threading.active_count()
+before, x = now(), torch.zeros(8, 4)
+stopped = []
+try:
+    engine(buckets=(0,))
+except SystemExit as error:
+    stopped.append((error.code, now() == before))
+for module in (mpirun.comm.progress_thread, mpirun.engine.interpreter):
+    module.LONG = 0.0  # a thread calls MPI during every job
+mpirun.engine.interpreter.needs_calls = lambda seconds, size: True
+for _ in range(2):
+    with engine() as run:
+        for _ in range(3):
+            run.step((x, x))
+        during = now()
+    stopped.append((during[0] != before[0], now() == before))
+sys.stdout.write(f"{stopped} {during[1] != before[1]} {during[2] > before[2]}\\n")
+if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
+    """Neither what SIGTERM and an exception do in it, nor its threads; the next run may be asked to leave."""
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    done = launch(ranks, program=(str(script),))
+    ended = f"[(2, True), (True, True), (True, True)] {ranks > 1} True"
+    assert done.out.splitlines()[:ranks] == [ended] * ranks, done.err
+    assert done.code != 0 and "buckets" in done.err
+
+
 def test_what_a_script_draws_is_the_same_on_all_ranks(tmp_path, launch):
     """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws go on as without it."""
     script = tmp_path / "draws.py"

@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from mpirun.watchdog import DONE, FAILED, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
 from mpirun.watchdog.hang import explain_hang
 from mpirun.watchdog.process import REPORT
 from mpirun.watchdog.rank_side import COMMAND
@@ -209,3 +209,17 @@ def test_strangers_and_rubbish_do_no_harm(hosts):
             stranger.sendall(rubbish)
             time.sleep(0.2)
     assert all(one.poll() is None for one in (a.watchdog, b.watchdog, *a.ranks, *b.ranks))
+
+
+def test_a_rank_alone_may_do_something_else_between_two_calls():
+    """As in a notebook; what it does in a call has its time limit."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host = Host("a", [0], 1, server, 0)
+    try:
+        host.words[IN_SCRIPT] = True
+        with pytest.raises(subprocess.TimeoutExpired):
+            host.ended(3)
+        host.words[IN_SCRIPT] = False
+        assert "nothing has moved for 1 s: rank 0 on a is asleep" in host.ended(10)
+    finally:
+        host.kill()
