@@ -63,7 +63,7 @@ class CheckpointWriter:
         self._check_entries([entry for entry, _ in untrained])
         self.directory: Path | None = None
         self.lock: FolderLock | None = None  # on rank 0
-        self.keep, self.last = 0, 0
+        self.last = 0
 
     def _check_entries(self, untrained: list[str]) -> None:
         model = self.setup.unsharded_model
@@ -91,12 +91,12 @@ class CheckpointWriter:
             self.settings["changed"] = [*manifest.settings["changed"], *differing]
             self.settings["threads"] = [*manifest.settings["threads"], *self.settings["threads"]]
 
-    def open(self, directory: str, keep: int, resumed: str | None) -> None:
-        """Save to a directory from now on, and keep so many checkpoints. Collective.
+    def open(self, directory: str, resumed: str | None) -> None:
+        """Save to a directory from now on. Collective.
 
         UsageError where ranks do not see one folder, or it has checkpoints of another run than the `resumed` one.
         """
-        self.directory, self.keep = Path(directory), keep
+        self.directory = Path(directory)
         self.close()
         on_rank_0(self.comm, lambda: _prepare(Path(directory), resumed))
         self.lock = on_rank_0(self.comm, lambda: FolderLock(Path(directory), self.settings["run"]))
@@ -110,8 +110,8 @@ class CheckpointWriter:
             self.lock.release()
             self.lock = None
 
-    def save(self, step: int) -> bool:
-        """Write a checkpoint after so many steps; whether that succeeded. Collective."""
+    def save(self, step: int, keep: int) -> bool:
+        """Write a checkpoint after so many steps, and keep the newest `keep`; whether that succeeded. Collective."""
         comm, directory = self.comm, self.directory
         assert directory is not None
         together(comm, self.optimizer.check_saved)
@@ -123,7 +123,7 @@ class CheckpointWriter:
             of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, divided)))
             files = [file for of_rank in of_ranks or () for file in of_rank]
             on_rank_0(comm, lambda: disk_format.publish(directory, step, {"step": step, **self.settings}, files))
-            on_rank_0(comm, lambda: disk_format.prune(directory, step, self.keep))
+            on_rank_0(comm, lambda: disk_format.prune(directory, step, keep))
         except Stop as stop:
             if comm.rank == 0:
                 disk_format.abandon(directory, step)

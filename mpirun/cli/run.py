@@ -47,7 +47,7 @@ class Run:
         if checkpoint is not None:
             session.resume(checkpoint)
         if options.save:
-            session.checkpoints().open(options.save, options.keep, options.resume)
+            session.checkpoints().open(options.save, options.resume)
         self.progress = on_rank_0(comm, self._progress)
         session.handle_sigterm()
         if trace := options.trace:
@@ -94,7 +94,7 @@ class Run:
             last = session.steps == steps
             left = result.leave and not last
             if options.save and (left or last or session.steps % options.every == 0):
-                saved = session.save()
+                saved = session.save(options.keep)
             if left:
                 self._close_progress()
                 session.leave(saved)

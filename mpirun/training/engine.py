@@ -139,6 +139,7 @@ class Engine:
         self.session: Session | None = None
         self.shapes = Shapes(self.comm, buckets)
         self.saving: Path | None = None  # where `save` writes
+        self.keep = 3  # so many checkpoints stay there
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
         self.verifies = verify
@@ -302,11 +303,13 @@ class Engine:
         The newest `keep` stay.
         """
         self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
+        no_count = type(keep) is not int or keep < 1
+        self._refuse(no_count, f"keep should be a whole number of at least 1, not {keep!r}")
         writer = self._running.checkpoints()
         if self.saving != Path(directory):
-            writer.open(str(directory), keep, None if self.resumed_from is None else str(self.resumed_from))
+            writer.open(str(directory), None if self.resumed_from is None else str(self.resumed_from))
             self.saving, self.resumed_from = Path(directory), Path(directory)
-        self.data = data
+        self.data, self.keep = data, keep
         return self._save(Path(directory))
 
     @_collective
@@ -442,7 +445,7 @@ class Engine:
         writer.settings.pop("loader", None)
         if self.data is not None:
             writer.settings["loader"] = self.data.state()
-        return self._running.save()
+        return self._running.save(self.keep)
 
     def _over(
         self,

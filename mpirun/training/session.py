@@ -186,10 +186,10 @@ class Session:
             self.verification.resumed()
         self.begun = self.steps = manifest.step
 
-    def save(self) -> bool:
-        """Write a checkpoint of the steps so far to the open directory; whether that succeeded."""
+    def save(self, keep: int) -> bool:
+        """Write a checkpoint to the open directory, where the newest `keep` stay; whether that succeeded."""
         self.share_buffers()
-        return self.checkpoints().save(self.steps)
+        return self.checkpoints().save(self.steps, keep)
 
     def share_buffers(self) -> None:
         """Every rank gets the model's running statistics."""

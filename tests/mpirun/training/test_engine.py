@@ -256,7 +256,6 @@ mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=m
 AGAIN = """
 import os, signal, sys, threading, torch, mpirun
 from torch.nn.functional import mse_loss
-from unittest import mock
 import mpirun.comm.progress_thread, mpirun.engine.interpreter
 def engine(**options):
     stages = [torch.nn.Linear(4, 4) for _ in range(2)]
@@ -293,6 +292,46 @@ def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, 
     ended = f"[(2, True), (True, True), (True, True)] {ranks > 1} True"
     assert done.out.splitlines()[:ranks] == [ended] * ranks, done.err
     assert done.code != 0 and "buckets" in done.err
+
+
+SAVING = """
+import sys, torch, mpirun
+from pathlib import Path
+from torch.nn.functional import mse_loss
+folder = Path(sys.argv[1])
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+def engine(stages=1, **options):
+    torch.manual_seed(0)
+    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4) for _ in range(stages)], stages=stages, microbatches=2,
+                         loss=mse_loss, timeout=0, **options)
+def steps(name):
+    return [int(path.name[5:]) for path in sorted((folder / name).glob("step-*"))]
+def refused(call):
+    try:
+        call()
+    except SystemExit as end:
+        return end.code
+"""
+
+
+def test_how_many_checkpoints_stay_is_what_each_save_says(tmp_path, launch):
+    script = tmp_path / "keeps.py"
+    script.write_text(
+        SAVING
+        + """
+run = engine()
+for keep in (2, 2, 2, 9, 9, None, 0, True, 1.0):
+    if type(keep) is int and keep:
+        run.step((x, x))
+        run.save(folder / "kept", keep=keep)
+    else:
+        assert refused(lambda: run.save(folder / "kept", keep=keep)) == 2
+assert steps("kept") == [2, 3, 4, 5], steps("kept")
+"""
+    )
+    done = launch(None, tmp_path, program=(str(script),))
+    sentences = [f"mpirun: keep should be a whole number of at least 1, not {keep!r}" for keep in (None, 0, True, 1.0)]
+    assert (done.code, done.err.splitlines()) == (0, sentences)
 
 
 def test_what_a_script_draws_is_the_same_on_all_ranks(tmp_path, launch):
