@@ -30,7 +30,7 @@ from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
 from schedgen.ir.header import Header
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import RefusedFile, UsageError
 
 
 class CheckpointWriter:
@@ -62,7 +62,7 @@ class CheckpointWriter:
             self.first_stage[entry] = min(stage, self.first_stage.get(entry, stage))
         self._check_entries([entry for entry, _ in untrained])
         self.directory: Path | None = None
-        self.lock: FolderLock | None = None  # on rank 0
+        self.locks: dict[Path, FolderLock] = {}  # on rank 0, of all folders that this run saves to
         self.last = 0
 
     def _check_entries(self, untrained: list[str]) -> None:
@@ -94,21 +94,32 @@ class CheckpointWriter:
     def open(self, directory: str, resumed: str | None) -> None:
         """Save to a directory from now on. Collective.
 
-        UsageError where ranks do not see one folder, or it has checkpoints of another run than the `resumed` one.
+        UsageError where ranks do not see one folder, or it has checkpoints of another run than this and the `resumed`
+        one.
         """
-        self.directory = Path(directory)
-        self.close()
-        on_rank_0(self.comm, lambda: _prepare(Path(directory), resumed))
-        self.lock = on_rank_0(self.comm, lambda: FolderLock(Path(directory), self.settings["run"]))
-        on_rank_0(self.comm, lambda: _check_others(Path(directory), resumed))
-        together(self.comm, lambda: _check_visible(Path(directory)))
-        on_rank_0(self.comm, lambda: _tidy(Path(directory)))
+        path = Path(directory)
+        on_rank_0(self.comm, lambda: self._lock(path, resumed))
+        together(self.comm, lambda: _check_visible(path))
+        on_rank_0(self.comm, lambda: _tidy(path))
+        self.directory = path
+
+    def _lock(self, directory: Path, resumed: str | None) -> None:
+        """Make a folder and lock it for as long as the run lasts, if that is not done: it may come back to it."""
+        _prepare(directory)
+        if (path := directory.resolve()) not in self.locks:
+            lock = FolderLock(directory, self.settings["run"])
+            try:
+                _check_others(directory, resumed)
+            except (UsageError, RefusedFile):
+                lock.release()
+                raise
+            self.locks[path] = lock
 
     def close(self) -> None:
         """Save no more: another run may."""
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+        for lock in self.locks.values():
+            lock.release()
+        self.locks.clear()
 
     def save(self, step: int, keep: int) -> bool:
         """Write a checkpoint after so many steps, and keep the newest `keep`; whether that succeeded. Collective."""
@@ -200,7 +211,7 @@ class CheckpointWriter:
         self.state[BEAT] += 1
 
 
-def _prepare(directory: Path, resumed: str | None) -> None:
+def _prepare(directory: Path) -> None:
     """Make the folder; UsageError where it cannot be, or is a checkpoint."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -308,7 +308,7 @@ class Engine:
         writer = self._running.checkpoints()
         if self.saving != Path(directory):
             writer.open(str(directory), None if self.resumed_from is None else str(self.resumed_from))
-            self.saving, self.resumed_from = Path(directory), Path(directory)
+            self.saving = Path(directory)
         self.data, self.keep = data, keep
         return self._save(Path(directory))
 

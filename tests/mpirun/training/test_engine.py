@@ -334,6 +334,41 @@ assert steps("kept") == [2, 3, 4, 5], steps("kept")
     assert (done.code, done.err.splitlines()) == (0, sentences)
 
 
+def test_a_run_saves_to_two_directories_in_turn(tmp_path, launch):
+    """As the last and the best: nobody else saves there until it ends, and it may come back to what it resumed from."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        SAVING
+        + """
+run = engine()
+for _ in range(3):
+    run.step((x, x))
+    run.save(folder / "last")
+    run.save(folder / "best", keep=1)
+assert (steps("last"), steps("best")) == ([1, 2, 3], [3])
+other = engine()
+other.resume(folder / "last")
+other.step((x, x))
+assert refused(lambda: other.save(folder / "last")) == 2
+run.close()
+other.save(folder / "other")
+other.save(folder / "last")
+assert steps("last") == [2, 3, 4]
+other.close()
+third = engine()
+third.step((x, x))
+for _ in range(2):
+    assert refused(lambda: third.save(folder / "last")) == 2
+"""
+    )
+    done = launch(None, tmp_path, program=(str(script),))
+    begin = f"mpirun: saving to {tmp_path / 'last'}: "
+    refused = ["another run saves there: run ", *["it has checkpoints already: resume from it, or save elsewhere"] * 2]
+    lines = done.err.splitlines()
+    assert done.code == 0 and len(lines) == 3, done.err
+    assert all(line.startswith(begin + words) for line, words in zip(lines, refused, strict=True)), done.err
+
+
 def test_what_a_script_draws_is_the_same_on_all_ranks(tmp_path, launch):
     """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws go on as without it."""
     script = tmp_path / "draws.py"
