@@ -7,7 +7,7 @@ parameter that was cut is put together from its shares, and a tensor shard takes
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -67,11 +67,11 @@ def restore(
     name: str,
     settings: Mapping[str, object],
     beat: Callable[[], None],
-) -> None:
-    """Restore stages, and what the optimizer keeps for them. `beat` is called after each stage.
+) -> set[str]:
+    """Restore stages, and what the optimizer keeps for them; the entries of the weights that were read.
 
-    `name`, `settings`: of the optimizer, as checkpoints have them. UsageError where the checkpoint is of another model
-    or optimizer.
+    `name`, `settings`: of the optimizer, as checkpoints have them; `beat` is called after each stage. UsageError where
+    the checkpoint is of another model or optimizer.
     """
     if name != manifest.settings["optimizer"]:
         raise UsageError(f"the optimizer is {name}: {manifest.folder} was made with {manifest.settings['optimizer']}")
@@ -83,11 +83,21 @@ def restore(
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
     for entry in kept.names:
         of_parameter.setdefault(entry.rpartition(".")[0], []).append(entry)
+    read: set[str] = set()
     for stage in stages.values():
         reader = _StageReader(manifest.folder, setup.model, stage)
-        reader.restore_weights(weights)
+        read.update(reader.restore_weights(weights))
         reader.restore_optimizer(kept, of_parameter, optimizer)
         beat()
+    return read
+
+
+def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
+    """UsageError where a checkpoint has weights that no rank has read; `read`: by rank, what `restore` gave."""
+    left = set(Entries(manifest.folder, manifest.entry_files("weights")).names).difference(*read)
+    if left:
+        what = f"{len(left)} of its entries, as {min(left)}"
+        raise UsageError(f"{manifest.folder}: no stage has {what}: is it of a larger model?")
 
 
 class _StageReader:
@@ -100,10 +110,11 @@ class _StageReader:
         dims, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
         self.dims = {entry: dims[name] for name, entry in names if name in dims}
 
-    def restore_weights(self, weights: Entries) -> None:
-        """Frozen parameters, buffers, and the weights that this rank owns."""
+    def restore_weights(self, weights: Entries) -> Collection[str]:
+        """Frozen parameters, buffers, and the weights that this rank owns; their entries."""
         untrained = untrained_entries(self.model, self.stage)
-        values = weights.read([*untrained, *self.places], self.dims)
+        names = [*untrained, *self.places]
+        values = weights.read(names, self.dims)
         for entry, target in untrained.items():
             value = self._checked(entry, values.get(entry), target.shape, target.dtype, None)
             with torch.no_grad():
@@ -114,6 +125,7 @@ class _StageReader:
             targets = self.stage.views_of_part(via, part)
             for target, (entry, piece) in zip(targets, self._of_part(via), strict=True):
                 target.copy_(values[entry] if piece is None else piece.of_parameter(values[entry]))
+        return names
 
     def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
         """What the optimizer keeps for these weights; `of_parameter`: its entries for each parameter's."""

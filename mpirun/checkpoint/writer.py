@@ -22,7 +22,7 @@ from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
 from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
 from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writing_rank
 from mpirun.checkpoint.lock import FolderLock
-from mpirun.checkpoint.reader import restore
+from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_settings, other_threads, run_settings
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.engine.optimizer import Optimizer
@@ -80,8 +80,11 @@ class CheckpointWriter:
 
     def resume(self, manifest: Manifest) -> None:
         """Restore all that this rank has of the model, and say which settings differ. Collective."""
-        name, options, stages = self.settings["optimizer"], self.settings["options"], self.stages
-        together(self.comm, lambda: restore(manifest, self.setup, stages, self.optimizer, name, options, self._beat))
+        comm, setup, stages, optimizer = self.comm, self.setup, self.stages, self.optimizer
+        name, options = self.settings["optimizer"], self.settings["options"]
+        own = together(comm, lambda: restore(manifest, setup, stages, optimizer, name, options, self._beat))
+        read = comm.gather(own)
+        on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step
         if self.comm.rank == 0:
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)

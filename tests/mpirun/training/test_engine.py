@@ -369,6 +369,24 @@ for _ in range(2):
     assert all(line.startswith(begin + words) for line, words in zip(lines, refused, strict=True)), done.err
 
 
+def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, launch):
+    script = tmp_path / "larger.py"
+    script.write_text(
+        SAVING
+        + """
+with engine(2) as run:
+    run.step((x, x))
+    run.save(folder / "saved")
+run = engine()
+run.resume(folder / "saved")
+run.step((x, x))
+"""
+    )
+    done = launch(None, tmp_path, program=(str(script),))
+    what = "no stage has 2 of its entries, as stage1.bias: is it of a larger model?"
+    assert (done.code, done.err) == (2, f"mpirun: {tmp_path / 'saved' / 'step-00000001'}: {what}\n")
+
+
 def test_what_a_script_draws_is_the_same_on_all_ranks(tmp_path, launch):
     """A stage with dropout, which one rank has, seeds that rank's generator; the script's draws go on as without it."""
     script = tmp_path / "draws.py"
