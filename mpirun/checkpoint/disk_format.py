@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -108,11 +109,19 @@ def begin(directory: Path, step: int) -> None:
         folder.mkdir(parents=True)
 
 
-def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mapping[str, Tensor]) -> CheckpointFile:
-    """Write a rank's file of one kind, weights or optimizer, to the draft and to the disk."""
+def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mapping[str, Any]) -> CheckpointFile:
+    """Write a rank's file of one kind, weights or optimizer, to the draft and to the disk.
+
+    The file's metadata name the entries that are numbers of Python's, not tensors.
+    """
     file = draft_folder(directory, step) / f"{kind}-{rank}.safetensors"
+    numbers = {name: value for name, value in entries.items() if not isinstance(value, Tensor)}
+    tensors = {
+        name: torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        for name, value in numbers.items()
+    }
     with refusing(file):
-        save_tensors(entries, file)
+        save_tensors({**entries, **tensors}, file, dict.fromkeys(numbers, "number") or None)
         return CheckpointFile(file.name, file.stat().st_size, _hash(file), list(entries))
 
 
@@ -216,12 +225,15 @@ def verify_file(folder: Path, file: CheckpointFile) -> None:
             raise RefusedFile(f"{path}: damaged")
 
 
-def read_entries(files: Mapping[str, Path], names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors by entry, from the file of each entry; those that no file has are left out."""
-    values: dict[str, Tensor] = {}
+def read_entries(files: Mapping[str, Path], names: Sequence[str]) -> dict[str, Any]:
+    """Tensors and numbers by entry, from the file of each entry; those that no file has are left out."""
+    values: dict[str, Any] = {}
     for file in sorted({files[name] for name in names if name in files}):
         with refusing(file), safe_open(file, framework="pt") as source:
-            values |= {name: source.get_tensor(name).clone() for name in names if files.get(name) == file}
+            numbers = source.metadata() or {}
+            for name in [name for name in names if files.get(name) == file]:
+                value = source.get_tensor(name)
+                values[name] = value.item() if name in numbers else value.clone()
     return values
 
 

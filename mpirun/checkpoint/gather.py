@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -14,7 +15,7 @@ from mpirun.model.shapes import Place
 from schedgen.ir.header import Header
 
 PARAMETER = ""  # the key of a parameter's own value
-Values = dict[str, Tensor]  # a parameter's value, and what the optimizer keeps for it by torch's names
+Values = dict[str, Any]  # a parameter's value, and the tensors and numbers that the optimizer keeps by torch's names
 Kept = Callable[[int], Sequence[Values]]  # by part of a stage: what the optimizer keeps for each piece in it
 
 
@@ -50,7 +51,10 @@ def _own_pieces(stage: LocalStage | None, parameters: int, kept: Kept) -> list[l
         of_pieces = kept(via)
         for number, piece in enumerate(pieces(stage.layout, stage.part_slices[via])):
             values = {PARAMETER: piece.of_part(part), **(of_pieces[number] if of_pieces else {})}
-            copies = {key: value.detach().to("cpu", copy=True) for key, value in values.items()}
+            copies = {
+                key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+                for key, value in values.items()
+            }
             own[piece.parameter].append((piece.begin, copies))
     return own
 
@@ -61,6 +65,8 @@ def _assembled(fragments: list[tuple[int, Values]], place: Place) -> Values:
     if not ordered:
         return {PARAMETER: torch.zeros(place.size, dtype=place.dtype)}
     return {
-        key: torch.cat([values[key] for values in ordered]).view(place.size) if value.dim() else value
+        key: torch.cat([values[key] for values in ordered]).view(place.size)
+        if isinstance(value, Tensor) and value.dim()
+        else value
         for key, value in ordered[0].items()
     }

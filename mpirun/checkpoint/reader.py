@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -133,16 +134,19 @@ class _StageReader:
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
         values = kept.read(list(parameters), dims)
         for state, entry in parameters.items():
-            if values[state].dim():  # a number a parameter, or one for all
-                place = self.places[entry]
-                values[state] = self._checked(state, values[state], place.size, place.dtype, dims.get(state))
+            value, dim = values[state], dims.get(state) if self.shard.count > 1 else None
+            as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole then, and now
+            if not as_saved and isinstance(value, Tensor) and value.dim():
+                values[state] = self._checked(state, value, self.places[entry].size, value.dtype, dim)
         for via in self.stage.owned:
-            restored: list[dict[str, Tensor]] = []
+            restored: list[dict[str, Any]] = []
             for entry, piece in self._of_part(via):
                 states = {state.rpartition(".")[2]: values[state] for state in of_parameter.get(entry, ())}
                 if piece is not None:  # several pieces may be on this rank, each with numbers of its own
                     states = {
                         key: (piece.of_parameter(value) if value.dim() else value).clone()
+                        if isinstance(value, Tensor)
+                        else value
                         for key, value in states.items()
                     }
                 restored.append(states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class Entries:
         """All names, of parameters in shares as of others."""
         return [*(name for name in self.files if _SHARE.fullmatch(name) is None), *self.shares]
 
-    def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Tensor]:
+    def read(self, names: Sequence[str], dims: Mapping[str, ShardedDim]) -> dict[str, Any]:
         """Whole entries, without those that are missing; `dims`: of those that may be in shares, where they were cut.
 
         UsageError where shares do not fit together.
@@ -46,8 +47,8 @@ class Entries:
                 values[name] = self._joined(name, [shares[entry] for entry in entries], dims.get(name))
         return values
 
-    def _joined(self, name: str, shares: Sequence[Tensor], dim: ShardedDim | None) -> Tensor:
-        if not shares[0].dim():  # a number that all shards have
+    def _joined(self, name: str, shares: Sequence[Any], dim: ShardedDim | None) -> Any:
+        if not isinstance(shares[0], Tensor) or not shares[0].dim():  # a number that all shards have
             return shares[0]
         try:
             if dim is None:

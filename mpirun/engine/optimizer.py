@@ -24,7 +24,7 @@ class Optimizer:
 
     def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage]) -> None:
         """`stages`: those of which the rank owns all weights or some parts. UsageError where the recipe fails."""
-        self.recipe, self.stages = recipe, stages
+        self.recipe, self.model, self.stages = recipe, model, stages
         # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
         # By `data` autograd does not see the STEP: graphs of other versions are alive.
         self.parameters = {
@@ -69,25 +69,45 @@ class Optimizer:
                 else:
                     torch.add(before, total, out=total if last else before)
 
-    def state(self, unit: Unit) -> list[dict[str, Tensor]]:
+    def state(self, unit: Unit) -> list[dict[str, Any]]:
         """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""
         if unit not in self.by_unit:
             return []
         by_parameter = self.by_unit[unit].optimizer.state
         return [
-            {key: _saved(key, value) for key, value in by_parameter.get(parameter, {}).items() if value is not None}
+            {key: value for key, value in by_parameter.get(parameter, {}).items() if value is not None}
             for parameter in self.parameters[unit]
         ]
 
     def check_saved(self) -> None:
-        """UsageError where an optimizer has changed what checkpoints do not have: all but its state by parameter."""
+        """UsageError where an optimizer keeps what checkpoints have not: all but tensors and numbers by parameter."""
         for unit, made in self.by_unit.items():
             changed = [name for name, value in _unsaved(made).items() if value != self.unsaved[unit].get(name)]
             if changed:
                 kind, what = type(made.optimizer).__name__, clip(", ".join(changed))
                 raise UsageError(f"the optimizer {kind} has changed its {what}, which checkpoints do not have")
+            self._check_state(unit)
 
-    def restore(self, unit: Unit, state: Sequence[dict[str, Tensor]]) -> None:
+    def _check_state(self, unit: Unit) -> None:
+        """UsageError where what it keeps for a parameter is none, or has another shape than a part of a parameter."""
+        index, part = unit
+        stage, shard = self.stages[index], self.model.shard_of(index)
+        divided = stage.shape.sharded_dims if shard.count > 1 else {}
+        in_parts = {self.model.entry_name(index, name) for name in divided}
+        named = _named(self.model, stage, part, self.parameters[unit])
+        for (entry, parameter, _, whole), state in zip(named, self.state(unit), strict=True):
+            for key, value in state.items():
+                if not isinstance(value, Tensor | bool | int | float):
+                    kind = type(value).__name__
+                    raise UsageError(f"the optimizer keeps {key}, a {kind}: checkpoints have tensors and numbers")
+                shape, own = tuple(value.shape) if isinstance(value, Tensor) else (), tuple(parameter.shape)
+                if shape and shape != own and (not whole or entry in in_parts):
+                    raise UsageError(
+                        f"the optimizer keeps {key}, of shape {shape}, for a part of {entry}, of shape {own}: "
+                        "for parts checkpoints have tensors of their shape and numbers"
+                    )
+
+    def restore(self, unit: Unit, state: Sequence[dict[str, Any]]) -> None:
         """Set the state of a unit to what `state` gave."""
         if unit not in self.by_unit:
             return
@@ -97,6 +117,12 @@ class Optimizer:
         by_index = {index: by_parameter[id(parameter)] for index, parameter in enumerate(in_groups)}
         by_index = {index: values for index, values in by_index.items() if values}
         optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
+        for index, values in by_index.items():
+            loaded = optimizer.state[in_groups[index]]
+            for key, cast in loaded.items():  # to the parameter's type, by torch, but for the step
+                value = values.get(key)
+                if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
+                    loaded[key] = value.to(cast.device)
 
     def rate(self, step: int) -> float:
         """The learning rate with which this rank steps, of its first unit's first group."""
@@ -136,13 +162,6 @@ def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.P
         NamedParameter(names[number], parameter, shapes[number], False)
         for number, parameter in zip(numbers, parameters, strict=True)
     ]
-
-
-def _saved(key: str, value: object) -> Tensor:
-    """A value of an optimizer's state as a tensor; UsageError where it is none, nor a number."""
-    if not isinstance(value, Tensor | bool | int | float | complex):
-        raise UsageError(f"the optimizer keeps {key}, a {type(value).__name__}: checkpoints have tensors and numbers")
-    return torch.as_tensor(value)
 
 
 def _unsaved(made: SteppedOptimizer) -> dict[str, Any]:

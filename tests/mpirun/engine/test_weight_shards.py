@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 from run_results import DEPTH_FIRST, GPT, MLP, differences, same, weights
+from torch.nn.functional import mse_loss
 
+from mpirun.comm.device import Device
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
+from mpirun.engine.optimizer import Optimizer
+from mpirun.engine.recipe import Recipe
+from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import part_slices, pieces
-from mpirun.model.shapes import flat_layout
+from mpirun.model.contract import Model
+from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, Shard, sharded_dims
+from mpirun.model.shapes import StageShape, flat_layout
 from schedgen.cli.main import main as schedgen
+from schedgen.util.errors import UsageError
 
 # Parts of stage 0 in turns on two workers, all of stage 1 on one that has it whole, of the rest anywhere.
 BY_HAND = """
@@ -160,3 +168,32 @@ def test_a_canonical_norm_has_the_same_bits_however_it_is_cut(dtype):
             for piece in pieces(layout, span):
                 sums += subtrees(line_sums(piece.of_parameter(values)), piece.begin * dtype.itemsize // 64)
         assert tree_sum(sums) ** 0.5 == norm
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a tensor that is neither a number nor of the parameter's shape."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["calls"] = torch.zeros(1)
+        super().step()
+
+
+@pytest.mark.parametrize("divided", ["into parts", "into tensor shards", "not"])
+def test_what_an_optimizer_keeps_for_a_part_has_its_shape_or_is_not_saved(divided):
+    shard = Shard(0, 2) if divided == "into tensor shards" else UNSHARDED
+    module = ColumnParallelLinear(4, 8, shard)
+    model = Model([module], mse_loss, split=[0], tensor_parallel=shard.count)
+    shape = StageShape((), ("weight", "bias"), sharded_dims=sharded_dims(module))
+    parts = {"parts": (0, 1), "owned_parts": (0,)} if divided == "into parts" else {}
+    stage = LocalStage(module, 0, shape, Device(), not parts, **parts)
+    recipe = Recipe(lambda named: Counting([entry.parameter for entry in named], 0.1))
+    optimizer = Optimizer(recipe, model, {0: stage})
+    ((unit, parameters),) = optimizer.parameters.items()
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.by_unit[unit].step(0)
+    part = re.escape(f"of shape (1,), for a part of stage0.weight, of shape {tuple(parameters[0].shape)}: for parts ")
+    refused = pytest.raises(UsageError, match=f"^the optimizer keeps calls, {part}")
+    with contextlib.nullcontext() if divided == "not" else refused:
+        optimizer.check_saved()

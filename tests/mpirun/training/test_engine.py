@@ -369,6 +369,49 @@ for _ in range(2):
     assert all(line.startswith(begin + words) for line, words in zip(lines, refused, strict=True)), done.err
 
 
+def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, launch):
+    """Numbers of Python's, and tensors of other shapes and types than the parameter's: those of Adafactor, and more."""
+    script = tmp_path / "keeps.py"
+    script.write_text(
+        SAVING
+        + """
+class Odd(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state, gradient = self.state[parameter], parameter.grad.double()
+            if not state:
+                state.update(decay=1.0, calls=0, begun=False, scale=torch.ones(()).double(), rows=torch.zeros(4, 1, 1))
+            state.update(decay=state["decay"] * 0.9, calls=state["calls"] + 1, begun=True)
+            state["scale"] *= 0.9
+            state["rows"] += gradient.reshape(4, 1, -1).mean(2, keepdim=True)
+            parameter -= state["decay"] * gradient + state["scale"] * state["rows"].sum() / state["calls"]
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and one == other
+for make in (torch.optim.Adafactor, Odd):
+    found = []
+    for name, parts in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in parts:
+            with engine(optimizer=lambda named: make([entry.parameter for entry in named])) as run:
+                run.resume(folder / make.__name__ / name)
+                while run.steps < steps:
+                    run.step((x, x))
+                assert run.save(folder / make.__name__ / name)
+                (made,) = run.session.interpreter.optimizer.by_unit.values()
+                kept = [value for state in made.optimizer.state.values() for value in state.values()]
+                predicted = run.predict([(x, x)])
+        found.append([predicted, *kept])
+    assert len(found[0]) == len(found[1]) and all(map(same, *found)), found
+"""
+    )
+    done = launch(None, tmp_path, program=(str(script),))
+    assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 2
+
+
 def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, launch):
     script = tmp_path / "larger.py"
     script.write_text(
