@@ -28,8 +28,9 @@ def loss_and_metrics(
     target = batch.target
     if batch.padding:
         if batch.padding == batch.size:
-            floating = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-            return torch.stack([x.float().sum() * 0 for x in floating]).sum(), {}
+            # Sums of no elements: 0 times a sum is NaN where logits are masked.
+            nothing = [x.real.flatten()[:0].float().sum() for x in tree_leaves(output) if isinstance(x, Tensor)]
+            return torch.stack(nothing).sum(), {}
         output, target = (without_padding(tree, batch) for tree in (output, target))
     returned = function(output, target)
     if isinstance(returned, Tensor) and not returned.dim():

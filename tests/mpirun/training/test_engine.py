@@ -509,3 +509,42 @@ def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, t
     done = launch(2, where, program=(str(script),))
     assert done.code != 0 and (where not in ("loop", "loss") or "IndexError" in done.err), done.err
     assert re.search(words, done.err) and "ended without a word" not in done.err, done.err
+
+
+PADDING_ALONE = """
+import copy, math, torch, mpirun
+from torch.nn.functional import cross_entropy
+class Masked(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.arange(4) == 3, self.low)
+class Complex(torch.nn.Linear):
+    def forward(self, x):
+        return torch.view_as_complex(super().forward(x).view(len(x), 2, 2))
+def size(output, target):
+    return output.abs().mean()
+torch.manual_seed(0)
+x, y = torch.randn(6, 4), torch.arange(6) % 3
+kinds = (Masked, -math.inf, cross_entropy), (Masked, torch.finfo().min, cross_entropy), (Complex, 0, size)
+for kind, low, loss in kinds:
+    net = kind(4, 4)
+    net.low = low
+    run = mpirun.Engine("gpipe", [copy.deepcopy(net)], stages=1, microbatches=2, loss=loss, timeout=0, verify=True,
+                        canonical=True, optimizer=lambda named: torch.optim.SGD([p.parameter for p in named], 0.1))
+    losses = [run.step(batch).losses for batch in run.loader(list(zip(x, y)), 2)]
+    plain = torch.optim.SGD(net.parameters(), 0.1)
+    for parts in ((x[:2], y[:2]), (x[2:4], y[2:4])), ((x[4:], y[4:]),):
+        plain.zero_grad()
+        for data, target in parts:
+            (loss(net(data), target) / len(parts)).backward()
+        plain.step()
+    trained = run.session.interpreter.stages[0].module.parameters()
+    print(losses[1][1], run.verify(), all(map(torch.equal, trained, net.parameters())))
+    run.close()
+"""
+
+
+def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_returns(launch):
+    """Masked logits, of which no sum is finite, and complex numbers."""
+    done = launch(None, program=("-c", PADDING_ALONE))
+    assert done.code == 0, done.err
+    assert [line for line in done.out.splitlines() if not line.startswith("verify: ")] == ["0.0 True True"] * 3
