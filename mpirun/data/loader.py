@@ -111,6 +111,11 @@ class Loader:
             raise TypeError(f"{_NAMES[self.kind]} has no length")
         return steps_in(self.length, self.step_size, self.last == "drop")
 
+    @property
+    def pads_in_part(self) -> bool:
+        """Whether it is known that a microbatch of each epoch has both samples and padding."""
+        return self.last == "pad" and self.length is not None and self.length % self.microbatch_size > 0
+
     def __iter__(self) -> Iterator[Batch]:
         """The batches; what the dataset raises comes from here, with its own message and place."""
         with closing(self._of_stream() if self.kind == "stream" else self._of_samples()) as batches:

@@ -31,7 +31,7 @@ def loss_and_metrics(
             # Sums of no elements: 0 times a sum is NaN where logits are masked.
             nothing = [x.real.flatten()[:0].float().sum() for x in tree_leaves(output) if isinstance(x, Tensor)]
             return torch.stack(nothing).sum(), {}
-        output, target = (without_padding(tree, batch) for tree in (output, target))
+        output, target = without_padding("output", output, batch), without_padding("target", target, batch)
     returned = function(output, target)
     if isinstance(returned, Tensor) and not returned.dim():
         return returned, {}
@@ -47,11 +47,23 @@ def loss_and_metrics(
     return loss, {name: value.detach().reshape(()) for name, value in metrics.items()} if metrics else {}
 
 
-def without_padding(tree: Any, batch: Microbatch) -> Any:
-    """The tensors of a microbatch, nested as they are, without the samples that are padding."""
+def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
+    """The tensors of a microbatch, nested as they are, without the samples that are padding; numbers stay.
+
+    UsageError where a tensor has not the samples in dimension 0; `what` they are: output or target.
+    """
+    if (why := uncut(what, tree, batch.size)) is not None:
+        raise UsageError(why)
     real = batch.size - batch.padding
+    return tree_map_only(Tensor, lambda x: x[:real] if x.dim() else x, tree)
 
-    def cut(x: Tensor) -> Tensor:
-        return x[:real] if x.dim() and x.shape[0] == batch.size else x
 
-    return tree_map_only(Tensor, cut, tree)
+def uncut(what: str, tree: Any, size: int) -> str | None:
+    """Why padding cannot be taken off these tensors of a microbatch of `size` samples, a sentence; None: it can."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and x.dim() and len(x) != size:
+            return (
+                f"the {what} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the last step of an "
+                'epoch is padded: give tensors with the samples in dimension 0, or the loader last="drop"'
+            )
+    return None

@@ -113,7 +113,9 @@ def predict(
 
     def keep(number: int, output: Any, batch: Microbatch) -> None:
         if batch.padding < batch.size or not batch.size:
-            own = without_padding(rebuild(output), batch)
+            own = rebuild(output)
+            if batch.padding:
+                own = without_padding("output", own, batch)
             if each is None:
                 outputs[number] = to_cpu(own)
             else:
@@ -139,6 +141,8 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
         isinstance(part, torch.Tensor) and part.shape[1:] != parts[0].shape[1:] for parts in leaves for part in parts
     ):
         raise UsageError("predict: outputs of several shapes cannot be joined: take each of them with each=")
+    if len(ordered) > 1 and any(isinstance(part, torch.Tensor) and not part.dim() for part, *_ in leaves):
+        raise UsageError("predict: outputs of no dimension cannot be joined: take each of them with each=")
     joined = [
         torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else parts[0] for parts in leaves
     ]

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.comm.fail_together import on_rank_0, print_notes
+from mpirun.comm.fail_together import Stop, on_rank_0, print_notes
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, tokens
 from mpirun.engine.interpreter import Interpreter
-from mpirun.engine.setup import Host, StepOptions, set_up
+from mpirun.engine.setup import Host, Setup, StepOptions, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
+from mpirun.model.loss import uncut
 from mpirun.training.batches import StepBatches
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
@@ -26,6 +29,7 @@ class OfShape(NamedTuple):
 
     interpreter: Interpreter
     tokens: int  # elements of the target, a sample
+    uncut: str | None  # why padding cannot be taken off a microbatch
 
 
 class Prepared:
@@ -46,7 +50,10 @@ class Prepared:
         return bool(self.of_shape)
 
     def use(self, batch: Batch, shape: Shape) -> int:
-        """Have the session step by the interpreter of this shape; the tokens of a sample."""
+        """Have the session step by the interpreter of this shape; the tokens of a sample.
+
+        Stop where the loader will pad a microbatch in part, and that cannot be told from its samples.
+        """
         if not self.has_stages:
             self.build(batch, shape)
         if shape not in self.of_shape:
@@ -58,9 +65,12 @@ class Prepared:
                     self.options, self.host,
                 )  # fmt: skip
                 made = self.session.add_interpreter(setup._replace(microbatches=self.batches))
-            self.of_shape[shape] = OfShape(made, _tokens_of_sample(example))
-        self.session.use(self.of_shape[shape].interpreter)
-        return self.of_shape[shape].tokens
+            self.of_shape[shape] = _of_shape(made, setup, example)
+        of_shape = self.of_shape[shape]
+        if of_shape.uncut is not None and batch.loader is not None and batch.loader.pads_in_part:
+            raise Stop(of_shape.uncut, 2, speaker=0)
+        self.session.use(of_shape.interpreter)
+        return of_shape.tokens
 
     def evaluator(self, batch: Batch, shape: Shape) -> Evaluator:
         """What evaluates microbatches of this shape."""
@@ -78,7 +88,7 @@ class Prepared:
             on_rank_0(session.comm, lambda: check_weights(self.model))
             setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
             session.build(setup, self.options.on_nan, self.verifies)
-        self.of_shape[shape] = OfShape(session.interpreter, _tokens_of_sample(example))
+        self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
         session.handle_sigterm()
         if self.resumed is not None:
             session.resume(self.resumed)
@@ -98,5 +108,7 @@ class Prepared:
         return example
 
 
-def _tokens_of_sample(example: Microbatch) -> int:
-    return tokens(example) // max(1, example.size)
+def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
+    outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
+    why = uncut("output", outputs, example.size) or uncut("target", example.target, example.size)
+    return OfShape(interpreter, tokens(example) // max(1, example.size), why)

@@ -548,3 +548,58 @@ def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_return
     done = launch(None, program=("-c", PADDING_ALONE))
     assert done.code == 0, done.err
     assert [line for line in done.out.splitlines() if not line.startswith("verify: ")] == ["0.0 True True"] * 3
+
+
+SAMPLES_ELSEWHERE = """
+import contextlib, io, json, torch, mpirun
+from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset
+class Flat(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+class Mean(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data)
+def loss(output, target):
+    return cross_entropy(output.view(-1, 4), target.flatten()) if output.dim() else output
+def flat(items):
+    return torch.stack([x for x, _ in items]), torch.cat([y for _, y in items])
+def train(run, loader):
+    return [run.step(batch).loss for batch in loader]
+data = list(zip(torch.randn(5, 3, 4), torch.arange(15).view(5, 3) % 4))
+whole = data[:4] + data[:2]
+evaluate, predict, found = mpirun.Engine.evaluate, mpirun.Engine.predict, {}
+for name, do, kind, samples, collate in [
+    ("output", train, Flat, data, None), ("target", train, torch.nn.Linear, data, flat),
+    ("in a stream", train, Flat, Stream(), None), ("evaluated", evaluate, Flat, data, None),
+    ("predicted", predict, Flat, data, None), ("numbers", predict, Mean, whole, None),
+    ("none padded in part", lambda *given: train(*given) and len(predict(*given)), Flat, whole, flat),
+    ("not so far", lambda *given: evaluate(*given, batches=1).samples, Flat, data, None),
+]:
+    err = io.StringIO()
+    run = mpirun.Engine("gpipe", [kind(4, 4)], stages=1, microbatches=2, loss=loss, timeout=0)
+    with contextlib.redirect_stderr(err), run:
+        try:
+            result = do(run, run.loader(samples, 2, collate=collate))
+        except SystemExit as end:
+            result = [line for line in err.getvalue().splitlines() if "note:" not in line]
+        found[name] = run.steps, result
+print(json.dumps(found))
+"""
+
+
+def test_padding_that_cannot_be_taken_off_is_refused(launch):
+    """Outputs and targets that are flattened; where the number of samples is known, before anything is trained."""
+    done = launch(None, program=("-c", SAMPLES_ELSEWHERE))
+    assert done.code == 0, done.err
+    has = "mpirun: the {} of a microbatch of 2 samples has shape {}, but the last step of an epoch is padded: "
+    give = 'give tensors with the samples in dimension 0, or the loader last="drop"'
+    output, target = ([has.format(*of) + give] for of in (("output", "(6, 4)"), ("target", "(6,)")))
+    numbers = ["mpirun: predict: outputs of no dimension cannot be joined: take each of them with each="]
+    assert json.loads(done.out) == {
+        "output": [0, output], "target": [0, target], "in a stream": [1, output], "evaluated": [0, output],
+        "predicted": [0, output], "numbers": [0, numbers], "none padded in part": [2, 18], "not so far": [0, 4],
+    }  # fmt: skip
