@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from mpirun.data.load_ahead import made_ahead, reading, seeded, start_worker, watched
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Microbatch, plain
 from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
 from schedgen.util.errors import UsageError
 
@@ -212,7 +212,7 @@ class Loader:
         """`real`: samples of the step."""
         if self.kind == "function" and not (isinstance(collated, tuple) and len(collated) == 2):
             raise UsageError(f"the function should return a pair (input, target), not {type(collated).__name__}")
-        leaves, target = self.pair(collated)
+        leaves, target = self.pair(plain(collated))
         divisor = real / dealt.real if dealt.real else math.inf
         return Microbatch(list(leaves), target, divisor, len(dealt.samples), dealt.padding)
 

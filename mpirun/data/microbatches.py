@@ -10,6 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from numbers import Number
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,6 +150,25 @@ def input_and_target(collated: Any) -> tuple[Any, Any]:
         return collated, collated
     found = f"{len(collated)} values" if isinstance(collated, tuple | list) else f"a {type(collated).__name__}"
     raise UsageError(f"the dataset's items should be pairs (input, target), (input,) or mappings: collated is {found}")
+
+
+def plain(collated: Any) -> Any:
+    """Collated samples, with a dict for each mapping that is no pytree, as transformers' BatchEncoding is none.
+
+    UsageError where there is another such object: it could be neither cut, counted nor moved to a device.
+    """
+
+    def known(leaf: Any) -> Any:
+        if isinstance(leaf, Mapping):
+            return plain(dict(leaf))
+        if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
+            return leaf
+        raise UsageError(
+            f"the samples have a {type(leaf).__name__}, which could be neither cut nor moved to a device: give "
+            "tensors, numbers, strings and None, in tuples, lists and dicts"
+        )
+
+    return pytree.tree_map(known, collated)
 
 
 def to_device(values: Any, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, sample_count
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, plain, sample_count
 from mpirun.model.contract import Model, Pair
 from mpirun.model.dataflow import Input
 from schedgen.ir.header import Header
@@ -68,6 +68,7 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
 
 def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
     """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError where it cannot be cut."""
+    data = plain(data)
     samples = sample_count(data)
     if samples % count:
         raise UsageError(f"a batch of {samples} samples cannot be cut into {count} microbatches of one size")

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from mpirun.data.loader import DREW, Batch, Loader
-from mpirun.data.microbatches import input_and_target
+from mpirun.data.microbatches import digest, input_and_target, tokens
 from mpirun.data.sampling import deal, epoch_order
+from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 
 QUICK = settings(max_examples=25, deadline=None)
@@ -469,6 +470,12 @@ class WithoutLength(Dataset):
             {},
             "the dataset's items should be pairs (input, target), (input,) or mappings: collated is 3 values",
         ),
+        (
+            numbers(9),
+            {"collate": lambda samples: (torch.zeros(2), [Faulty()])},
+            "the samples have a Faulty, which could be neither cut nor moved to a device: give tensors, numbers, "
+            "strings and None, in tuples, lists and dicts",
+        ),
     ],
     ids=lambda x: None if isinstance(x, dict) else str(x)[:20],
 )
@@ -516,6 +523,21 @@ def test_input_and_target():
     assert input_and_target([1, 2]) == input_and_target((1, 2)) == (1, 2)
     assert input_and_target((1,)) == (1, None)
     assert input_and_target(mapping) == (mapping, mapping)
+
+
+def test_mappings_that_are_no_pytrees():
+    """As transformers' BatchEncoding: there is a dict in place of each, whose tensors are seen."""
+    x = torch.arange(4000.0).view(4, 1000)
+
+    def given(middle: float) -> UserDict:
+        return UserDict(x=x, more=[UserDict(y=torch.where(x == 500, middle, x), name="a")])
+
+    made = loader(numbers(8), collate=lambda samples: given(samples[0][0])).microbatch
+    first, again, other = made(0, 0, 0), made(0, 0, 0), made(0, 0, 1)
+    assert type(first.target) is type(first.target["more"][0]) is dict and first.target["more"][0]["name"] == "a"
+    assert tokens(first) == 4000 and digest(first) == digest(again) != digest(other)
+    cut = whole_batch(given(0.0), 2, pair).microbatches[1].target
+    assert torch.equal(cut["x"], x[2:]) and torch.equal(cut["more"][0]["y"], x[2:])
 
 
 def test_collate():
