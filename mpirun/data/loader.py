@@ -240,7 +240,7 @@ class Loader:
         """As _of_samples; how many samples the next step has says whether this one is the last."""
         epoch, first, size = self.epoch, self.step, self.step_size
         drop = self.last == "drop"
-        with closing(self._made(_Stream(self, first), 1, batch_size=None)) as made:
+        with closing(self._made(_Stream(self, epoch, first), 1, batch_size=None)) as made:
             here = 0
             for step, (here, following, collated) in zip(count(first), made, strict=False):
                 if drop and here < size:
@@ -314,8 +314,8 @@ class _Samples(Dataset[Any]):
 class _Stream(IterableDataset[Any]):
     """An IterableDataset, of which an item is a step: its samples, those of the next, its microbatches by number."""
 
-    def __init__(self, loader: Loader, first: int) -> None:
-        self.loader, self.first = loader, first
+    def __init__(self, loader: Loader, epoch: int, first: int) -> None:
+        self.loader, self.epoch, self.first = loader, epoch, first
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[int, Any]]]:
         loader, size = self.loader, self.loader.step_size
@@ -330,9 +330,15 @@ class _Stream(IterableDataset[Any]):
             with reading(), watching(number) if number else nullcontext():  # the first is looked at by `made_ahead`
                 following = list(islice(stream, size))
                 dealt = deal(here, loader.microbatch_size, loader.microbatches, loader.last == "fewer")
-                made = len(here), len(following), {n: loader.collate(dealt[n].samples) for n in loader.reads}
-            yield made
+                collated = {n: self._collate(self.first + number, n, dealt[n].samples) for n in loader.reads}
+            yield len(here), len(following), collated
             here = following
+
+    def _collate(self, step: int, number: int, samples: list[Any]) -> Any:
+        """In a process it draws the same whatever was drawn before, and leaves the stream's generators as they were."""
+        loader = self.loader
+        with nullcontext() if get_worker_info() is None else seeded(loader.seed, self.epoch, step, number):
+            return loader.collate(samples)
 
     def may_be_made_by_thread(self, drew: bool) -> bool:
         if drew:

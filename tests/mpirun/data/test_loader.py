@@ -551,6 +551,23 @@ def test_collate():
     assert Counter(leaf for leaf, *_ in here[0][3].values()) == {2: 4}
 
 
+def test_collate_of_a_stream():
+    """What it draws depends neither on what a rank reads nor on what the stream draws, and changes nothing of that."""
+
+    def masked(samples: list[Any]) -> Any:
+        return torch.tensor(samples), torch.rand(3).double() + random.random() + np.random.random()
+
+    def made(reads: list[int], step: int = 0) -> list[Any]:
+        some = loader(NoisyStream(21), reads=reads, workers=1, collate=masked)
+        some.restore({**some.state(), "step": step})
+        return [shown(batch)[3] for batch in some]
+
+    steps = made([0, 1, 2, 3])
+    assert made([3, 2, 1, 0]) == steps and len(steps) == 3
+    assert made([2], 1) == [{2: step[2]} for step in steps[1:]]
+    assert len({tuple(target) for step in steps for _, target, *_ in step.values()}) == 12
+
+
 PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))
 
 
