@@ -264,6 +264,8 @@ class Engine:
         """
         session = self._running
         batch = self._batch(batch)
+        if self.verifies and batch.loader is not None and batch.loader.kind == "stream":
+            raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it", 2, 0)
         tokens_per_sample = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         total = sum(batch.samples)
         if min(batch.samples) < self.prepared.batches.example.size:
@@ -280,7 +282,10 @@ class Engine:
 
     @_collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
-        """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches."""
+        """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches.
+
+        A loader of a function has no end: it needs `batches`.
+        """
         with self._running.watchdog.evaluating():
             return self._over(loader, batches, evaluate)
 
@@ -459,6 +464,8 @@ class Engine:
         self._refuse(no_number, f"batches should be a whole number, not {batches!r}")
         no_loader = f"a {type(loader).__name__} gives no batches: take what loader(...) returns"
         self._refuse(not isinstance(loader, Iterable), no_loader)
+        endless = batches is None and isinstance(loader, Loader) and loader.kind == "function"
+        self._refuse(endless, "a function that makes microbatches has no end: say how many steps of it, batches=")
         position = loader.state() if isinstance(loader, Loader) else None
         shapes = Shapes(self.comm, self.shapes.buckets)
 
