@@ -85,7 +85,7 @@ def _local_stages(
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages = {}
     for index in range(header.stages):
-        parts = header.weight_shards.parts(index)
+        parts = header.parts_of(index)
         owned = [part for stage, part in owned_units if stage == index]
         if not owned and index not in named:
             continue

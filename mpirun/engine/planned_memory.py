@@ -81,7 +81,7 @@ class MemorySlots:
         for (_, stage, _), keys in self.row_keys.items():
             rows[stage] = max(rows[stage], len(keys))
         for stage in range(header.stages):  # rows of several parts may lie together
-            parts = header.weight_shards.parts(stage)
+            parts = header.parts_of(stage)
             rows[stage] = max(rows[stage], len({key for part in parts for key in self.keys(self.rank, stage, part)}))
         return rows
 

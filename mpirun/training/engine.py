@@ -138,8 +138,7 @@ class Engine:
         self.comm = MPI.COMM_WORLD if comm is None else comm
         self.session: Session | None = None
         self.shapes = Shapes(self.comm, buckets)
-        self.saving: Path | None = None  # where `save` writes
-        self.keep = 3  # so many checkpoints stay there
+        self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
         self.verifies = verify
@@ -277,7 +276,7 @@ class Engine:
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self.log(session.steps, numbers)
         if result.leave:
-            session.leave(self.saving is not None and self._save(self.saving))
+            session.leave(self.saving is not None and self._save(self.saving[1]))
         return result
 
     @_collective
@@ -310,12 +309,11 @@ class Engine:
         self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
         no_count = type(keep) is not int or keep < 1
         self._refuse(no_count, f"keep should be a whole number of at least 1, not {keep!r}")
-        writer = self._running.checkpoints()
-        if self.saving != Path(directory):
-            writer.open(str(directory), None if self.resumed_from is None else str(self.resumed_from))
-            self.saving = Path(directory)
-        self.data, self.keep = data, keep
-        return self._save(Path(directory))
+        writer, path = self._running.checkpoints(), Path(directory)
+        if self.saving is None or self.saving[0] != path:
+            writer.open(str(path), None if self.resumed_from is None else str(self.resumed_from))
+        self.data, self.saving = data, (path, keep)
+        return self._save(keep)
 
     @_collective
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
@@ -445,12 +443,12 @@ class Engine:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
         return batch
 
-    def _save(self, directory: Path) -> bool:
+    def _save(self, keep: int) -> bool:
         writer = self._running.checkpoints()
         writer.settings.pop("loader", None)
         if self.data is not None:
             writer.settings["loader"] = self.data.state()
-        return self._running.save(self.keep)
+        return self._running.save(keep)
 
     def _over(
         self,

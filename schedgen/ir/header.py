@@ -159,6 +159,10 @@ class Header:
         """Whether the weights of a stage are divided into parts."""
         return bool(self.weight_shards.counts[stage] > 1)
 
+    def parts_of(self, stage: int) -> tuple[int, ...]:
+        """The `part` operands of w.stage and dw.stage: (-1,) where the weights of a stage are not divided."""
+        return self.weight_shards.parts(stage)
+
     def first_owner(self, stage: int, part: int = 0) -> int:
         """The first owner of a part of a stage's weights, or of all of them where they are not divided."""
         return self.part_owners[stage][part] if self.is_divided(stage) else self.owners[stage][0]

@@ -128,7 +128,7 @@ class ReferenceMachine:
         d = {Op.FWD: F, Op.BWD_W: W}.get(Op(i.op), B)
         here = d < len(self.header.compute) and self.header.compute[d, i.stage, i.mb] == rank.rank
         rank.need(bool(here), "this job is none of this rank")
-        for part in self.header.weight_shards.parts(i.stage):
+        for part in self.header.parts_of(i.stage):
             rank.read(rank.weights(i.stage, part, i.version))
         rank.need(self.uses.setdefault((i.stage, i.mb), i.version) == i.version, "its other jobs use another version")
 
@@ -205,7 +205,7 @@ class ReferenceMachine:
         if i.op == Op.BWD_I:
             rank.define(half, WHOLE)
             return
-        for part in self.header.weight_shards.parts(i.stage):
+        for part in self.header.parts_of(i.stage):
             rank.add(buffer_name(Kind.DW, i.stage, via=part), i.mb)
         rank.end(saved)
         if i.op == Op.BWD_W:
