@@ -195,7 +195,7 @@ def read_manifest(folder: Path) -> Manifest:
     """RefusedFile where the folder is no checkpoint that this version reads. Its files are not looked at."""
     path = folder / MANIFEST
     try:
-        settings = {"optimizer": None, "options": {}, "threads": [], "changed": [], **json.loads(path.read_bytes())}
+        settings = {"optimizer": None, "options": {}, "threads": [], "changed": [], "runs": [], **json.loads(path.read_bytes())}
         if settings.pop("checkpoint") != VERSION:
             raise RefusedFile(f"{path}: of another version")
         files = [CheckpointFile(**file) for file in settings.pop("parts")]
@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
         sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
         sound &= isinstance(settings["options"], dict)
         sound &= all(type(threads) is int for threads in list(settings["threads"]))
-        sound &= all(isinstance(words, str) for words in list(settings["changed"]))
+        sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["runs"]])
         sound &= settings["data"].keys() >= {"text", "microbatches"}
         if not sound or not all(_FILE_NAME.fullmatch(file.name) for file in files):
             raise RefusedFile(f"{path}: damaged")

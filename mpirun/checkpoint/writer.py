@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -54,7 +55,7 @@ class CheckpointWriter:
         self.state = state
         descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
         self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
-        self.settings["run"] = comm.bcast(secrets.token_hex(8))
+        self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # those before this one first
         own = [(entry, s) for s in stages if self._writes_untrained(s) for entry in self._untrained(s)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
         self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
@@ -91,14 +92,14 @@ class CheckpointWriter:
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:
                 print(f"mpirun: note: the checkpoint was made with {words}", file=sys.stderr, flush=True)
+            for kept in ("runs", "threads"):
+                self.settings[kept] = [*manifest.settings[kept], *self.settings[kept]]
             self.settings["changed"] = [*manifest.settings["changed"], *differing]
-            self.settings["threads"] = [*manifest.settings["threads"], *self.settings["threads"]]
 
     def open(self, directory: str, resumed: str | None) -> None:
         """Save to a directory from now on. Collective.
 
-        UsageError where ranks do not see one folder, or it has checkpoints of another run than this and the `resumed`
-        one.
+        UsageError where ranks do not see one folder, or it is not the `resumed` one and has checkpoints of other runs.
         """
         path = Path(directory)
         on_rank_0(self.comm, lambda: self._lock(path, resumed))
@@ -110,13 +111,35 @@ class CheckpointWriter:
         """Make a folder and lock it for as long as the run lasts, if that is not done: it may come back to it."""
         _prepare(directory)
         if (path := directory.resolve()) not in self.locks:
-            lock = FolderLock(directory, self.settings["run"])
+            lock = FolderLock(directory, self.settings["runs"][-1])
             try:
-                _check_others(directory, resumed)
+                if resumed is None or Path(resumed).resolve() != path:
+                    self._check_others(directory)
             except (UsageError, RefusedFile):
                 lock.release()
                 raise
             self.locks[path] = lock
+
+    def _check_others(self, directory: Path) -> None:
+        """UsageError where it has checkpoints of another run than this and those before it."""
+        newest = 0
+        for folder in disk_format.step_folders(directory):
+            if (folder / disk_format.MANIFEST).exists():
+                manifest = disk_format.read_manifest(folder)
+                if not self._is_of_this_run(manifest.settings):
+                    what = "it has checkpoints already: resume from it, or save elsewhere"
+                    raise UsageError(f"saving to {directory}: {what}")
+                newest = max(newest, manifest.step)
+        if newest > self.last:
+            ahead = f"has a checkpoint of step {newest}, but this run went on from step {self.last}"
+            print(f"mpirun: note: {directory} {ahead}", file=sys.stderr, flush=True)
+
+    def _is_of_this_run(self, saved: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is of a run before this one, or of one that went on as this one does."""
+        before, theirs = self.settings["runs"][:-1], saved["runs"]
+        if not before or not theirs:
+            return False
+        return theirs[-1] in before or (theirs[0] == before[0] and not differing_settings(saved, self.settings))
 
     def close(self) -> None:
         """Save no more: another run may."""
@@ -223,12 +246,6 @@ def _prepare(directory: Path) -> None:
         raise UsageError(f"saving to {directory}: {error.strerror}") from None
     if (directory / disk_format.MANIFEST).exists():
         raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
-
-
-def _check_others(directory: Path, resumed: str | None) -> None:
-    """UsageError where it has checkpoints of another run than the one that is resumed."""
-    if disk_format.step_folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
-        raise UsageError(f"saving to {directory}: it has checkpoints already: resume from it, or save elsewhere")
 
 
 def _check_visible(directory: Path) -> None:

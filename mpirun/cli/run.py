@@ -44,10 +44,10 @@ class Run:
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
         session.build(made, setup.on_nan, options.verify, options.tolerance)
-        if checkpoint is not None:
-            session.resume(checkpoint)
         if options.save:
             session.checkpoints().open(options.save, options.resume)
+        if checkpoint is not None:
+            session.resume(checkpoint)
         self.progress = on_rank_0(comm, self._progress)
         session.handle_sigterm()
         if trace := options.trace:

@@ -86,12 +86,18 @@ def test_a_checkpoint_names_every_parameter_of_the_model_once(saved):
     assert (manifest["step"], manifest["seed"], manifest["data"]["microbatches"]) == (STEPS // 2, 0, 8)
 
 
-def test_manifests_name_their_run(saved, resumed):
+def test_manifests_name_their_run_and_those_before_it(saved, resumed):
     """All checkpoints of a run have its name, and no other run has it."""
-    folders = [saved / "adamw" / "whole", saved / "sgd" / "whole", *resumed.values()]
-    names = [{json.loads(file.read_text())["run"] for file in folder.glob("*/manifest.json")} for folder in folders]
-    assert all(len(found) == 1 for found in names)
-    assert len(set.union(*names)) == len(folders)
+
+    def runs(folder):
+        (found,) = {tuple(json.loads(file.read_text())["runs"]) for file in folder.glob("*/manifest.json")}
+        return found
+
+    first = {name: runs(saved / name / "half") for name in ("adamw", "sgd")}
+    second = {key: runs(folder) for key, folder in resumed.items()}
+    assert all(of_run[:-1] == first[optimizer] for (optimizer, _), of_run in second.items())
+    assert all(len(of_run) == 1 for of_run in first.values())
+    assert len({of_run[-1] for of_run in [*first.values(), *second.values()]}) == len(first) + len(second)
 
 
 @pytest.mark.parametrize(("optimizer", "schedule"), RESUMED)

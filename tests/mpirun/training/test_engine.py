@@ -369,6 +369,42 @@ for _ in range(2):
     assert all(line.startswith(begin + words) for line, words in zip(lines, refused, strict=True)), done.err
 
 
+def test_a_restarted_run_saves_to_both_directories_again(tmp_path, launch):
+    """Those of the run that it resumed, and of one that did so as it does, but no other's, nor with other settings."""
+    script = tmp_path / "again.py"
+    script.write_text(
+        SAVING
+        + """
+def run(resume, saves, clip=None):
+    with engine(clip=clip) as of_one:
+        assert of_one.resume(folder / resume) == (resume != "none")
+        for names in saves:
+            of_one.step((x, x))
+            for name in names:
+                of_one.save(folder / name)
+run("none", [["last"], ["best"], ["last"], ["best"]])
+run("last", [["best"], ["best"], ["last"]], 0.2)  # the third step was the last that was saved
+run("last", [["best"]], 0.2)
+run("last", [["best"]], 0.2)  # it ended before it came to save the last one again
+run("last", [["tuned"]])
+assert (steps("last"), steps("best"), steps("tuned")) == ([1, 3, 6], [4, 5, 7], [7])
+for resume, name in (("last", "best"), ("none", "best"), ("none", "tuned")):
+    assert refused(lambda: run(resume, [[name]])) == 2
+assert (steps("best"), steps("tuned")) == ([4, 5, 7], [7])
+"""
+    )
+    done = launch(None, tmp_path, program=(str(script),))
+    said = [line.replace(f"{tmp_path}/", "") for line in done.err.splitlines() if " was made with " not in line]
+    ahead = "has a checkpoint of step 7, but this run went on from step 6"
+    others = "it has checkpoints already: resume from it, or save elsewhere"
+    assert done.code == 0, done.err
+    assert said == [
+        "mpirun: note: best has a checkpoint of step 4, but this run went on from step 3",
+        f"mpirun: note: best {ahead}",
+        *(f"mpirun: saving to {name}: {others}" for name in ("best", "best", "tuned")),
+    ]
+
+
 def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, launch):
     """Numbers of Python's, and tensors of other shapes and types than the parameter's: those of Adafactor, and more."""
     script = tmp_path / "keeps.py"
