@@ -195,14 +195,14 @@ def read_manifest(folder: Path) -> Manifest:
     """RefusedFile where the folder is no checkpoint that this version reads. Its files are not looked at."""
     path = folder / MANIFEST
     try:
-        settings = {"optimizer": None, "options": {}, "threads": [], "changed": [], "runs": [], **json.loads(path.read_bytes())}
+        settings = json.loads(path.read_bytes())
         if settings.pop("checkpoint") != VERSION:
             raise RefusedFile(f"{path}: of another version")
         files = [CheckpointFile(**file) for file in settings.pop("parts")]
         numbers = [settings["step"], settings["seed"], *(file.bytes for file in files)]
         sound = all(type(number) is int and number >= 0 for number in numbers) and max(numbers[:2]) < 2**31
         sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
-        sound &= isinstance(settings["options"], dict)
+        sound &= isinstance(settings["optimizer"], str) and isinstance(settings["options"], dict)
         sound &= all(type(threads) is int for threads in list(settings["threads"]))
         sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["runs"]])
         sound &= settings["data"].keys() >= {"text", "microbatches"}

@@ -48,7 +48,7 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     old, new = saved["options"], current["options"]
     differs |= {
         f"{_in_words(name, old.get(name))}, not {_in_words(name, new.get(name))}": old.get(name) != new.get(name)
-        for name in ({**old, **new} if old else ())  # old manifests have no options
+        for name in {**old, **new}
     }
     return [one_line(words) for words, differ in differs.items() if differ]
 

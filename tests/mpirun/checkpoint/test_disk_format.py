@@ -12,13 +12,22 @@ import torch
 from mpirun.checkpoint import disk_format
 from schedgen.util.errors import RefusedFile
 
+SETTINGS: dict[str, Any] = {
+    "seed": 0,
+    "optimizer": "adamw",
+    "options": {},
+    "data": {"text": "", "microbatches": 1},
+    "threads": [1],
+    "changed": [],
+    "runs": ["a"],
+}
+
 
 def write(directory: Path, step: int) -> Path:
     """A checkpoint of one parameter."""
     disk_format.begin(directory, step)
     part = disk_format.write_file(directory, step, "weights", 0, {"a": torch.full((2,), float(step))})
-    facts = {"step": step, "seed": 0, "data": {"text": "", "microbatches": 1}}
-    return disk_format.publish(directory, step, facts, [part])
+    return disk_format.publish(directory, step, {"step": step, **SETTINGS}, [part])
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -74,7 +83,10 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
         {"seed": None},
         {"data": None},
         {"data": {}},
+        {"optimizer": None},
         {"options": 1},
+        {"runs": [1]},
+        {"runs": 1},
         {"changed": [1]},
         {"changed": 1},
         {"threads": ["1"]},
