@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -176,7 +178,9 @@ def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, 
     """
     sleeping_barrier(comm)  # for ranks that still import
     same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cores = len(os.sched_getaffinity(0)) / same_host.size
+    own = os.sched_getaffinity(0)  # a part of the host's, where launchers bind ranks to cores
+    ranks = Counter(core for of_rank in same_host.allgather(own) for core in of_rank)
+    cores = sum(Fraction(1, ranks[core]) for core in own)
     same_host.Free()
     torch.set_num_threads(threads or max(1, int(cores)))
     return Host(together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words)), cores < 1)

@@ -99,8 +99,8 @@ class Engine:
     verify        record what is done, for `verify`
     log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
                   to which they are written for TensorBoard
-    timeout       seconds after which a run in which nothing moves is ended; 0: never. On one rank those count that
-                  methods of the Engine take, not those between them
+    timeout       seconds after which a run in which nothing moves is ended; 0: never. Those do not count in which
+                  every rank is between two calls of the Engine
     export        the directory that `export` will write, which is refused now where it is not empty
     comm          the ranks; None: all
     """

@@ -165,8 +165,8 @@ class WatchdogProcess:
         limit = self.limit
         if any(state["at"] == PHASES[SETTING_UP] for state in left):
             limit = max(limit, SET_UP)
-        if len(left) == 1 and left[0]["in_script"]:
-            return  # nobody waits for it, but perhaps it for somebody at a keyboard
+        if all(state["in_script"] for state in left):
+            return  # nobody waits in this run: they may be in another, or one of them for somebody at a keyboard
         if left and min(state["moved"] for state in left) > limit:
             self._end_job(f"nothing has moved for {limit:g} s: {explain_hang(left)}", left)
 

@@ -211,15 +211,17 @@ def test_strangers_and_rubbish_do_no_harm(hosts):
     assert all(one.poll() is None for one in (a.watchdog, b.watchdog, *a.ranks, *b.ranks))
 
 
-def test_a_rank_alone_may_do_something_else_between_two_calls():
-    """As in a notebook; what it does in a call has its time limit."""
+@pytest.mark.parametrize("ranks", [[0], [0, 1]])
+def test_all_ranks_may_do_something_else_between_two_calls(ranks):
+    """As in a notebook, or with another Engine; but where one is in a call it has its time limit."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        host = Host("a", [0], 1, server, 0)
+        host = Host("a", ranks, 1, server, 0)
     try:
-        host.words[IN_SCRIPT] = True
+        for rank in ranks:
+            host.words[rank * WORDS + IN_SCRIPT] = True
         with pytest.raises(subprocess.TimeoutExpired):
             host.ended(3)
         host.words[IN_SCRIPT] = False
-        assert "nothing has moved for 1 s: rank 0 on a is asleep" in host.ended(10)
+        assert "nothing has moved for 1 s: rank " in host.ended(10)
     finally:
         host.kill()
