@@ -45,7 +45,7 @@ class Model(NamedTuple):
                      Minibatch, which is made as a whole and then cut. None: a script gives the data.
     length           how many bytes of text `batch` needs at least.
     tied             shared parameters: for each, where it occurs, as (stage, name). All copies get the value of the
-                     first, and the sum of the gradients of all.
+                     first, and the sum of the gradients of all. Modules that share a parameter are tied without it.
     reads            by stage: what each argument of its forward is, a Value (output k of an earlier stage) or an Input
                      (leaf k of the input). None: all that its producers in the schedule return; where it has none, all
                      leaves. Several are so many arguments, or one tuple where forward does not take so many.

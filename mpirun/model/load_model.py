@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model
+from mpirun.model.module_copy import shared_parameters
 from schedgen.util.errors import UsageError, raised
 
 
@@ -94,7 +96,7 @@ def check_model(model: Model, stages: int) -> Model:
     for stage in model.split:
         if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
             raise UsageError(f"splits stage {stage!r}, which is none before the last: that is whole")
-    _check_ties(model, stages)
+    tied = _checked_ties(model, stages)
     if model.reads is not None:
         _check_list("reads", model.reads)
         for sources in model.reads:
@@ -102,7 +104,7 @@ def check_model(model: Model, stages: int) -> Model:
     return model._replace(
         length=int(model.length),
         split=sorted({int(stage) for stage in model.split}),
-        tied=[[(int(stage), name) for stage, name in tie] for tie in model.tied],
+        tied=tied,
         tensor_parallel=1,
     )
 
@@ -124,9 +126,10 @@ def _check_stages(model: Model, stages: int) -> None:
                     raise UsageError(f"stage {stage} has no values for {tensor_name}, which is on the meta device")
 
 
-def _check_ties(model: Model, stages: int) -> None:
+def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
+    """The model's ties, and those of modules that share parameters."""
     _check_list("tied", model.tied)
-    seen: set[tuple[int, str]] = set()
+    ties: list[list[tuple[int, str]]] = []
     for tie in model.tied:
         _check_list("a tie", tie)
         if not tie:
@@ -137,9 +140,12 @@ def _check_ties(model: Model, stages: int) -> None:
                 raise UsageError(f"a tie is of pairs (stage, name), not {place!r}")
             if not 0 <= place[0] < stages:
                 raise UsageError(f"ties {place[1]} of stage {place[0]}, but there are {stages} stages")
-            if tuple(place) in seen:
-                raise UsageError(f"ties {place[1]} of stage {place[0]} twice")
-            seen.add((place[0], place[1]))
+        ties.append([(int(stage), name) for stage, name in tie])
+    ties += [tie for tie in shared_parameters(model.stages) if not any(set(tie) <= set(given) for given in ties)]
+    for (stage, name), count in Counter(place for tie in ties for place in tie).items():
+        if count > 1:
+            raise UsageError(f"ties {name} of stage {stage} twice")
+    return ties
 
 
 def _check_list(what: str, value: object) -> None:

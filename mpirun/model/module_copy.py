@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +127,17 @@ def parameter_aliases(module: nn.Module) -> dict[str, list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: others for first, *others in names.values() if others}
+
+
+def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
+    """The trained parameters of modules that have more than one name there, each as a tie: its (stage, name)."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, module in enumerate(stages):
+        if isinstance(module, nn.Module):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    places.setdefault(id(parameter), []).append((stage, name))
+    return [tie for tie in places.values() if len(tie) > 1]
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:

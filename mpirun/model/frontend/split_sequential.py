@@ -14,7 +14,7 @@ from mpirun.model.frontend.balance import balanced_starts, even_starts
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.errors import check_hooks, line_of_forward, unknown_name, warn_user
 from mpirun.model.frontend.split_result import Cut
-from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases
+from mpirun.model.module_copy import Init, compiled_in_place, meta_module, parameter_aliases, shared_parameters
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.parse_json import parse_json
 
@@ -63,7 +63,7 @@ def split_sequential(
     return Cut(
         parts,
         [[Input(0) if stage == 0 else Value(stage - 1, 0)] for stage in range(len(parts))],
-        _ties(parts),
+        shared_parameters(parts),
         [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs],
         meta=meta_module(module, init),
         aliases=parameter_aliases(module),
@@ -110,13 +110,3 @@ def _costs(costs: Sequence[float] | str | Path, children: int) -> list[float]:
     if not all(math.isfinite(cost) and cost >= 0 for cost in numbers):
         raise UsageError(f"{where} should be numbers that are not negative")
     return numbers
-
-
-def _ties(parts: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
-    """The parameters that have more than one name, where these are in several stages or layers."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, part in enumerate(parts):
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                places.setdefault(id(parameter), []).append((stage, name))
-    return [tie for tie in places.values() if len(tie) > 1]

@@ -405,6 +405,46 @@ assert (steps("best"), steps("tuned")) == ([4, 5, 7], [7])
     ]
 
 
+def test_modules_that_share_a_parameter_train_it_as_one(tmp_path, launch):
+    """Given as a list, or as the children of a Sequential, of which one may come twice."""
+    script = tmp_path / "shared.py"
+    script.write_text(
+        """
+import copy, sys
+import mpirun, torch
+from torch import nn
+class Head(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+    def forward(self, x):
+        return x @ self.weight.T
+def modules():
+    torch.manual_seed(0)
+    embedding, twice = nn.Embedding(5, 4), nn.Linear(4, 4)
+    return [embedding, twice, twice, Head(embedding.weight)]
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.5)
+x, y = torch.randint(5, (2, 3, 4), generator=torch.Generator().manual_seed(0)).unbind()
+whole = nn.Sequential(*modules())
+optimizer, plain = sgd(whole.parameters()), []
+for step in range(3):
+    loss = nn.functional.cross_entropy(whole(x[step]), y[step])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    plain.append(loss.item())
+for model in (modules(), nn.Sequential(*modules())):
+    with mpirun.Engine("1f1b", model, loss=nn.functional.cross_entropy, microbatches=2,
+                       optimizer=lambda named: sgd([entry.parameter for entry in named])) as run:
+        losses = [run.step((x[step], y[step])).loss for step in range(3)]
+    torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
+"""
+    )
+    done = launch(2, tmp_path, program=(str(script),))
+    assert done.code == 0, done.err
+
+
 def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, launch):
     """Numbers of Python's, and tensors of other shapes and types than the parameter's: those of Adafactor, and more."""
     script = tmp_path / "keeps.py"
