@@ -18,6 +18,7 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.loss import check_forwards_first
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.planned_memory import MemorySlots
+from mpirun.engine.same_start import Values, check_same_start, value_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
 from mpirun.model.build_stage import build_stage
@@ -51,7 +52,9 @@ def build_interpreter(
         () if other is None else other.context.slots.blocks,
     )  # fmt: skip
     if other is None:
-        stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
+        digests: dict[Values, str] = {}
+        stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup, digests))
+        check_same_start(comm, digests)
         owned = {index: stage for index, stage in stages.items() if stage.owned}
         optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned))
     else:
@@ -78,9 +81,17 @@ def _show_waits(state: memoryview) -> Callable[[int | None], None]:
 
 
 def _local_stages(
-    rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
+    rank: int,
+    header: Header,
+    instructions: Sequence[Instruction],
+    slots: MemorySlots,
+    setup: Setup,
+    digests: dict[Values, str],
 ) -> dict[int, LocalStage]:
-    """By number, the stages that this rank owns, computes, or adds or passes on gradients of."""
+    """By number, the stages that this rank owns, computes, or adds or passes on gradients of.
+
+    `digests`: gets what tells their values apart.
+    """
     owned_units = header.units_of(rank)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages = {}
@@ -90,8 +101,10 @@ def _local_stages(
         if not owned and index not in named:
             continue
         owns_all = len(owned) == len(parts)
+        module = build_stage(setup.model, index, setup.seed, values=bool(owned), mapped=True)
+        digests |= value_digests(setup.model, index, module, bool(owned))
         stages[index] = LocalStage(
-            build_stage(setup.model, index, setup.seed, values=bool(owned), mapped=True),
+            module,
             index,
             setup.shapes[index],
             setup.device,

@@ -445,6 +445,48 @@ for model in (modules(), nn.Sequential(*modules())):
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize(
+    ("scheme", "drawn", "what"),
+    [
+        ("ddp", "all", "parameters"),
+        ("ddp", "scale", "frozen parameters or buffers"),
+        ("fsdp", "scale", "frozen parameters or buffers"),
+        ("fsdp", "all", None),
+        ("1f1b", "all", "weight"),
+    ],
+)
+def test_ranks_that_draw_different_weights_are_told_so(tmp_path, launch, scheme, drawn, what):
+    """Of stages that several ranks have, and of tied ones; what no two ranks have may differ."""
+    script = tmp_path / "drawn.py"
+    script.write_text(
+        """
+import sys
+import mpirun, torch
+from mpi4py import MPI
+_, _, scheme, drawn = sys.argv
+def stage(weight=None):
+    module = torch.nn.Linear(4, 4)
+    module.weight = module.weight if weight is None else weight
+    module.register_buffer("scale", torch.ones(3))
+    return module
+rank = MPI.COMM_WORLD.rank
+torch.manual_seed(rank if drawn == "all" else 0)
+first = stage()
+modules = [first, stage(first.weight if scheme == "1f1b" else None)]
+if drawn == "scale":
+    modules[0].scale[2] = rank
+with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatches=2) as run:
+    run.step((torch.ones(2, 4), torch.ones(2, 4)))
+"""
+    )
+    done = launch(2, tmp_path, scheme, drawn, program=(str(script),))
+    sentence = (
+        f"mpirun: ranks 0 and 1 begin with different values of stage 0, {what}: what makes them should draw the same "
+        "numbers on every rank, as by torch.manual_seed before it\n"
+    )
+    assert (done.code, done.err) == ((0, "") if what is None else (2, sentence))
+
+
 def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, launch):
     """Numbers of Python's, and tensors of other shapes and types than the parameter's: those of Adafactor, and more."""
     script = tmp_path / "keeps.py"

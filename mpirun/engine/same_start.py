@@ -1,0 +1,64 @@
+"""Ranks that have the same stage begin with the same values of it: what a script draws may differ from rank to rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from mpirun.comm.fail_together import Stop
+from mpirun.model.contract import Model
+from mpirun.model.module_copy import own_tensors
+
+
+class Values(NamedTuple):
+    """What ranks have of a stage: a tied parameter, by the first of its names, or all that is trained, or is not."""
+
+    stage: int
+    what: str
+
+
+def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> dict[Values, str]:
+    """What tells values of a stage apart. Only a rank that owns some part of its weights has trained parameters."""
+    stage = index - index % model.tensor_parallel if model.is_replica(index) else index
+    tensors = own_tensors(module)
+    others = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
+    digests = {Values(stage, "frozen parameters or buffers"): _digest(others)}
+    if owned:
+        trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        digests[Values(stage, "parameters")] = _digest(trained)
+        for first, *more in model.tied:
+            for _, name in (place for place in (first, *more) if place[0] == index):
+                digests[Values(*first)] = _digest({first[1]: module.get_parameter(name)})
+    return digests
+
+
+def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
+    """Stop where ranks have different values of a stage. Collective."""
+    first: dict[Values, tuple[int, str]] = {}  # the first rank that has them
+    for rank, digests in enumerate(comm.allgather(own)):
+        for values, digest in digests.items():
+            before, expected = first.setdefault(values, (rank, digest))
+            if digest != expected:
+                raise Stop(
+                    f"ranks {before} and {rank} begin with different values of stage {values.stage}, {values.what}: "
+                    "what makes them should draw the same numbers on every rank, as by torch.manual_seed before it",
+                    2,
+                    speaker=0,
+                )
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and values. Sums of words tell values apart that were drawn, as fast as memory is read."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        words = data[: data.size // 8 * 8].view(np.int64)
+        rest = bytes(data[words.nbytes :])
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {words.sum()} {rest!r}\n".encode())
+    return found.hexdigest()
