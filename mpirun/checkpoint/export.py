@@ -22,7 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
+from mpirun.checkpoint.entry_names import is_share, parameter_entries, untrained_tensors
 from mpirun.checkpoint.gather import PARAMETER, gather_parameters, writing_rank
 from mpirun.checkpoint.pretrained import INDEX, SINGLE, Pretrained
 from mpirun.comm.fail_together import Stop, on_rank_0, together
@@ -83,18 +83,20 @@ def _entries(
             values = [of_parameter[PARAMETER] for of_parameter in gathered]
         elif stage is not None and comm.rank == root:
             values = [view.detach().cpu() for view in stage.views(stage.weights)]
-        own = parameter_entries(model, stage) if stage is not None and comm.rank == root else []
         shard = model.shard_of(index)
-        for number, name in enumerate(shape.parameter_names):
-            dim = shape.sharded_dims.get(name) if shard.count > 1 else None
-            if dim is not None:  # the shards' shares, to the rank that writes the first shard
-                entry, to = model.entry_name(index, name), writing_rank(header, index - shard.index)
-                of_ranks = comm.gather(values[number] if values else None, root=to)
-                shares.setdefault(entry, []).extend(share for share in of_ranks or () if share is not None)
-                if comm.rank == to and shard.index == shard.count - 1:
-                    entries[entry] = dim.join(shares.pop(entry))
-            elif own and (own_entry := own[number]) is not None:
-                entries[own_entry] = values[number]
+        cut = shape.sharded_dims if shard.count > 1 else {}
+        held: dict[str, Tensor] = {}
+        if stage is not None and comm.rank == root:
+            held = untrained_tensors(stage) | dict(zip(stage.names, values, strict=True))
+            for name, entry in zip(stage.names, parameter_entries(model, stage), strict=True):
+                if entry is not None and name not in cut:
+                    entries[entry] = held[name]
+        for name, dim in cut.items():  # the shards' shares, to the rank that writes the first shard
+            whole, to = model.entry_name(index, name), writing_rank(header, index - shard.index)
+            of_ranks = comm.gather(held[name].cpu() if name in held else None, root=to)
+            shares.setdefault(whole, []).extend(share for share in of_ranks or () if share is not None)
+            if comm.rank == to and shard.index == shard.count - 1:
+                entries[whole] = dim.join(shares.pop(whole))
         beat()
     return entries | _untrained(comm, header, setup, stages)
 
@@ -119,7 +121,10 @@ def _own_untrained(
     for index, stage in sorted(stages.items()):
         if writing_rank(header, index) == rank and header.is_first_shard(index):
             seen: set[int] = set()  # addresses: a tensor is written under its first name
-            for entry, value in untrained_entries(setup.model, stage).items():
+            for name, value in untrained_tensors(stage).items():
+                if is_share(setup.model, stage, name):
+                    continue
+                entry = setup.model.entry_name(index, name)
                 if entry.endswith("_extra_state"):
                     raise UsageError(f"the model has {entry}: only parameters and buffers are exported")
                 if not value.numel() or value.data_ptr() not in seen:

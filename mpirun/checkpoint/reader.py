@@ -108,8 +108,7 @@ class _StageReader:
         self.folder, self.model, self.stage, self.shard = folder, model, stage, model.shard_of(stage.index)
         self.entries = [model.entry_name(stage.index, name) for name in stage.names]
         self.places = dict(zip(self.entries, stage.layout, strict=True)) if stage.owned else {}
-        dims, names = stage.shape.sharded_dims, zip(stage.names, self.entries, strict=True)
-        self.dims = {entry: dims[name] for name, entry in names if name in dims}
+        self.dims = {model.entry_name(stage.index, name): dim for name, dim in stage.shape.sharded_dims.items()}
 
     def restore_weights(self, weights: Entries) -> Collection[str]:
         """Frozen parameters, buffers, and the weights that this rank owns; their entries."""
@@ -117,7 +116,7 @@ class _StageReader:
         names = [*untrained, *self.places]
         values = weights.read(names, self.dims)
         for entry, target in untrained.items():
-            value = self._checked(entry, values.get(entry), target.shape, target.dtype, None)
+            value = self._checked(entry, values.get(entry), target.shape, target.dtype, self.dims.get(entry))
             with torch.no_grad():
                 target.copy_(value)
         for entry, place in self.places.items():

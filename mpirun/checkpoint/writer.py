@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import CheckpointFile, Manifest
-from mpirun.checkpoint.entry_names import parameter_entries, untrained_entries
+from mpirun.checkpoint.entry_names import parameter_entries, written_untrained
 from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writing_rank
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
@@ -56,7 +56,7 @@ class CheckpointWriter:
         descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
         self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
         self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # those before this one first
-        own = [(entry, s) for s in stages if self._writes_untrained(s) for entry in self._untrained(s)]
+        own = [(entry, s) for s in stages if self._writing_rank(s) == comm.rank for entry in self._untrained(s)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
         self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
         for entry, stage in untrained:
@@ -178,12 +178,8 @@ class CheckpointWriter:
     def _writing_rank(self, stage: int) -> int:
         return writing_rank(self.header, stage)
 
-    def _writes_untrained(self, stage: int) -> bool:
-        """Untrained entries are the same in all tensor shards: the first writes them."""
-        return self._writing_rank(stage) == self.comm.rank and self.header.is_first_shard(stage)
-
     def _untrained(self, stage: int) -> Values:
-        return untrained_entries(self.setup.model, self.stages[stage])
+        return written_untrained(self.setup.model, self.stages[stage])
 
     def _gather_divided(self) -> dict[int, list[Values]]:
         """The values of every parameter, by stage that this rank writes and whose weights are divided. Collective."""
@@ -218,8 +214,7 @@ class CheckpointWriter:
                 if entry is not None:
                     weights[entry] = of_parameter.pop(PARAMETER).detach()
                     kept |= {f"{entry}.{key}": value for key, value in of_parameter.items()}
-            if self._writes_untrained(index):
-                weights |= self._cloned(index)
+            weights |= self._cloned(index)
         files = []
         for kind, entries in (("weights", weights), ("optimizer", kept)):
             if entries:

@@ -59,7 +59,7 @@ class ShardedDim(NamedTuple):
 
 
 def sharded_dims(module: nn.Module) -> dict[str, ShardedDim]:
-    """The parameters of a module that are divided, as the submodules that own them say in their `sharded_dims`."""
+    """The parameters and buffers that are divided, as the submodules that own them say in their `sharded_dims`."""
     dims: dict[str, ShardedDim] = {}
     for prefix, part in module.named_modules():
         own: Mapping[str, ShardedDim] = getattr(part, "sharded_dims", {})

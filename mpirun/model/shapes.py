@@ -57,7 +57,7 @@ class StageShape(NamedTuple):
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
     metrics: tuple[str, ...] = ()  # the last stage: what the loss returns beside it, ascending
     layout: tuple[Place, ...] = ()  # of the trained parameters, flat
-    sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters that are divided among shards
+    sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
     model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
 from mpirun.examples import gpt, mlp
-from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, skip
+from mpirun.model.parallel_layers import UNSHARDED, ColumnParallelLinear, RowParallelLinear, Shard, ShardedDim, skip
 
 WIDTH = 128  # of mlp.tiny
 
@@ -726,6 +726,25 @@ def pair_bf16(stages: int) -> Model:
         return x.bfloat16(), y.bfloat16()
 
     return Model(_pair(stages, torch.bfloat16), nnf.mse_loss, batch, split=[0])
+
+
+class Gained(ColumnParallelLinear):
+    """Its weight is frozen, and a buffer is cut as that is."""
+
+    def __init__(self, shard: Shard = UNSHARDED) -> None:
+        super().__init__(16, 48, shard)
+        self.weight.requires_grad_(False)
+        self.register_buffer("gain", torch.linspace(1, 2, 48 // shard.count))
+        self.sharded_dims |= {"gain": ShardedDim(0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+def partly_frozen(stages: int) -> Model:
+    """As `pair`."""
+    (split, last) = _pair(stages)
+    return Model([{**split, "up": Gained}, last], nnf.mse_loss, _numbers, split=[0])
 
 
 class Dropping(nn.Module):

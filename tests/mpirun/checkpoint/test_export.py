@@ -19,6 +19,7 @@ from mpirun.model.load_model import load_model
 
 GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
 TENSOR = "mpirun.examples.gpt:tensor"
+PARTLY_FROZEN = "models_for_tests:partly_frozen"
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
@@ -41,12 +42,14 @@ def exported(
     graph = {"stages": 8, "whole": [0]}
     shards = compiled("1f1b", stages=2, tensor=2, microbatches=4, graph=graph)
     gpt2 = "pretrained_models:gpt2"
+    four = compiled("1f1b", stages=1, tensor=4, microbatches=4, graph={"stages": 2})
     source = str(folder / "source")
     runs = [
         (chain, gpt2, 0, "unchanged", source),
         (chain, gpt2, 1, "chain", source),
         (divided, gpt2, 1, "divided", None),
         (shards, TENSOR, 0, "shards", None),
+        (four, PARTLY_FROZEN, 0, "frozen shards", None),
         (chain, gpt2, 0, "chain", None),
     ]
     lines = [
@@ -92,15 +95,16 @@ def test_parts_are_put_together(exported: tuple[Path, list[str]]) -> None:
         torch.testing.assert_close(divided[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_tensor_shards_are_joined(exported: tuple[Path, list[str]]) -> None:
+@pytest.mark.parametrize(("name", "to"), [(TENSOR, "shards"), (PARTLY_FROZEN, "frozen shards")])
+def test_tensor_shards_are_joined(exported: tuple[Path, list[str]], name: str, to: str) -> None:
     folder, _ = exported
-    model = load_model(TENSOR, 2, 0)
+    model = load_model(name, 2, 0)
     whole = {
         model.entry_name(stage, name): value
         for stage in range(2)
         for name, value in build_stage(model, stage, 0).state_dict().items()
     }
-    written = tensors(folder / "shards")
+    written = tensors(folder / to)
     assert written.keys() == whole.keys() and all(torch.equal(value, written[name]) for name, value in whole.items())
 
 

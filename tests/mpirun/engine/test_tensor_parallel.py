@@ -186,6 +186,19 @@ def test_a_checkpoint_goes_on_under_another_number_of_shards(several, schedules,
     assert losses(straight) == [losses(out)[0] for _, out in others]
 
 
+def test_what_is_cut_and_not_trained_goes_on_too(several, compiled, text, tmp_path):
+    four = compiled("1f1b", stages=1, microbatches=4, tensor=4, graph={"stages": 2})
+    none = compiled("ddp", stages=2, workers=4, microbatches=4, graph={"stages": 2})
+    common = ["--model", "models_for_tests:partly_frozen", "--text", text, "--lr", 0.1]
+    runs = [[four, *common, "--steps", 4]]
+    for step, schedule in enumerate((four, four, none, four), start=1):
+        resume = ["--resume", tmp_path] if step > 1 else []
+        runs.append([schedule, *common, "--steps", step, "--save", tmp_path, *resume])
+    (code, straight), *others = several(4, runs)
+    assert code == 0 and [code for code, _ in others] == [0] * 4
+    assert losses(straight) == [losses(out)[0] for _, out in others]
+
+
 MISTAKES = {
     "mpirun.examples.gpt:tiny": (8, "the schedule has shards, but no stage of the model can be split"),
     GPT: (8, "the model is whole in stages 0,7, the schedule in 7: compile it with --graph FILE"),
