@@ -23,7 +23,7 @@ from mpi4py import MPI
 from mpirun.comm.device import Device
 from mpirun.comm.gpu_transport import QueuedTransport, Transfer
 
-SENDS = 500
+SENDS = 20 if "--quick" in sys.argv else 500
 
 
 class Mark:
