@@ -9,7 +9,7 @@ import json
 import time
 
 import pytest
-from golden_cases import MODEL, cases
+from golden_cases import MODEL, cases, schedule
 
 # One of each way to send, to split, to add up and to update.
 CHOSEN = {
@@ -24,13 +24,14 @@ CASES = cases(CHOSEN)
 
 
 @pytest.fixture(scope="module")
-def trained(inside, text, traces):
+def trained(inside, text, compiled):
     """Two steps by a schedule, on the CPU and on a late device; all in one launch."""
+    files = {name: schedule(name, compiled) for name, _ in CASES}
 
     def arguments(name: str) -> list[object]:
-        return [traces / f"{name}.json", "--model", MODEL[name], "--text", text, "--steps", 2, "--canonical"]
+        return [files[name], "--model", MODEL[name], "--text", text, "--steps", 2, "--canonical"]
 
-    cases = [(name, how) for name in {name for name, _ in CASES} for how in (None, "direct", "staged")]
+    cases = [(name, how) for name in files for how in (None, "direct", "staged")]
     cases = [(name, how) for name, how in cases if how is None or (name, how) in CASES]
     runs = [{"arguments": arguments(name)} | ({"late": how} if how else {}) for name, how in cases]
     cases.append(("1f1b-tensor", "delayed"))

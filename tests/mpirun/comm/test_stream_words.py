@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from golden_cases import MODEL, cases
+from golden_cases import MODEL, cases, schedule
 
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords, Word
 from schedgen.util.errors import UsageError
@@ -22,11 +22,12 @@ CASES = cases(CHOSEN)
 
 
 @pytest.fixture(scope="module")
-def trained(inside, text, traces):
+def trained(inside, text, compiled):
     """Three steps by a schedule on the CPU, and by words on a late device; of these the first is by events."""
     runs = []
     for name, how in CASES:
-        arguments = [traces / f"{name}.json", "--model", MODEL[name], "--text", text, "--steps", 3, "--canonical"]
+        file = schedule(name, compiled)
+        arguments = [file, "--model", MODEL[name], "--text", text, "--steps", 3, "--canonical"]
         runs += [{"arguments": arguments}, {"arguments": [*arguments, "--stream-words"], "late": how}]
     results = inside(4, runs)
     return dict(zip(CASES, zip(results[::2], results[1::2], strict=True), strict=True))

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from golden_cases import MODEL, cases
+from golden_cases import MODEL, cases, schedule
 
 from mpirun.comm.device import Device
 from mpirun.engine.capture_check import CaptureCheck
@@ -29,9 +29,9 @@ STEPS = 5  # one as always, two that are looked at, one that is captured, one th
 COMPUTE = ("FWD", "RECOMPUTE", "BWD", "BWD_I", "BWD_W")
 
 
-def jobs(schedule) -> int:
+def jobs(file) -> int:
     """How many a schedule has."""
-    return sum(i["op"] in COMPUTE for rank in json.loads(schedule.read_text())["programs"] for i in rank)
+    return sum(i["op"] in COMPUTE for rank in json.loads(file.read_text())["programs"] for i in rank)
 
 
 def counts(captured: int, replayed: int) -> str:
@@ -55,16 +55,17 @@ def pairs(inside, text):
 
 
 @pytest.fixture(scope="module")
-def trained(pairs, traces):
-    runs = [([traces / f"{name}.json", "--model", MODEL[name]], how) for name, how in CASES]
-    return dict(zip(CASES, pairs(4, runs), strict=True))
+def trained(pairs, compiled):
+    """By case: how many jobs its schedule has, and what came of a pair of runs."""
+    files = [schedule(name, compiled) for name, _ in CASES]
+    runs = [([file, "--model", MODEL[name]], how) for file, (name, how) in zip(files, CASES, strict=True)]
+    return dict(zip(CASES, zip(map(jobs, files), pairs(4, runs), strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_replayed_jobs_give_the_bits_of_launched_ones(trained, traces, case):
+def test_replayed_jobs_give_the_bits_of_launched_ones(trained, case):
     """Every job is captured once, and replayed then and in each later step."""
-    eager, replayed = trained[case]
-    count = jobs(traces / f"{case[0]}.json")
+    count, (eager, replayed) = trained[case]
     assert replayed.code == 0, replayed.out
     assert counts(count, (STEPS - 3) * count) in replayed.out and "computed without" not in replayed.out
     assert replayed.weights == eager.weights
@@ -274,7 +275,7 @@ LocalStage.forward = launched
 tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0))
 data = [(row[:-1], row[-1]) for row in tokens]
 with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
-    run = mpirun.Engine(scheme, mlp.tiny(4), stages=4, microbatches=4, canonical=True, graphs=graphs)
+    run = mpirun.Engine(scheme, mlp.tiny(2), stages=2, microbatches=4, canonical=True, graphs=graphs)
     loader = run.loader(data, microbatch_size=2, shuffle=True)
     losses = [run.step(batch).loss for _ in range(2) for batch in loader]
     owned = [part for stage in run.session.interpreter.stages.values() for part in stage.owned.values()]
@@ -302,6 +303,6 @@ def test_microbatches_that_fit_no_graph_are_computed_as_always(launch, scheme):
         assert replayed.code == 0, replayed.err
         *also, captures, replays = replayed.out.splitlines()
         assert len(same) == 3 and also == same
-        # Of 8 jobs for each of 4 microbatches, 2 of them of the last stage, in 7 steps of which 2 are padded.
-        assert (int(captures), int(replays)) == (32, 7 * 32 - 2 * 8)
-        assert "a microbatch of stage 3 has other shapes or weights than its graph: computed without" in replayed.err
+        # Of 4 jobs for each of 4 microbatches, 2 of them of the last stage, in 7 steps of which 2 are padded.
+        assert (int(captures), int(replays)) == (16, 7 * 16 - 2 * 8)
+        assert "a microbatch of stage 1 has other shapes or weights than its graph: computed without" in replayed.err
