@@ -63,6 +63,7 @@ class _Entry(NamedTuple):
     schedule: PlannedSchedule
     candidate: Candidate
     costs: StageCosts
+    ordered_by: StageCosts  # whose ratios greedy ordered it by: those of its cuts before they moved
     program: Program | None = None  # where its order was searched
 
 
@@ -98,7 +99,7 @@ def search(
                 continue
             simulated += 1
             for schedule, costs in _simulated(candidate):
-                front = _with(_Entry(schedule, candidate, costs), front, memory)
+                front = _with(_Entry(schedule, candidate, costs, candidate.costs[0]), front, memory)
         for entry in over(front, "move cuts", len(front)):
             for moved in _moved(entry, layers, bandwidth, memory):
                 front = _with(moved, front, memory)
@@ -113,8 +114,8 @@ def search(
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
         raise UsageError(f"{what} fits {workers} workers{limit} with {microbatches} microbatches")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
-    _, candidate, costs, program = front[0]
-    program = program or _compiled(candidate, costs)
+    first = front[0]
+    program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
     return SearchResult([entry.schedule for entry in front], program, len(bounded), simulated)
 
 
@@ -138,7 +139,7 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
 def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
     """The candidate with each of its stage costs; nothing where a cap stops the schedule."""
     try:
-        program = _compiled(candidate, candidate.costs[0])
+        program = _compiled(candidate, candidate.costs[0], candidate.costs[0])
     except UsageError:
         return
     for costs in candidate.costs:
@@ -155,16 +156,16 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
 
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
     """What the simulator was asked about cuts near those of an entry: its candidate with each of them."""
-    schedule, candidate, costs, _ = entry
-    order, program, tried = prefixes(layers), _compiled(candidate, costs), []
+    candidate, order, tried = entry.candidate, prefixes(layers), []
+    program = _compiled(candidate, entry.costs, entry.costs)
 
     def seconds(cuts: Cuts) -> float:
         costs = stage_costs(layers, order, cuts, bandwidth)
         schedule = _timed(program, candidate, costs)
-        tried.append(_Entry(schedule, candidate, costs))
+        tried.append(_Entry(schedule, candidate, costs, entry.costs))
         return schedule.step_time if schedule.peak_bytes <= memory else math.inf
 
-    best_cuts(tuple(accumulate(schedule.layers)), seconds, min(MOST_CUTS, MOST_INSTRUCTIONS // len(program)))
+    best_cuts(tuple(accumulate(entry.schedule.layers)), seconds, min(MOST_CUTS, MOST_INSTRUCTIONS // len(program)))
     return tried
 
 
@@ -181,11 +182,11 @@ def _searched(
         if placement.least < fastest and (program := found_order(placement, memory, budget, redo)) is not None:
             schedule = _timed(program, placement.candidate, placement.costs)._replace(order="search")
             fastest = min(fastest, schedule.step_time)
-            yield _Entry(schedule, placement.candidate, placement.costs, program)
+            yield _Entry(schedule, placement.candidate, placement.costs, placement.costs, program)
 
 
-def _compiled(candidate: Candidate, costs: StageCosts) -> Program:
-    """The candidate's own order."""
-    ratios = cost_ratios(costs.durations(candidate.scheme.split))
+def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -> Program:
+    """The candidate with the layers of some costs, in its own order for others."""
+    ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
     recompute = range(candidate.sizes.stages) if candidate.recompute else ()
     return compile(candidate.with_layers(costs), candidate.sizes, Options(cost=ratios, recompute=recompute))
