@@ -2,10 +2,10 @@
 
 work           the busiest worker's jobs, one after another
 critical_path  the forwards and backwards of one microbatch, one after another
-memory         Each forward's saved activations are alive until its backward has ended. The sum of these times over a
-               worker's jobs fits into the latency times the worker's peak of activations. This is the theorem of
-               Rahimi 2025 (throughput <= M / S, for identical stages in a chain, one unit of memory each, messages
-               hidden) with the jobs' own durations, for any DAG of stages and for each worker.
+memory         Each forward's saved activations are alive until its backward has ended, unless it is redone. The sum of
+               these times over a worker's jobs fits into the latency times the worker's peak of activations. This is
+               the theorem of Rahimi 2025 (throughput <= M / S, for identical stages in a chain, one unit of memory
+               each, messages hidden) with the jobs' own durations, for any DAG of stages and for each worker.
 way            of each worker: the way to its first jobs, its jobs one after another, the way from the last of them to
                the end; and the same for its jobs that have a longer way, in front or behind (Jackson 1955, Carlier
                1982: heads and tails of a machine)
@@ -22,7 +22,7 @@ from graphlib import TopologicalSorter
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.cost import Amount, by_stage, durations, has_both, shortest_halves
+from schedgen.ir.cost import Amount, by_stage, durations, has_both, redo_duration, shortest_halves
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Ints, Numbers
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
@@ -31,10 +31,13 @@ from schedgen.simulator.timeline import Times
 MOST_NODES = 600  # directions x stages: of more, `lower_bounds` leaves `ends` out, which looks at all pairs of them
 
 
-def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: Numbers) -> dict[str, float]:
+def lower_bounds(
+    header: Header, cost: Mapping[str, Amount], peak_activations: Numbers, redone: NDArray[np.bool_] | None = None
+) -> dict[str, float]:
     """work, critical_path, way and, unless there are forwards alone, memory and ends, in the units of `cost`.
 
-    Where backwards are split and `cost` has a B, too, some may be whole. `peak_activations`: by worker.
+    Where backwards are split and `cost` has a B, too, some may be whole. `peak_activations`: by worker; `redone`:
+    (S, B), whether there is a RECOMPUTE; None: only where a backward runs away from its forward.
     """
     lengths = {name: by_stage(t, header.stages) for name, t in durations(cost, len(header.directions)).items()}
     if len(lengths) == 3 and has_both(cost):
@@ -45,6 +48,9 @@ def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: N
     for d, name in enumerate(header.directions):
         time = np.repeat(lengths[name], header.microbatches)
         busy += np.bincount(header.compute[d].ravel(), time, minlength=header.workers)
+    moved = (header.compute[0] != header.compute[1:]).any(axis=0)
+    if moved[-1].any():  # the loss is redone elsewhere, which need not wait for its forward
+        forward = np.append(forward[:-1], np.minimum(forward, redo_duration(cost))[-1])
     # The longest path from behind each stage to the loss, in forwards and in backwards.
     forwards, backwards = np.zeros((2, header.stages))
     for producer, consumer in sorted(header.graph.edges, reverse=True):
@@ -53,22 +59,18 @@ def lower_bounds(header: Header, cost: Mapping[str, Amount], peak_activations: N
     alive = forwards + backwards + backward + weights  # from the end of a stage's forward to that of its W
     bounds = {"work": float(busy.max()), "critical_path": float((forward + alive).max()), "way": _way(header, lengths)}
     if not header.is_forward:
-        stays = (header.compute[0] == header.compute[1:]).all(axis=0)  # others are redone where their backward runs
-        time = np.where(stays, alive[:, None], 0.0).ravel()
+        redone = moved if redone is None else redone | moved
+        time = np.where(redone, 0.0, alive[:, None]).ravel()
         held = np.bincount(header.compute[F].ravel(), time, minlength=header.workers)
         bounds["memory"] = float((held / np.maximum(peak_activations, 1)).max())
-        bounds["ends"] = _ends_of(header, lengths, peak_activations)
+        bounds["ends"] = 0.0 if redone.any() else _ends_of(header, lengths, peak_activations)
     return bounds
 
 
 def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Numbers) -> float:
-    """`_ends` without messages, with the memory that the schedule takes; 0 where it does not apply.
-
-    That is where a backward runs away from its forward, where forwards are done again, and of very many stages.
-    """
+    """`_ends` without messages, with the memory that the schedule takes, no forward redone; 0 of very many stages."""
     directions, stages = len(lengths), header.stages
-    moves = bool((header.compute != header.compute[0]).any()) or bool(header.lowering.get("recompute"))
-    if moves or directions * stages > MOST_NODES:
+    if directions * stages > MOST_NODES:
         return 0.0
     takes = np.zeros((directions, stages))
     takes[0], takes[-1] = 1, -1

@@ -60,7 +60,10 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     busy, longest_bubble, latency = _work(program, run)
     if len(header.directions) == 3 and not (program.rows.op == Op.BWD).any():
         cost = {name: time for name, time in cost.items() if name != "B"}
-    limits = lower_bounds(header, cost, memory.saved)
+    again = program.rows_of(Op.RECOMPUTE)
+    redone = np.zeros((header.stages, header.microbatches), bool)
+    redone[table.stage[again], table.mb[again]] = True
+    limits = lower_bounds(header, cost, memory.saved, redone)
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
         "latency": plain(latency),

@@ -7,22 +7,35 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.stats import stats
 
 
 @given(st.data())
 def test_no_schedule_is_below_its_bounds(cases, data):
     case = data.draw(cases)
-    program = case._replace(recompute=[]).compile()
+    program = case.compile()
     assert stats(program)["gap"] >= -1e-9
     times = arrays(np.float64, case.sizes.stages, elements=st.integers(1, 5))
-    assert stats(program, {name: data.draw(times) for name in case.cost})["gap"] >= -1e-9
+    cost = {name: data.draw(times) for name in case.cost}
+    assert stats(program, cost)["gap"] >= -1e-9
+    assert stats(program, {**cost, "R": 0.0})["gap"] >= -1e-9
 
 
 def numbers(name, *sizes, cost=None):
     return stats(compile(load(name, Sizes(*sizes)), Sizes(*sizes)), cost)
+
+
+def test_redone_forwards_are_in_no_one_s_memory_until_they_are_redone(run, tmp_path):
+    path = tmp_path / "redone.json"
+    assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "--recompute", "all", "-o", path).code == 0
+    assert "bound                 33 (way)" in run("stats", path).out
+    # What is redone elsewhere need not wait for its forward: F of stage 0, R and B of stage 1, B of stage 0.
+    moved = Scheme("moved", 2, lambda s, b, d: (s, s * (1 - d)), lambda s, b, d: b, "moved", "greedy")
+    alone = stats(compile(moved, Sizes(2, 1, 2), Options(cost={"F": 1, "B": 2, "R": 0})))
+    assert alone["latency"] == alone["bounds"]["critical_path"] == 5
 
 
 def test_ddp_reaches_the_work_bound_and_one_microbatch_the_critical_path():
