@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import DIRECTION
+from schedgen.ir.cost import DIRECTION, REDO
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import COMPUTE, Numbers, Op
+from schedgen.ir.instructions import COMPUTE, Op
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, SIMULATED
 from schedgen.simulator.timeline import CAUSES, Timeline, Times, measured_timelines
@@ -42,17 +42,18 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
     """
     ranks = _slices(text, name, program.header.workers)
     bounds = program.bounds.tolist()
-    passes = len(ranks[0]) // (bounds[1] - bounds[0])
+    first = int(np.flatnonzero(np.diff(program.bounds))[0])  # of forwards alone a list may be empty
+    passes = max(1, len(ranks[first]) // (bounds[first + 1] - bounds[first]))
     columns: list[Times] = []
     for rank, slices in enumerate(ranks):
         listed = [str(i) for i in program.instructions(rank)]
-        for k, (instruction, *_) in enumerate(slices):
+        for k, (instruction, *_) in enumerate(slices if listed else ()):
             if instruction != listed[k % len(listed)]:
                 line = line_of(program, bounds[rank] + k % len(listed))
                 reason = f"{clip(instruction)}, but line {line} of the schedule is {listed[k % len(listed)]}"
                 raise RefusedFile(f"{name}: instruction {k + 1} of rank {rank} is {reason}")
-        if len(slices) != max(passes, 1) * len(listed):
-            wanted = f"{max(passes, 1)} times the {len(listed)} of its list"
+        if len(slices) != passes * len(listed):
+            wanted = f"{passes} times the {len(listed)} of its list"
             raise RefusedFile(f"{name}: rank {rank} has {len(slices)} instructions, not {wanted}")
         times = np.array([numbers for _, *numbers in slices], np.float64).reshape(passes, len(listed), 4)
         end = (times[..., 0] + times[..., 1]).ravel()
@@ -75,7 +76,8 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     idle      by cause; with busy it makes up workers x makespan. To simulate's causes are added: overhead, neither
               computing nor waiting; begin, before a rank's first instruction; end, after its last
     seconds   of an instruction of each opcode, without waits
-    profile   of a job of each direction and of a STEP by stage, as `simulate --profile` reads it
+    profile   of a job of each direction, and R and B where there are such jobs, and of a STEP by stage, as
+              `simulate --profile` reads it
     workers   busy and idle of each
 
     Raises RefusedFile where the jobs take no time.
@@ -121,27 +123,33 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
 def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
     """Mean seconds of a job of each direction and of a STEP, if there are any, by stage; `seconds`: by row.
 
-    Where a schedule splits backwards, a stage that has only unsplit ones takes half of their time as I, half as W.
+    A STEP is of all weights of a stage. B stands beside I and W where some backwards are whole: a stage that has only
+    such ones takes half of their time as I, half as W. R stands beside F where forwards are redone.
     """
-    table, stages = program.rows, program.header.stages
-    means = {}
+    table, header = program.rows, program.header
 
-    def mean(rows: Numbers, weight: float | Times = 1.0) -> list[float]:
-        total = np.bincount(table.stage[rows], weight * seconds[rows], minlength=stages)
-        by_stage: list[float] = (total / np.bincount(table.stage[rows], minlength=stages)).tolist()
+    def mean(op: Op) -> Times:
+        """NaN for stages that have none."""
+        rows = program.rows_of(op)
+        total = np.bincount(table.stage[rows], seconds[rows], minlength=header.stages)
+        with np.errstate(invalid="ignore"):
+            by_stage: Times = total / np.bincount(table.stage[rows], minlength=header.stages)
         return by_stage
 
-    for direction in program.header.directions:
-        ops = [op for op in DIRECTION if DIRECTION[op] == direction]
-        rows = np.flatnonzero(np.isin(table.op, ops))
-        weight = np.ones(len(rows))
-        if direction in ("I", "W"):
-            halves = np.bincount(table.stage[rows], minlength=stages) > 0
-            unsplit = np.flatnonzero((table.op == Op.BWD) & ~halves[table.stage])
-            rows, weight = np.append(rows, unsplit), np.append(weight, np.full(len(unsplit), 0.5))
-        means[direction] = mean(rows, weight)
-    steps = np.flatnonzero(table.op == Op.STEP)
-    return {**means, "step": mean(steps)} if len(steps) else means
+    def filled(means: Times, others: Times) -> Times:
+        return np.where(np.isnan(means), others, means)
+
+    ops, whole = set(np.unique(table.op).tolist()), mean(Op.BWD)
+    of_direction = {name: op for op, name in DIRECTION.items() if op != Op.RECOMPUTE}
+    means = {name: mean(of_direction[name]) for name in header.directions}
+    if "I" in means and Op.BWD in ops:
+        means |= {half: filled(means[half], whole / 2) for half in "IW"}
+        means["B"] = filled(whole, means["I"] + means["W"])
+    if Op.RECOMPUTE in ops:
+        means[REDO] = filled(mean(Op.RECOMPUTE), means["F"])
+    if Op.STEP in ops:
+        means["step"] = mean(Op.STEP) * header.weight_shards.counts
+    return {name: times.tolist() for name, times in means.items()}
 
 
 def _slices(text: str, name: str, workers: int) -> list[list[_Slice]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,36 @@ def test_a_simulation_s_trace_gives_the_simulation_s_numbers(golden, run, tmp_pa
         assert numbers["profile"][direction] == pytest.approx([seconds] * len(numbers["profile"][direction]))
 
 
+FORWARD = """
+def w(s, b, d):
+    return s + 1, s + 1
+
+def n(s, b, d):
+    return b
+"""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "costs"),
+    [
+        ("fsdp", ("--stages", 4, "--shards", 4), {"F": 1, "B": 2, "step": 1}),  # a STEP is of a part of the weights
+        ("dualpipe-v", ("--stages", 8), {"F": 10, "B": 18, "I": 12, "W": 10}),
+        ("1f1b", ("--stages", 4, "--recompute", "all"), {"F": 1, "B": 2, "R": 0}),
+        ("forward.py", ("--stages", 3, "--workers", 4, "--forward"), {"F": 1}),  # nothing for rank 0 to do
+    ],
+)
+def test_a_simulation_takes_as_long_by_its_own_trace(run, tmp_path, monkeypatch, scheme, options, costs):
+    monkeypatch.chdir(tmp_path)
+    Path("forward.py").write_text(FORWARD)
+    Path("profile.json").write_text(json.dumps(costs))
+    assert run("compile", scheme, *options, "--microbatches", 10, "-o", "schedule.json").code == 0
+    given = run("simulate", "schedule.json", "--profile", "profile.json", "--trace", "trace.json", "--json")
+    simulated = json.loads(given.out)
+    measured = json.loads(run("simulate", "schedule.json", "--measured", "trace.json", "--json").out)
+    for key in ("latency", "makespan"):
+        assert measured[key] == pytest.approx(simulated[key])
+
+
 def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
     """In one trace with them; messages without time leave only what other ranks do to wait for."""
     schedule, events = pair
@@ -200,3 +231,4 @@ def test_a_stage_with_whole_backwards_only_gives_both_halves(run, tmp_path):
     assert numbers["profile"]["F"] == pytest.approx([4e-6] * 3)
     for half in "IW":
         assert numbers["profile"][half] == pytest.approx([2e-6, 4e-6, 4e-6])
+    assert numbers["profile"]["B"] == pytest.approx([4e-6, 8e-6, 8e-6])
