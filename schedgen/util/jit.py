@@ -2,7 +2,8 @@
 
 A kernel takes only numbers and NumPy arrays, and may call other kernels. While its work is small it runs as plain
 Python, so that small commands wait neither for numba nor for its compiler, which takes a second for a long kernel. Then
-it is compiled, once per machine, because numba keeps the result on disk. Both ways give the same results, bit for bit.
+it is compiled, once per machine, because numba keeps the result on disk, where it can write. Both ways give the same
+results, bit for bit.
 
 numba compiles every NumPy function that a kernel calls, and a kernel again for a variable that begins as a constant: so
 kernels make no arrays, and get such numbers as arguments.
@@ -11,9 +12,11 @@ kernels make no arrays, and get such numbers as arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import EnumType
 from functools import cache, update_wrapper
+from hashlib import sha256
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
@@ -75,7 +78,20 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         from numba import njit
     except ImportError:  # for example no wheel for this Python yet: the same results, slower
         return _interpreted(function)
-    return cast(Callable[..., Any], njit(cache=True)(_with_kernels(function, _compiled, {})))
+    compiled = njit(_with_kernels(function, _compiled, {}))
+    with suppress(RuntimeError, AttributeError):  # there is no folder to write to, or another numba keeps it otherwise
+        compiled.enable_caching()
+        compiled._cache._cache_file._source_stamp = sources()
+    return cast(Callable[..., Any], compiled)
+
+
+@cache
+def sources() -> bytes:
+    """A digest of all modules: a kernel has numbers of others in it, while numba looks at its own file alone."""
+    digest, package = sha256(), Path(__file__).parents[1]
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.digest()
 
 
 def _with_kernels(

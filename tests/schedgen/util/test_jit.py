@@ -2,7 +2,12 @@
 
 import io
 import json
+import os
+import shutil
+import subprocess
+import sys
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,3 +110,39 @@ def test_a_kernel_is_compiled_when_its_work_adds_up(monkeypatch):
     often, one_of_many = kernel(lambda a: a + 1), kernel(lambda a: a + 2)
     assert [is_compiled(often.sized(work)) for work in (4, 5, 1, 0)] == [False, False, True, True]
     assert [is_compiled(one_of_many.sized(1, ahead)) for ahead in (8, 9)] == [False, True]
+
+
+@pytest.fixture
+def compiled(tmp_path):
+    """Write a package with jit.py, a kernel and, in another module, a number that it adds; what compiled it gives."""
+    package, kept = tmp_path / "schedgen", tmp_path / "kept"
+    (package / "util").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(schedgen.util.jit.__file__, package / "util")
+    (package / "mine.py").write_text(
+        "from schedgen.other import NUMBER\nfrom schedgen.util.jit import SMALL, kernel\n\n"
+        "@kernel\ndef add(a):\n    return a + NUMBER\n\nprint(add.sized(SMALL)(1))\n"
+    )
+
+    def compiled(number, **environment):
+        (package / "other.py").write_text(f"NUMBER = {number}\n")
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", "import schedgen.mine"], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(kept), **environment},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout), sorted(file.name for file in kept.rglob("*.nb?"))
+
+    return compiled
+
+
+def test_a_kernel_is_compiled_again_when_another_module_changes(compiled):
+    (first, files), (second, same_files) = compiled(1), compiled(10)
+    assert (first, second) == (2, 11)
+    assert files and same_files == files
+
+
+def test_a_kernel_is_compiled_where_nothing_can_be_kept(compiled, tmp_path):
+    """No folder can be where a file is."""
+    Path(tmp_path / "schedgen" / "__pycache__").touch()
+    assert compiled(1, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path / "schedgen" / "mine.py")) == (2, [])
