@@ -114,6 +114,7 @@ def place_jobs(
             raise UsageError(
                 f"w must return whole numbers, not {array.dtype} ({at_job(array, 0)}): use // instead of /"
             )
+    weights, compute = weights.astype(np.int64), compute.astype(np.int64)
     if takes_part:
         for job in np.flatnonzero(compute != compute[..., :1])[:1]:
             raise UsageError(

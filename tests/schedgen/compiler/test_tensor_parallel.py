@@ -134,6 +134,19 @@ def test_a_scheme_of_one_s_own_may_place_shards_itself(run, tmp_path):
     assert json.loads((tmp_path / "out.json").read_text())["owners"] == [[0], [1], [2], [3]]
 
 
+@pytest.mark.parametrize("integer", ["int8", "uint8"])
+def test_workers_may_be_small_integers(run, tmp_path, integer):
+    """Those of the shards are no longer as small."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import numpy as np\nW = np.arange(100, dtype=np.{integer})\n"
+        "def w(s, b, d):\n    return W[s], W[s]\n\n\ndef n(s, b, d):\n    return b\n"
+    )
+    command = ("compile", path, "--stages", 100, "--microbatches", 1, "--tensor", 3, "-o", tmp_path / "out.json")
+    assert run(*command) == (0, "", "")
+    assert json.loads((tmp_path / "out.json").read_text())["owners"] == [[worker] for worker in range(300)]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
