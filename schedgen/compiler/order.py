@@ -2,6 +2,7 @@
 
 greedy   work-conserving, the simulator of Rahimi 2025: of the jobs that can start earliest, a free worker takes the
          one with the smallest n. A forward that a limit holds back (cap, memory) waits until a backward makes room.
+         Forwards that are redone save nothing: those in flight take one place together, where one after another is.
 strict   each worker runs its jobs in increasing n.
 
 Messages take no time here (Rahimi 2025, section "Latency, network, and memory usage"). Arrays by job are flat over
@@ -34,7 +35,8 @@ def order(placed: PlacedScheme) -> Times:
     graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
-        return greedy(graph, worker, n, length, placed.caps, placed.options.memory)
+        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # not I, I, W, W
+        return greedy(graph, worker, n, length, placed.caps, placed.options.memory, one_by_one)
     delayed = np.zeros(len(length), bool)
     delayed[: stages * batches] = placed.delayed_send.ravel()
     return strict(graph, worker, n, length, delayed)
@@ -59,8 +61,13 @@ def greedy(
     length: Times,
     caps: Sequence[int] | Numbers | None = None,
     memory: int | None = None,
+    redone: NDArray[np.bool_] | None = None,
 ) -> Times:
-    """When each job starts. `caps`: by stage, the most microbatches in flight on a worker; `memory`: saved forwards."""
+    """When each job starts.
+
+    caps    by stage, the most microbatches in flight on a worker
+    memory  saved forwards; those that are `redone`, by forward, are saved one after another while their backwards run
+    """
     jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
     by_rank = np.argsort(n, kind="stable")
@@ -68,7 +75,8 @@ def greedy(
     rank[by_rank] = np.arange(jobs)
     limits = np.full(graph.stages, jobs, np.int64) if caps is None else np.array(caps, np.int64)
     most = jobs if memory is None else memory
-    start, queues = np.full(jobs, -1.0), _queues(graph, worker, most < jobs or bool(limits.min() < jobs))
+    limited = most < jobs or bool(limits.min() < jobs)
+    start, queues = np.full(jobs, -1.0), _queues(graph, worker, limited, redone)
     _greedy.sized(16 * jobs)(
         worker, rank, by_rank, *_edges(graph), length, graph.stages, graph.microbatches, limits, most, queues, start
     )
@@ -79,35 +87,52 @@ def greedy(
 
 
 class _Queues(NamedTuple):
-    """What `_greedy` has of each worker, one behind the other: worker v's heaps begin at base[v]."""
+    """What `_greedy` has of each worker, one behind the other: worker v's heaps begin at base[v].
+
+    Where there are limits, forwards that may start wait by kind, those of a worker, of a stage, and redone or not: of
+    each kind, the one with the smallest n is the first that any limit lets through. Worker v's kinds are
+    first_kind[v] to first_kind[v + 1] - 1, and the heap of kind k begins at kind_base[k].
+    """
 
     limited: bool
     base: Numbers
     now: Numbers  # a heap of jobs that may start now, by rank
     later: Numbers  # a heap of jobs that may start later, by time and rank
-    blocked: Numbers  # forwards beyond a limit
     now_size: Numbers
     later_size: Numbers
-    blocked_size: Numbers
-    saved: Numbers  # forwards in flight: of all stages ...
+    kind_of: Numbers  # by forward
+    first_kind: Numbers
+    stage_of: Numbers  # by kind, as those that follow
+    redone: Numbers  # 1: they are
+    kind_base: Numbers
+    held: Numbers  # a heap of forwards, by rank
+    held_size: Numbers
+    saved: Numbers  # forwards in flight: (workers, 2), those that are kept and those that are redone ...
     in_flight: Numbers  # ... and by stage, (workers, stages)
     ready: Times  # by job, and behind that of the room that each makes: when it is there
     free_at: Times
     tree: Times  # leaf by worker: when it can start a job
 
 
-def _queues(graph: JobGraph, worker: Ints, limited: bool) -> _Queues:
+def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: NDArray[np.bool_] | None) -> _Queues:
     """Empty ones; `limited`: room is needed for what jobs make room for."""
-    jobs, workers = len(worker), int(worker.max()) + 1
+    jobs, workers, forwards = len(worker), int(worker.max()) + 1, graph.stages * graph.microbatches
     most = np.bincount(worker, minlength=workers)
+    kind = np.zeros(0, np.int64)
     if limited:
-        most += 2 * np.bincount(worker[: graph.stages * graph.microbatches], minlength=workers)
-    now, later, blocked = np.empty((3, int(most.sum())), np.int64)
-    now_size, later_size, blocked_size, saved = np.zeros((4, workers), np.int64)
-    in_flight, tree = np.zeros((workers, graph.stages), np.int64), np.full(2 << (workers - 1).bit_length(), np.inf)
+        most += 2 * np.bincount(worker[:forwards], minlength=workers)
+        kind = 2 * (worker[:forwards].astype(np.int64) * graph.stages + np.arange(forwards) // graph.microbatches)
+        kind += 0 if redone is None else redone
+    kinds, kind_of, counts = np.unique(kind, return_inverse=True, return_counts=True)
+    now, later = np.empty((2, int(most.sum())), np.int64)
+    now_size, later_size = np.zeros((2, workers), np.int64)
+    first_kind = np.searchsorted(kinds, 2 * graph.stages * np.arange(workers + 1))
+    saved, in_flight = np.zeros((workers, 2), np.int64), np.zeros((workers, graph.stages), np.int64)
     return _Queues(
-        limited, np.append(0, np.cumsum(most)), now, later, blocked, now_size, later_size, blocked_size, saved,
-        in_flight, np.zeros(2 * jobs), np.zeros(workers), tree,
+        limited, np.append(0, np.cumsum(most)), now, later, now_size, later_size, kind_of, first_kind,
+        kinds // 2 % graph.stages, kinds % 2, np.append(0, np.cumsum(counts)), np.empty(len(kind), np.int64),
+        np.zeros(len(kinds), np.int64), saved, in_flight, np.zeros(2 * jobs), np.zeros(workers),
+        np.full(2 << (workers - 1).bit_length(), np.inf),
     )  # fmt: skip
 
 
@@ -196,13 +221,11 @@ def _greedy(
 ) -> None:  # fmt: skip
     """Fill in when each job starts; what a limit holds back for ever stays -1.
 
-    A tree over the workers finds the worker v that can start a job first. Forwards beyond a limit lie in `blocked`; a
-    backward that makes room for them is an item of its own in `later`, numbered from `jobs` up, and returns them to
-    `now`.
+    A tree over the workers finds the worker v that can start a job first. A backward that makes room for forwards is an
+    item of its own in `later`, numbered from `jobs` up.
     """
-    limited, base, now, later, blocked, now_size, later_size, blocked_size, saved, in_flight, ready, free_at, tree = (
-        queues
-    )
+    base, now, later, now_size, later_size = queues.base, queues.now, queues.later, queues.now_size, queues.later_size
+    saved, in_flight, ready, free_at, tree = queues.saved, queues.in_flight, queues.ready, queues.free_at, queues.tree
     jobs, workers, leaves = len(worker), len(free_at), len(tree) // 2
     last = jobs // (stages * batches) - 1  # the direction that ends a microbatch on a stage
     no_time = start[:0]
@@ -223,47 +246,45 @@ def _greedy(
             item = later_v[0]
             pop(later_v, later_size[v], ready, by_rank)
             later_size[v] -= 1
-            if item < jobs:
+            if item >= jobs:
+                job = item - jobs
+                s, forward = job // batches % stages, job % (stages * batches)
+                if job // batches // stages == 1:
+                    in_flight[v, s] -= 1
+                if job // batches // stages == last:
+                    saved[v, queues.redone[queues.kind_of[forward]]] -= 1
+            elif queues.limited and by_rank[item] < stages * batches:
+                kind = queues.kind_of[by_rank[item]]
+                push(queues.held[queues.kind_base[kind] :], queues.held_size[kind], item, no_time, by_rank)
+                queues.held_size[kind] += 1
+            else:
                 push(now_v, now_size[v], item, no_time, by_rank)
                 now_size[v] += 1
-                continue
-            node = (item - jobs) // batches
-            if node // stages == 1:
-                in_flight[v, node % stages] -= 1
-            if node // stages == last:
-                saved[v] -= 1
-            while blocked_size[v]:
-                blocked_size[v] -= 1
-                push(now_v, now_size[v], blocked[base[v] + blocked_size[v]], no_time, by_rank)
-                now_size[v] += 1
-        job = -1
-        while now_size[v]:
-            item = now_v[0]
+        kind, job = _first_kind(v, caps, memory, queues), -1
+        if kind >= 0 and not (now_size[v] and now_v[0] < queues.held[queues.kind_base[kind]]):
+            held = queues.held[queues.kind_base[kind] :]
+            job = by_rank[held[0]]
+            pop(held, queues.held_size[kind], no_time, by_rank)
+            queues.held_size[kind] -= 1
+            in_flight[v, queues.stage_of[kind]] += 1
+            saved[v, queues.redone[kind]] += 1
+        elif now_size[v]:
+            job = by_rank[now_v[0]]
             pop(now_v, now_size[v], no_time, by_rank)
             now_size[v] -= 1
-            job = by_rank[item]
-            s = job // batches % stages
-            if job // batches >= stages or (in_flight[v, s] < caps[s] and saved[v] < memory):
-                break
-            blocked[base[v] + blocked_size[v]] = item
-            blocked_size[v] += 1
-            job = -1
         if job >= 0:
             node = job // batches
             d, s, b = node // stages, node % stages, job % batches
             start[job] = time
             free_at[v] = time + length[job]
             end = free_at[v]
-            if d == 0:
-                in_flight[v, s] += 1
-                saved[v] += 1
-            elif limited:
+            if d and queues.limited:
                 u = worker[s * batches + b]  # where its forward ran
                 ready[jobs + job] = end
                 push(later[base[u] : base[u + 1]], later_size[u], jobs + job, ready, by_rank)
                 later_size[u] += 1
-                if u != v and now_size[u] == 0:
-                    set_leaf(tree, leaves + u, max(free_at[u], time_of(later[base[u]], ready, by_rank)))
+                if u != v:
+                    set_leaf(tree, leaves + u, min(tree[leaves + u], max(free_at[u], end)))
             for k in range(first[node], first[node + 1]):
                 other = after[k] * batches + b
                 ready[other] = max(ready[other], end)
@@ -272,14 +293,28 @@ def _greedy(
                     u = worker[other]
                     push(later[base[u] : base[u + 1]], later_size[u], rank[other], ready, by_rank)
                     later_size[u] += 1
-                    if u != v and now_size[u] == 0:
-                        set_leaf(tree, leaves + u, max(free_at[u], time_of(later[base[u]], ready, by_rank)))
+                    if u != v:
+                        set_leaf(tree, leaves + u, min(tree[leaves + u], max(free_at[u], ready[other])))
         key = np.inf
-        if now_size[v]:
+        if now_size[v] or _first_kind(v, caps, memory, queues) >= 0:
             key = free_at[v]
         elif later_size[v]:
             key = max(free_at[v], time_of(later_v[0], ready, by_rank))
         set_leaf(tree, leaves + v, key)
+
+
+@kernel
+def _first_kind(v: int, caps: Numbers, memory: int, queues: _Queues) -> int:
+    """The kind of the forward with the smallest n that worker v's limits let through; -1: none."""
+    found = -1
+    for kind in range(queues.first_kind[v], queues.first_kind[v + 1]):
+        s, redone = queues.stage_of[kind], queues.redone[kind]
+        taken = queues.saved[v, 0] + (0 if redone else min(queues.saved[v, 1], 1))
+        if queues.held_size[kind] and queues.in_flight[v, s] < caps[s] and taken < memory:
+            item = queues.held[queues.kind_base[kind]]
+            if found < 0 or item < queues.held[queues.kind_base[found]]:
+                found = kind
+    return found
 
 
 def _cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
@@ -288,10 +323,10 @@ def _cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> st
     `previous`: by job, the one that its worker must run before it; -1 where there is none.
     """
     job = int(np.flatnonzero(start < 0)[0])
-    path: list[int] = []
+    path: dict[int, int] = {}
     words: list[str] = []
     while job not in path:
-        path.append(job)
+        path[job] = len(path)
         node, b = divmod(job, graph.microbatches)
         before = [*(p * graph.microbatches + b for p in graph.pred[node]), int(previous[job])]
         blocked = [other for other in before if other >= 0 and start[other] < 0]
@@ -299,7 +334,7 @@ def _cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> st
             blocked = _in_flight(graph, worker, start, job)
         words.append(f"{graph.job_name(job)} on worker {worker[job]} waits for {graph.job_name(blocked[0])}")
         job = blocked[0]
-    return ", ".join(words[path.index(job) :])
+    return ", ".join(words[path[job] :])
 
 
 def _in_flight(graph: JobGraph, worker: Ints, start: Times, job: int) -> list[int]:

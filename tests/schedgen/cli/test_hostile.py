@@ -105,6 +105,18 @@ def test_a_stage_that_many_read_takes_linear_time(monkeypatch):
     assert steps(large) < 4 * steps(small)
 
 
+@pytest.mark.parametrize(("cap", "memory"), [(None, 2), (lambda s: 2, None)], ids=["memory", "cap"])
+def test_forwards_that_a_limit_holds_back_take_less_than_squared_time(cap, memory, monkeypatch):
+    monkeypatch.setattr(schedgen.util.jit, "SMALL", 10**12)
+
+    def work(microbatches):
+        sizes = Sizes(2, microbatches)
+        scheme = load("gpipe", sizes)._replace(cap=cap)
+        return steps(lambda: compile(scheme, sizes, Options(mode="greedy", memory=memory)))
+
+    assert work(160) < 5 * work(40)
+
+
 def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_time():
     def work(microbatches):
         a, b = (compiled(name, 2, microbatches) for name in ("gpipe", "1f1b"))

@@ -190,6 +190,16 @@ def test_a_cap_of_s_minus_the_stage_gives_greedy_the_memory_of_1f1b():
     assert flights == [4, 3, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("redone", "limit", "latency"),
+    [(range(4), None, 41), (range(4), 1, 41), ([0, (1, 2), (2, 1), (2, 2), (3, 7)], 1, 76)],
+)
+def test_forwards_that_are_redone_take_one_place_together(redone, limit, latency):
+    sizes = Sizes(4, 8)
+    numbers = stats(compile(load("gpipe", sizes), sizes, Options(mode="greedy", recompute=redone, memory=limit)))
+    assert (numbers["latency"], numbers["peak_activations"]) == (latency, 1)
+
+
 def refusal(mode, n, w=lambda s, b, d: (s, s), stages=2, **more):
     scheme = Scheme("mine", None, w, n, "mine", mode, **more)
     with pytest.raises(UsageError) as caught:
