@@ -44,7 +44,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     x, weight, saved, step = (
         by_stage(amount, S) for amount in (machine.activation, machine.weight, machine.saved, machine.step)
     )
-    message = machine.alpha + machine.beta * x[:-1]
+    message, copy = (np.where(size > 0, machine.alpha + machine.beta * size, 0.0) for size in (x[:-1], weight))
     sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
     owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
     for s in range(S):
@@ -55,7 +55,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
         guests = np.zeros(workers, bool)
         guests[np.unique(compute[:, s])] = True
         guests &= ~owners
-        receives[guests] += machine.alpha + machine.beta * weight[s]
+        receives[guests] += copy[s]
         copies[guests] = np.maximum(copies[guests], 2 * weight[s])  # the copy and its gradient
         for d, (a, b) in ((F, (s - 1, s)), (B, (s, s - 1))):
             if s:

@@ -87,9 +87,19 @@ def test_a_worker_gets_no_layers_where_that_is_faster():
         assert fastest.step_time < min(row.step_time for c in on_all for row, _ in _simulated(c))
 
 
-@pytest.mark.parametrize(("split", "limit"), [(False, np.inf), (True, 1.2e8)], ids=["no limit", "limit"])
-def test_leaving_out_by_bounds_changes_nothing(split, limit):
-    arguments = model(split=split), [Level(4, 1e9)], 8, limit
+@pytest.mark.parametrize(
+    ("split", "limit", "sizes"),
+    [
+        (False, np.inf, {}),
+        (True, 1.2e8, {}),
+        (False, np.inf, {"alpha": 1, "activation": np.zeros(8), "weight": np.zeros(8)}),
+    ],
+    ids=["no limit", "limit", "messages without bytes"],
+)
+def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes):
+    """Messages without bytes take no time, whatever alpha is."""
+    layers = model(split=split)
+    arguments = layers._replace(machine=layers.machine._replace(**sizes)), [Level(4, 1e9)], 8, limit
     quick, slow = search(*arguments), search(*arguments, prune=False)
     assert quick.front == slow.front
     assert quick.simulated < slow.simulated == slow.schedules
