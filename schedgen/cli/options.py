@@ -72,8 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 def read(options: type[T], values: Mapping[str, Any]) -> T:
     """A dataclass of options from the parsed values of its fields; UsageError where they do not go together."""
     _check_files(options, values)
-    if values.get("json") and values.get("output") == "-":
-        raise UsageError("-o - and --json would both be standard output: give one of them a file")
+    for name, flag in (("output", "-o"), ("trace", "--trace")):
+        if values.get("json") and values.get(name) == "-":
+            raise UsageError(f"{flag} - and --json would both be standard output: give one of them a file")
     return options(**{each.name: values[each.name] for each in fields(options)})  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from schedgen.util.errors import RefusedFile
 
@@ -61,9 +61,9 @@ def read_text(name: str, limit: int = READ_LIMIT) -> str:
 @contextlib.contextmanager
 def open_output(name: str) -> Iterator[BinaryIO]:
     """The file `name`, opened for writing; it takes the place of an older one only when all is written."""
-    if name == "-":
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+    if (stream := _standard_stream(name)) is not None:
+        yield stream.buffer
+        stream.buffer.flush()
         return
     path = Path(name)
     if path.exists() and not path.is_file():  # /dev/null or a pipe cannot be replaced by renaming
@@ -85,3 +85,14 @@ def open_output(name: str) -> Iterator[BinaryIO]:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _standard_stream(name: str) -> TextIO | None:
+    """Standard output or error, where the file `name` is that, such as /dev/stdout; else None."""
+    if name == "-":
+        return sys.stdout
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(OSError):  # one of both is not there
+            if os.path.samestat(Path(name).stat(), os.fstat(number)):
+                return stream
+    return None

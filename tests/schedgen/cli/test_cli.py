@@ -303,6 +303,30 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert first.wait() == 1
 
 
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_stream_may_be_closed(closed, files, tmp_path):
+    """Nothing comes from it, and what goes there is lost."""
+    command = [sys.executable, "-m", "schedgen"]
+
+    def close(*arguments):
+        shell = f"{shlex.join([*command, *arguments])} {closed}>&-"
+        return subprocess.run(shell, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    good, bad = close("check", "gpipe.json"), close("check", "-" if closed == 0 else "none.json")
+    assert (good.returncode, good.stdout.count("\n"), good.stderr) == (0, int(closed != 1), "")
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (1, "", int(closed != 2))
+    assert "Traceback" not in bad.stderr
+
+
+def test_standard_output_by_its_name_is_written_in_place(process, tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text("before\n")
+    for number, name in ((1, "/dev/stdout"), (2, "/dev/stderr")):
+        shell = f"{shlex.join([sys.executable, '-m', 'schedgen', *command_line(**{'-o': name})])} {number}>> log.txt"
+        assert subprocess.run(shell, shell=True, cwd=tmp_path, check=False).returncode == 0
+    assert log.read_bytes() == b"before\n" + 2 * process(*command_line()).stdout
+
+
 def test_an_error_in_a_real_process_is_one_line(process):
     result = process(*command_line(scheme="none"))
     assert (result.returncode, result.stdout) == (2, b"")
@@ -354,3 +378,4 @@ def test_no_option_is_passed_over(files, run, refused, tmp_path):
     assert "should end in .svg" in refused(run(*compare, "-o", tmp_path / "picture.png"), 2)
     for command in (compare, plan, ("search", "1f1b", *sizes)):
         assert "would both be standard output" in refused(run(*command, "--json", "-o", "-"), 2)
+    assert "--trace - and --json would both be" in refused(run("simulate", schedule, "--json", "--trace", "-"), 2)
