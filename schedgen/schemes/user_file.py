@@ -67,16 +67,19 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
 
 def _executed(path: Path) -> ModuleType:
     """The file as a module, of which no bytecode is left behind."""
-    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.resolve()}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
     try:
         _aside(spec.loader.exec_module)(module)
-    except FileNotFoundError:
-        raise UsageError(f"there is no file {path}") from None
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
+        del sys.modules[spec.name]
+        missing = isinstance(error, FileNotFoundError)
+        raise UsageError(
+            f"there is no file {path}" if missing else f"{path} cannot be loaded: {raised(error)}"
+        ) from None
     finally:
         sys.dont_write_bytecode = writes
     return module

@@ -247,6 +247,30 @@ def n(s, b, d):
     assert all("np.where" in note for note in notes)
 
 
+def test_files_of_one_name_may_have_dataclasses(tmp_path, compiled):
+    """They look for the names of their fields' types in the module that they are in."""
+    results = []
+    for worker in (1, 2):
+        path = tmp_path / str(worker) / "mine.py"
+        path.parent.mkdir()
+        path.write_text(f"""
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Place:
+    worker: int = {worker}
+
+def w(s, b, d):
+    return 0 * s + Place().worker, 0 * s + Place().worker
+
+def n(s, b, d):
+    return b
+""")
+        results.append(compiled(path))
+    assert [json.loads(result.out)["scheme"]["workers"] for result in results] == [2, 3]
+
+
 def test_a_scheme_file_leaves_nothing_behind(scheme, compiled, tmp_path):
     compiled(scheme())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
