@@ -110,7 +110,7 @@ class _Search:
         self.spare = np.zeros(sizes.stages)
         if limits.bytes is not None:
             bytes = buffer_sizes(machine, sizes.stages)
-            self.spare = MESSAGES * bytes.activation + np.max([*bytes.workspace.values()], axis=0)
+            self.spare = MESSAGES * bytes.activation + np.max([self.spare, *bytes.workspace.values()], axis=0)
 
     @property
     def value(self) -> float:

@@ -102,6 +102,14 @@ def test_the_bound_of_many_stages_holds_for_those_of_few(limits, monkeypatch):
     assert 0.75 * few.bound < many.bound <= few.bound <= few.value
 
 
+def test_a_workspace_of_no_job_takes_nothing():
+    sizes, found = Sizes(4, 4, 2), []
+    for workspace in (0, {}):
+        machine = Machine(workspace=workspace)
+        found.append(search_placement(free_scheme(sizes), sizes, {"F": 1, "B": 2}, machine, Limits(bytes=40), budget=1))
+    assert found[0].value == found[1].value
+
+
 def test_a_bound_by_hand_of_many_stages(monkeypatch):
     """Three equal stages on two workers. Work is 27; the second worker to begin waits for 1, and goes on 2 later."""
     monkeypatch.setattr(placement_bounds, "MOST_STAGES", 2)
