@@ -41,6 +41,7 @@ def rows_at_end(program: Program, backward: RowNumbers) -> RowNumbers:
 def earlier_compute(program: Program, row: RowNumbers, count: int) -> RowNumbers:
     """The `count`-th compute row before a row on its rank; the first if there are fewer; the row if there is none."""
     is_compute = program.is_one_of(*COMPUTE)
+    count = min(count, int(np.bincount(program.rows.rank[is_compute]).max()))
     return _earlier_compute.sized(len(program))(program.rows.rank, is_compute, row, count, program.header.workers)
 
 

@@ -89,6 +89,11 @@ def test_relays_spare_the_owner_and_beat_the_star():
     assert simulate(relay, COST).end.max() == 192  # messages without time: as if all weights were at home
 
 
+def test_a_receive_stands_no_earlier_than_its_list_begins():
+    rows = [compiled("1f1b", Sizes(4, 8), prefetch=k).rows for k in (100, 10**12)]
+    assert all((a == b).all() for a, b in zip(*rows, strict=True))
+
+
 @pytest.mark.parametrize("prefetch", [1, 2, 4])
 def test_prefetch_posts_receives_earlier_and_never_costs_time(prefetch):
     sizes = Sizes(4, 16)
