@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from numbers import Number
 from typing import Any, NamedTuple
@@ -131,9 +131,14 @@ def tokens(microbatch: Microbatch) -> int:
 
 
 def digest(microbatch: Microbatch) -> str:
-    """A hash of its input and target: that of the bytes of tensors, and of what Python prints of anything else."""
+    """A hash of its input and target."""
+    return digest_of([*microbatch.leaves, *pytree.tree_leaves(microbatch.target)])
+
+
+def digest_of(leaves: Iterable[Any]) -> str:
+    """A hash of values: of the bytes of tensors, and of what Python prints of anything else."""
     found = hashlib.sha256()
-    for leaf in [*microbatch.leaves, *pytree.tree_leaves(microbatch.target)]:
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
             found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from mpirun.data.microbatches import digest_of
 from mpirun.engine.grad_buffers import GradBuffer
 from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces
 from mpirun.engine.stage import LocalStage
@@ -15,8 +17,12 @@ from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
 from schedgen.util.errors import UsageError, clip
 
-# Attributes of torch's own that steps and schedulers change, and that a checkpoint does without.
-OWN = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured")
+# Attributes of torch's own that steps and schedulers change, and that a checkpoint does without, or are looked at else.
+OWN = (
+    "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
+    "defaults", "param_groups", "state",
+)  # fmt: skip
+SCHEDULED = ("lr", "initial_lr", "momentum", "betas")  # what schedulers change in groups
 
 
 class Optimizer:
@@ -164,14 +170,28 @@ def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.P
     ]
 
 
-def _unsaved(made: SteppedOptimizer) -> dict[str, Any]:
-    """The numbers and words that an optimizer keeps elsewhere than in its state: in its groups, and as attributes."""
-    values = {name: value for name, value in vars(made.optimizer).items() if name not in OWN}
-    groups = made.optimizer.param_groups if made.scheduler is None else []  # a scheduler says what it makes of groups
+def _unsaved(made: SteppedOptimizer) -> dict[str, str | None]:
+    """By name, a hash of what an optimizer keeps elsewhere than in its state by parameter."""
+    optimizer, groups = made.optimizer, made.optimizer.param_groups
+    values = {name: value for name, value in vars(optimizer).items() if name not in OWN}
+    steps_set = SCHEDULED if made.scheduler is not None else ("lr",) if made.recipe.rate is not None else ()
     for number, group in enumerate(groups):
-        left = {"params", *(["lr"] * (made.recipe.rate is not None))}
-        values |= {f"{name} of group {number}": value for name, value in group.items() if name not in left}
-    return {name: value for name, value in values.items() if _is_plain(value)}
+        values |= {f"{name} of group {number}": value for name, value in group.items() if name not in steps_set}
+    parameters = {id(parameter) for group in groups for parameter in group["params"]}
+    found = {name: _hash(value, parameters) for name, value in values.items()}
+    for key in optimizer.state:
+        if id(key) not in parameters:
+            found[f"state of {key if isinstance(key, str) else type(key).__name__}"] = "is not of a parameter"
+    return found
+
+
+def _hash(value: Any, parameters: Collection[int]) -> str | None:
+    """Of the numbers, words and tensors in a value, but for the parameters themselves; None: it has none."""
+    if isinstance(value, torch.optim.Optimizer):  # that this one steps
+        value = value.state
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) or _is_plain(leaf)]
+    leaves = [leaf for leaf in leaves if id(leaf) not in parameters]
+    return digest_of(leaves) if leaves else None
 
 
 def _is_plain(value: object) -> bool:

@@ -467,17 +467,20 @@ def sentences() -> Any:
         mpirun.Engine(file, cut, buckets=(6,), **plain)
 
     class Counting(torch.optim.SGD):
-        """Keeps a number in its groups."""
+        """Keeps a number and slow weights in attributes, a tensor in its groups, and a state of no parameter."""
 
         def step(self, closure: Any = None) -> None:
             self._calls = getattr(self, "_calls", 0) + 1
             for group in self.param_groups:
-                group["count"] = group.get("count", 0) + 1
+                group["count"] = group.get("count", torch.zeros(1)) + 1
+                self.slow = {"weights": [parameter.detach() / 2 for parameter in group["params"]]}
+            self.state["t"] = 1
             super().step()
 
     def saved_with(made: Any) -> Callable[[], Any]:
         def call() -> None:
-            run = engine(optimizer=lambda named: made([p.parameter for p in named], 0.1))
+            options = {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1)}
+            run = engine(optimizer=lambda named: made([p.parameter for p in named], 0.1), **options)
             try:
                 train(run, run.loader(DATA, 2), 1)
                 run.save(FOLDER / "counted")

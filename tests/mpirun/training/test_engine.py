@@ -139,7 +139,7 @@ def test_numbers_go_to_a_callback_and_to_tensorboard(found):
 
 
 SENTENCES = {
-    "kept elsewhere": "the optimizer Counting has changed its _calls, count of group 0, which checkpoints do not have",
+    "kept elsewhere": "has changed its _calls, slow, count of group 0, state of t, which checkpoints do not have",
     "device": "device: 'tpu' is none of 'auto', 'cpu' and 'cuda'",
     "lengths": "the datasets of the ranks have different lengths: [20, 21, 22, 23]",
     "forwards": "forward.json has forwards alone: nothing can be trained by it",
