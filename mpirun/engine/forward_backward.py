@@ -56,6 +56,11 @@ class ForwardBackward:
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.saves -= {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
 
+    def forget_pass(self) -> None:
+        """Drop what a pass that was interrupted has kept: the next one may be of other data."""
+        for kept in (self.microbatches, self.losses, self.metrics, self.minibatch_loss.collected):
+            kept.clear()
+
     # Forward
 
     def fwd(self, row: int, i: Instruction) -> Act:

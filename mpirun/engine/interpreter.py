@@ -95,6 +95,7 @@ class Interpreter:
         """Execute the list once for every accumulation pass of a step."""
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
+        self.forward_backward.forget_pass()
         losses: list[float] = []
         metrics: list[dict[str, float]] = []
         for number in range(self.position.passes):

@@ -253,6 +253,47 @@ mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=m
     assert (done.code, done.out, done.err) == (2, "done\n", sentence)
 
 
+INTERRUPTED = """
+import torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Stage(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        if self.is_last and interrupted[0] == "forward":
+            raise KeyboardInterrupt
+        if self.is_last and interrupted[0] == "backward":
+            y.register_hook(interrupt)
+        return y
+def interrupt(gradient):
+    raise KeyboardInterrupt
+def train(*ways):
+    torch.manual_seed(0)
+    stages, found = [Stage(4, 4), Stage(4, 4)], []
+    for number, stage in enumerate(stages):
+        stage.is_last = number == 1
+    sgd = lambda named: torch.optim.SGD([entry.parameter for entry in named], 0.1)
+    with mpirun.Engine(scheme, mpirun.Model(stages, mse_loss, loss_of=loss_of), microbatches=2, optimizer=sgd) as run:
+        for number, interrupted[0] in enumerate(ways):
+            x = torch.full((4, 4), float(number))
+            try:
+                if interrupted[0] != "left out":
+                    found.append(run.step((x, 2 * x)).losses)
+            except KeyboardInterrupt:
+                interrupted[0] = ""
+    assert len(found) == 3
+    return found
+interrupted = [""]
+for scheme, loss_of in (("gpipe", "microbatch"), ("1f1b", "microbatch"), ("gpipe", "minibatch")):
+    print(train("", "forward", "", "backward", "") == train("", "left out", "", "left out", ""))
+"""
+
+
+def test_a_step_after_one_that_was_interrupted_takes_its_own_batch(launch):
+    done = launch(None, program=("-c", INTERRUPTED))
+    assert (done.code, done.out) == (0, 3 * "True\n"), done.err
+
+
 AGAIN = """
 import signal, sys, threading, torch, mpirun
 from torch.nn.functional import mse_loss
