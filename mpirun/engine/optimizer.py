@@ -15,6 +15,7 @@ from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
+from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
 # Attributes of torch's own that steps and schedulers change, and that a checkpoint does without, or are looked at else.
@@ -39,11 +40,13 @@ class Optimizer:
             for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
+        tried: set[ShardedDim | None] = set()  # how parameters are divided for which the optimizer was tried
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
-            if unit[1] >= 0 and not recipe.name and not self.by_unit:
-                for entry in [entry for entry in named if len(entry.shape) > 1][:1]:
-                    check_steps_pieces(recipe, entry)
+            for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):
+                if not recipe.name and not entry.whole and len(entry.shape) > 1 and dim not in tried:
+                    check_steps_pieces(recipe, entry, dim)
+                    tried.add(dim)
             if parameters:
                 self.by_unit[unit] = recipe.make(named)
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # as they were made
@@ -96,18 +99,14 @@ class Optimizer:
 
     def _check_state(self, unit: Unit) -> None:
         """UsageError where what it keeps for a parameter is none, or has another shape than a part of a parameter."""
-        index, part = unit
-        stage, shard = self.stages[index], self.model.shard_of(index)
-        divided = stage.shape.sharded_dims if shard.count > 1 else {}
-        in_parts = {self.model.entry_name(index, name) for name in divided}
-        named = _named(self.model, stage, part, self.parameters[unit])
+        named = _named(self.model, self.stages[unit[0]], unit[1], self.parameters[unit])
         for (entry, parameter, _, whole), state in zip(named, self.state(unit), strict=True):
             for key, value in state.items():
                 if not isinstance(value, Tensor | bool | int | float):
                     kind = type(value).__name__
                     raise UsageError(f"the optimizer keeps {key}, a {kind}: checkpoints have tensors and numbers")
                 shape, own = tuple(value.shape) if isinstance(value, Tensor) else (), tuple(parameter.shape)
-                if shape and shape != own and (not whole or entry in in_parts):
+                if shape and shape != own and not whole:
                     raise UsageError(
                         f"the optimizer keeps {key}, of shape {shape}, for a part of {entry}, of shape {own}: "
                         "for parts checkpoints have tensors of their shape and numbers"
@@ -160,14 +159,26 @@ class Optimizer:
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
     """What a factory is given for a unit's parameters, or pieces of them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
-    shapes = [place.size for place in stage.layout]
+    dims, shard = _divided_along(model, stage, -1, len(names)), model.shard_of(stage.index)
+    shapes = [
+        place.size if dim is None else torch.Size(dim.full_shape(place.size, shard))
+        for place, dim in zip(stage.layout, dims, strict=True)
+    ]
     if part < 0:
-        return [NamedParameter(*entry, True) for entry in zip(names, parameters, shapes, strict=True)]
+        whole = [dim is None for dim in dims]
+        return [NamedParameter(*entry) for entry in zip(names, parameters, shapes, whole, strict=True)]
     numbers = [piece.parameter for piece in pieces(stage.layout, stage.part_slices[part])]
     return [
         NamedParameter(names[number], parameter, shapes[number], False)
         for number, parameter in zip(numbers, parameters, strict=True)
     ]
+
+
+def _divided_along(model: Model, stage: LocalStage, part: int, count: int) -> list[ShardedDim | None]:
+    """By parameter of a unit, `count` of them, how it is a tensor shard's share; None: it is whole, or a flat piece."""
+    if part >= 0 or model.shard_of(stage.index).count == 1:
+        return [None] * count
+    return [stage.shape.sharded_dims.get(name) for name in stage.names]
 
 
 def _unsaved(made: SteppedOptimizer) -> dict[str, str | None]:

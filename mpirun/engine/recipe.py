@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.engine.options import SetupOptions
+from mpirun.model.parallel_layers import Shard, ShardedDim
 from schedgen.util.errors import UsageError, clip, raised
 
 Class = TypeVar("Class", bound=torch.optim.Optimizer)
@@ -29,9 +30,10 @@ class NamedParameter(NamedTuple):
     """A trained parameter that a rank owns, or a piece of one, as an optimizer's factory is given it.
 
     name       in the whole model, as checkpoints call it
-    parameter  what the optimizer steps: of the parameter's shape, or a piece of it, shape (n,)
+    parameter  what the optimizer steps: of the parameter's shape, or a piece of it, shape (n,), or a share of it
     shape      of the whole parameter
-    whole      False: `parameter` is a piece, because several ranks own parts of the stage's weights
+    whole      False: `parameter` is a piece, because several ranks own parts of the stage's weights, or the share of a
+               tensor shard, divided along one dimension
     """
 
     name: str
@@ -188,35 +190,41 @@ def without_compile(optimizer: type[Class]) -> type[Class]:
     return type(optimizer.__name__, (optimizer,), methods | {"step": torch.no_grad()(methods["step"])})
 
 
-def check_steps_pieces(recipe: Recipe, piece: NamedParameter) -> None:
+def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None) -> None:
     """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
 
-    Tried on a small parameter with the name of `piece`: two steps of it whole, and in two halves.
+    Tried on a small parameter with the name of `piece`: two steps of it whole, and in two halves. `dim`: how tensor
+    shards divide it; None: it is flat.
     """
-    shape = torch.Size(min(size, PROBED) for size in piece.shape)
+    sizes = [min(size, PROBED) for size in piece.shape]
+    if dim is not None:
+        sizes[dim.dim] = 2 * dim.blocks
     generator = torch.Generator().manual_seed(0)
-    start, first, second = (torch.randn(shape, generator=generator).to(piece.parameter.dtype) for _ in range(3))
-    half = start.numel() // 2
-    refused = (
-        f"steps pieces of {piece.name} otherwise than the whole, and several ranks own its stage's weights: compile "
-        "without --shards"
-    )
+    values = [torch.randn(sizes, generator=generator).to(piece.parameter.dtype) for _ in range(3)]
+    why, option = "several ranks own its stage's weights", "--shards"
+    if dim is not None:
+        why, option = "its stage has tensor shards", "--tensor"
+    refused = f"steps pieces of {piece.name} otherwise than the whole, and {why}: compile without {option}"
     name = "the optimizer"
+
+    def halves(x: Tensor) -> Sequence[Tensor]:
+        return x.reshape(-1).tensor_split(2) if dim is None else [dim.share(x, Shard(t, 2)) for t in range(2)]
+
     try:
         stepped = []
-        for spans in ([slice(None)], [slice(half), slice(half, None)]):
-            whole = len(spans) == 1
-            values = [start.clone() if whole else start.reshape(-1)[span].clone() for span in spans]
-            parameters = [nn.Parameter(value) for value in values]
-            for parameter, span in zip(parameters, spans, strict=True):
-                made = recipe.make([NamedParameter(piece.name, parameter, piece.shape, whole)])
+        for cut in (lambda x: [x], halves):
+            starts, *gradients = ([part.clone() for part in cut(value)] for value in values)
+            parameters = [nn.Parameter(start) for start in starts]
+            for number, parameter in enumerate(parameters):
+                made = recipe.make([NamedParameter(piece.name, parameter, piece.shape, len(parameters) == 1)])
                 name = f"the optimizer {type(made.optimizer).__name__}"
-                for step, gradient in enumerate((first, second)):
-                    parameter.grad = gradient.clone() if whole else gradient.reshape(-1)[span].clone()
+                for step, gradient in enumerate(gradients):
+                    parameter.grad = gradient[number]
                     made.step(step)
-            stepped.append(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
+            stepped.append([parameter.detach() for parameter in parameters])
     except (Exception, SystemExit) as error:
         raise UsageError(f"{name} {refused} ({raised(error)})") from None
-    whole_result, result = (value.double() for value in stepped)
-    if not torch.allclose(result, whole_result, rtol=1e-3, atol=1e-6):
+    (whole,), parts = stepped
+    pairs = [(part.double(), expected.double()) for part, expected in zip(parts, halves(whole), strict=True)]
+    if not all(torch.allclose(part, expected, rtol=1e-3, atol=1e-6) for part, expected in pairs):
         raise UsageError(f"{name} {refused}")

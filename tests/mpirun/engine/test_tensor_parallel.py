@@ -220,6 +220,31 @@ def test_a_model_that_does_not_go_with_the_schedule_is_refused(mistakes, compile
         assert ended.code == 2 and words in ended.err and len(ended.err.splitlines()) == 1, ended
 
 
+SHARES = """
+import sys, torch, mpirun
+from models_for_tests import pair
+def factory(kind, named):
+    if run.rank == 0 and len(named) > 1:  # not a small one that stands for another
+        print([(name, tuple(parameter.shape), tuple(shape), whole) for name, parameter, shape, whole in named])
+    return kind([entry.parameter for entry in named], 0.1)
+x, y = torch.ones(8, 16), torch.ones(8, 12)
+for kind in (torch.optim.SGD, torch.optim.Adafactor):
+    with mpirun.Engine(sys.argv[1], pair, optimizer=lambda named: factory(kind, named)) as run:
+        run.step((x, y))
+"""
+
+
+def test_an_optimizer_is_told_of_shares_and_refused_where_it_steps_these_otherwise(launch, compiled):
+    file = compiled("1f1b", stages=1, microbatches=2, tensor=2, graph={"stages": 2})
+    done = launch(2, file, program=("-c", SHARES))
+    shares = [("up.weight", (24, 16), (48, 16), False), ("up.bias", (24,), (48,), False)]
+    shares += [("down.weight", (12, 24), (12, 48), False), ("down.bias", (12,), (12,), True)]
+    why = (
+        "steps pieces of up.weight otherwise than the whole, and its stage has tensor shards: compile without --tensor"
+    )
+    assert (done.code, done.out, done.err) == (2, f"{shares}\n", f"mpirun: the optimizer Adafactor {why}\n")
+
+
 # Without ranks
 
 
