@@ -56,7 +56,7 @@ def build_interpreter(
         stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup, digests))
         check_same_start(comm, digests)
         owned = {index: stage for index, stage in stages.items() if stage.owned}
-        optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned))
+        optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
     else:
         stages = {s: stage.elsewhere(slots.weights(s), setup.shapes[s]) for s, stage in other.stages.items()}
         optimizer = other.optimizer

@@ -21,6 +21,7 @@ from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
 from mpirun.model.frozen_statistics import frozen_statistics
 from mpirun.model.loss import loss_and_metrics, loss_input
+from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.instructions import Instruction, Kind, Op
 
 # What computes the loss of a microbatch from the last stage's outputs, and puts its metrics into a dict.
@@ -110,7 +111,7 @@ class ForwardBackward:
         score = self._score(i, save) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
-        divisor, random_layers = loss_divisor(header), bool(stage.shape.random_layers)
+        divisor, draws = loss_divisor(header), bool(stage.shape.random_layers) or (has_loss and stage.shape.loss_draws)
         losses, metrics, microbatches, device = self.losses, self.metrics, header.microbatches, self.device
 
         def compute(
@@ -136,7 +137,7 @@ class ForwardBackward:
             if packed:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             batch = None if read is None else read()
-            if random_layers:
+            if draws:
                 stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()
             outputs, found = run(values, leaves, batch if has_loss else None)
@@ -153,10 +154,13 @@ class ForwardBackward:
     def _score(self, i: Instruction, save: bool) -> Score:
         """The loss of a microbatch, with its metrics."""
         names, function = set(self.setup.shapes[-1].metrics), self.setup.model.loss
+        draws, rng = self.setup.shapes[-1].loss_draws, self.stage_of(i).layer_rng
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
         loss_gradient(torch.float32, loss_divisor(self.header)(self.setup.microbatches.count), self.device)
 
         def score(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
+            if draws:
+                rng.begin(LOSS)
             loss, metrics = loss_and_metrics(function, loss_input(outputs), batch)
             if save and not loss.requires_grad:
                 raise ValueError("the loss has no gradient: it depends on no parameter")
@@ -175,9 +179,12 @@ class ForwardBackward:
     def _collect_outputs(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
         """The last stage's forward where the loss is of the whole minibatch."""
         x, read, mb = self.buffers.get(Kind.X, i.stage, i.mb), self._microbatch_reader(i.mb, save=False), i.mb
+        setup, count = self.setup, self.header.microbatches
 
         def act() -> None:
             x.value = forward()
+            if len(self.minibatch_loss.collected) == count - 1:
+                setup.device.seed(derived_seed(setup.seed, self.position.step, LOSS))
             self.minibatch_loss.add_outputs(mb, x.value, read().target)
             self.losses |= self.minibatch_loss.losses
             self.minibatch_loss.losses = {}

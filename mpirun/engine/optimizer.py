@@ -29,8 +29,11 @@ SCHEDULED = ("lr", "initial_lr", "momentum", "betas")  # what schedulers change 
 class Optimizer:
     """One torch optimizer for every unit that a rank owns: a stage, or a part of its weights."""
 
-    def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage]) -> None:
-        """`stages`: those of which the rank owns all weights or some parts. UsageError where the recipe fails."""
+    def __init__(self, recipe: Recipe, model: Model, stages: Mapping[int, LocalStage], seed: int = 0) -> None:
+        """`stages`: those of which the rank owns all weights or some parts. UsageError where the recipe fails.
+
+        `seed`: of the run.
+        """
         self.recipe, self.model, self.stages = recipe, model, stages
         # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
         # By `data` autograd does not see the STEP: graphs of other versions are alive.
@@ -48,7 +51,7 @@ class Optimizer:
                     check_steps_pieces(recipe, entry, dim)
                     tried.add(dim)
             if parameters:
-                self.by_unit[unit] = recipe.make(named)
+                self.by_unit[unit] = recipe.make(named, seed, unit[1])
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # as they were made
         self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, whose weights they are now
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
@@ -135,10 +138,19 @@ class Optimizer:
         first.set_rate(step)
         return first.rate
 
-    def step(self, unit: Unit, gradient: GradBuffer, step: int, norm: float, version: LocalStage | None = None) -> None:
+    def step(
+        self,
+        unit: Unit,
+        gradient: GradBuffer,
+        step: int,
+        norm: float,
+        version: LocalStage | None = None,
+        update: int = 0,
+    ) -> None:
         """Step the weights of a unit, after clipping its gradient by the norm of the whole gradient.
 
-        `version`: the stage with the version of its weights that changes; None: the weights at the start of a pass.
+        `version`: the stage with the version of its weights that changes, which `update` of the step makes; None: the
+        weights at the start of a pass.
         """
         if unit not in self.by_unit:
             return
@@ -153,7 +165,7 @@ class Optimizer:
             views, grads = stage.views_of_part(part, weights), stage.views_of_part(part, gradient.total)
             for parameter, view, grad in zip(self.parameters[unit], views, grads, strict=True):
                 parameter.data, parameter.grad = view, grad
-        self.by_unit[unit].step(step)
+        self.by_unit[unit].step(step, stage.device.seed, update)
 
 
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:

@@ -20,9 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.engine.options import SetupOptions
 from mpirun.model.parallel_layers import Shard, ShardedDim
+from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError, clip, raised
 
 Class = TypeVar("Class", bound=torch.optim.Optimizer)
+SPREAD = (
+    2654435761  # odd, so that steps differ in the lower 32 bits of a seed, of which torch's generator takes no more
+)
 PROBED = 4  # at most so many elements of each dimension: of a parameter that stands for one that is divided
 
 
@@ -63,8 +67,11 @@ class Recipe:
     name: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def make(self, named: Sequence[NamedParameter]) -> SteppedOptimizer:
-        """The optimizer of these parameters; UsageError where the factory does not make one of all of them."""
+    def make(self, named: Sequence[NamedParameter], seed: int = 0, part: int = -1) -> SteppedOptimizer:
+        """The optimizer of these parameters; UsageError where the factory does not make one of all of them.
+
+        `seed`: of the run, by which it draws, if it does; `part`: of a stage's weights that they are pieces in, or -1.
+        """
         try:
             made = self.factory(named)
         except (Exception, SystemExit) as error:
@@ -86,21 +93,25 @@ class Recipe:
             )
         if len(held) > len(named):
             raise UsageError("the optimizer has parameters that its factory was not given")
-        return SteppedOptimizer(self, made)
+        return SteppedOptimizer(self, made, derived_seed(seed, part + 1, named[0].name))
 
 
 class SteppedOptimizer:
     """A torch optimizer that is stepped with the learning rate of the step."""
 
-    def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer`: what the recipe's factory made."""
-        self.recipe, self.optimizer = recipe, optimizer
+    def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        """`optimizer`: what the recipe's factory made; `seed`: the same for all that step copies of its parameters."""
+        self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
         self.scheduled = 0  # steps that the scheduler has been told of
 
-    def step(self, step: int) -> None:
-        """Step with the learning rate of `step`, counted from 0."""
+    def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
+        """Step with the learning rate of `step`, counted from 0, and the random numbers of `update` in it.
+
+        `seed` seeds the generators. Owners of copies draw the same, whatever else their ranks do.
+        """
         self.set_rate(step)
+        seed((self.seed + step * SPREAD + update) % 2**63)
         self.optimizer.step()
 
     def set_rate(self, step: int) -> None:

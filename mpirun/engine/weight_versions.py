@@ -55,7 +55,7 @@ class StageVersions:
                 total.div_(count)
             if after is not before:
                 after.weights.copy_(before.weights)
-            optimizer.step((i.stage, -1), gradient, position.step, 0.0, after)
+            optimizer.step((i.stage, -1), gradient, position.step, 0.0, after, i.version)
 
         return act
 

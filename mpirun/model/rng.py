@@ -1,7 +1,8 @@
 """Random numbers of a model: they depend on the run's seed, the step, the microbatch and the layer, on nothing else.
 
 Rank, scheme, order and cut do not matter. A *layer* is an entry of the mapping that a stage is given as; in a stage
-made by `mpirun.split`, an operation that draws; any other stage is one layer. `RandomLayerFinder` finds the layers
+made by `mpirun.split`, an operation that draws; any other stage is one layer. A loss is seeded as if it were one, an
+optimizer by the step and its first parameter. `RandomLayerFinder` finds the layers
 whose forward draws (dropout), once, on fake tensors. `LayerRng` then seeds the generator before each of their
 forwards: the same forward draws the same numbers again, on whichever rank.
 """
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WHOLE_STAGE = ""  # the name of the layer of a stage that is one layer
+LOSS = ".loss"  # what the loss draws is seeded by this name, which no layer has
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -35,6 +37,12 @@ def seed_generators(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+def generator_states(device: torch.device) -> list[list[int]]:
+    """Of torch's generator of the CPU and of a GPU: they are others as soon as something has drawn."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [state.tolist() for state in states]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, all_o
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
-from mpirun.model.rng import RandomLayerFinder
+from mpirun.model.rng import RandomLayerFinder, generator_states
 from schedgen.util.errors import UsageError, raised
 
 CPU = torch.device("cpu")
@@ -56,6 +56,7 @@ class StageShape(NamedTuple):
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
     metrics: tuple[str, ...] = ()  # the last stage: what the loss returns beside it, ascending
+    loss_draws: bool = False  # the last stage: whether the loss draws random numbers
     layout: tuple[Place, ...] = ()  # of the trained parameters, flat
     sharded_dims: Mapping[str, ShardedDim] = {}  # the parameters and buffers that are divided among shards
     model_stage: int = 0  # its index; of a shard or replica, that of the model function's stage
@@ -120,10 +121,12 @@ def infer_shapes(
             _check_shard(shard.index, shapes)
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
+    before = generator_states(device)
     loss, metrics = _zero_loss(model, shapes[-1].outputs, to_device(batch, device), autocast_dtype, device)
-    size, last = loss.element_size(), shapes[-1].model_stage
+    size, draws, last = loss.element_size(), generator_states(device) != before, shapes[-1].model_stage
     return [
-        shape._replace(loss_bytes=size, metrics=metrics) if shape.model_stage == last else shape for shape in shapes
+        shape._replace(loss_bytes=size, metrics=metrics, loss_draws=draws) if shape.model_stage == last else shape
+        for shape in shapes
     ]
 
 

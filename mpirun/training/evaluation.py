@@ -20,6 +20,7 @@ from mpirun.engine.forward_list import ForwardList
 from mpirun.engine.read_schedule import share_program
 from mpirun.engine.setup import Host, StepOptions, set_up
 from mpirun.model.loss import loss_and_metrics, without_padding
+from mpirun.model.rng import LOSS, derived_seed
 from mpirun.training.batches import StepBatches, to_cpu
 from mpirun.training.session import Session
 from schedgen.ir.program import Program
@@ -81,6 +82,8 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
     sums: dict[int, tuple[float, dict[str, float], int]] = {}  # by microbatch
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
+        if session.setup.shapes[-1].loss_draws:
+            session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
         loss, metrics = loss_and_metrics(model.loss, output, batch)
         values = {name: float(value) for name, value in metrics.items()}
         sums[number] = float(loss), values, batch.size - batch.padding

@@ -106,7 +106,7 @@ class _Versions:
             NamedParameter(setup.model.entry_name(index, name), weight, weight.shape, True)
             for name, weight in self.newest.items()
         ]
-        self.optimizer = setup.recipe.make(named) if named else None
+        self.optimizer = setup.recipe.make(named, setup.seed) if named else None
         self.kept = [self._copy()]  # the versions of this step
         self.gradients: list[tuple[int, Weights]] = []  # of an update so far: the rank that computes each, and it
         self.gradient: Weights = {}  # of the last update
@@ -126,7 +126,7 @@ class _Versions:
             self.gradient[name] = parameter.grad = total / count if count > 1 else total
         self.gradients.clear()
         if self.optimizer is not None:
-            self.optimizer.step(step)
+            self.optimizer.step(step, self.setup.device.seed, len(self.kept))
         self.kept.append(self._copy())
 
 

@@ -19,6 +19,7 @@ from mpirun.engine.setup import Setup
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import Value
 from mpirun.model.loss import loss_and_metrics, loss_input
+from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.header import Header
 
 
@@ -76,11 +77,11 @@ def forward_backward(
     """
     done = forward(setup, header, modules, step, number)
     end = header.first_shards[-1]  # shards of the last stage have the same loss
+    losses = []
     with autocast(setup.device.kind, setup.autocast_dtype):
-        losses = [
-            loss_and_metrics(setup.model.loss, loss_input(done.outputs_of(s)), done.batch)[0]
-            for s in range(end, len(modules))
-        ]
+        for s in range(end, len(modules)):
+            setup.device.seed(derived_seed(setup.seed, step, number, LOSS))
+            losses.append(loss_and_metrics(setup.model.loss, loss_input(done.outputs_of(s)), done.batch)[0])
     divisor = done.batch.loss_divisor if divisor is None else divisor
     roots = {Value(stage, 0): loss / divisor for stage, loss in enumerate(losses, start=end)}
     inner = {value: x for value, x in done.outputs.items() if value.stage < end}
@@ -89,9 +90,10 @@ def forward_backward(
     return losses[0].item()
 
 
-def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[ForwardPass]) -> list[float]:
-    """The loss of all microbatches together, once for each; all of them back."""
+def backward_of_minibatch(setup: Setup, header: Header, forwards: Sequence[ForwardPass], step: int) -> list[float]:
+    """The loss of all microbatches of a step together, once for each; all of them back."""
     loss, last = MinibatchLoss(setup.model, len(forwards), setup.device.kind, setup.autocast_dtype), header.stages - 1
+    setup.device.seed(derived_seed(setup.seed, step, LOSS))
     for number, done in enumerate(forwards):
         loss.add_outputs(number, done.outputs_of(last), done.batch.target)
     for number, done in enumerate(forwards):

@@ -70,7 +70,7 @@ class _Model:
             NamedParameter(setup.model.entry_name(*key), parameter, parameter.shape, True)
             for key, parameter in self.parameters.items()
         ]
-        self.optimizer = setup.recipe.make(named) if named else None
+        self.optimizer = setup.recipe.make(named, setup.seed) if named else None
 
     def forward_backward(self, step: int) -> tuple[list[float], dict[tuple[int, str], Tensor]]:
         """All microbatches of a step: their losses, and the gradient of every parameter."""
@@ -95,7 +95,7 @@ class _Model:
             else:
                 losses.append(forward_backward(self.setup, self.header, modules, step, number))
             self.beat()
-        return losses or backward_of_minibatch(self.setup, self.header, forwards)
+        return losses or backward_of_minibatch(self.setup, self.header, forwards, step)
 
     def _take_gradients(self) -> Parameters:
         """The gradients, taken off the parameters; those of tied ones are added in the order of the stages."""
@@ -120,6 +120,6 @@ class _Model:
         for key, parameter in self.parameters.items():
             parameter.grad = gradients[key]
         if self.optimizer is not None:
-            self.optimizer.step(step)
+            self.optimizer.step(step, self.setup.device.seed)
             for parameter in self.parameters.values():
                 parameter.grad = None

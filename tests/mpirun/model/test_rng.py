@@ -164,3 +164,47 @@ def test_a_seed_is_torch_s_own_without_stack_traces_for_devices_that_are_not_the
         with pytest.raises(AssertionError):
             torch.manual_seed(3)
     assert formatted.call_count == 1
+
+
+NOISE = """
+import sys, torch, mpirun
+from torch.nn.functional import mse_loss
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter += torch.randn_like(parameter) / 10
+def loss(output, target):
+    drawn.append(torch.rand(()).item())
+    return mse_loss(output + drawn[-1], target)
+def minibatch_loss(stages):
+    return mpirun.Model(stages, loss, loss_of="minibatch")
+x = torch.ones(8, 4)
+for scheme, count, make, kind in (
+    ("1f1b", 2, list, torch.optim.SGD), (sys.argv[1], 2, list, torch.optim.SGD),
+    ("gpipe", 2, minibatch_loss, torch.optim.SGD), ("ddp", 1, list, Noisy),
+):
+    torch.manual_seed(0)
+    drawn, layers = [], [torch.nn.Linear(4, 4) for _ in range(2)]
+    stages = layers if count == 2 else [torch.nn.Sequential(layers[0], torch.nn.Dropout(0.5), layers[1])]
+    with mpirun.Engine(scheme, make(stages), loss=None if make is minibatch_loss else loss, microbatches=2,
+                       optimizer=lambda named: kind([entry.parameter for entry in named], 0.1),
+                       canonical=True, verify=True) as run:
+        losses = [run.step((x, x)).losses for _ in range(3)]
+        weights = run.comm.allgather([part.tolist() for s in run.session.interpreter.optimizer.stages.values()
+                                      for part in s.owned.values()])
+        evaluated = None if make is minibatch_loss else run.evaluate([(x, x)]).loss == run.evaluate([(x, x)]).loss
+        verified = run.verify()
+        if run.rank == 0:
+            print(verified, evaluated in (None, True), losses[0] != losses[1], count == 2 or weights[0] == weights[1])
+"""
+
+
+def test_what_a_loss_and_an_optimizer_draw_is_of_the_step_and_the_same_everywhere(compiled, launch):
+    """In a forward that is done again, too, and on all owners of a stage."""
+    again = compiled("1f1b", stages=2, microbatches=2, recompute="all")
+    done = launch(2, again, program=("-c", NOISE))
+    verified = [line for line in done.out.splitlines() if not line.startswith("verify: ")]
+    assert (done.code, verified) == (0, 4 * ["True True True True"]), (done.out, done.err)
