@@ -16,6 +16,7 @@ from torch import nn
 
 from mpirun.data.microbatches import Minibatch
 from mpirun.model.contract import Layers, Model
+from mpirun.model.loss import check_loss
 from mpirun.model.module_copy import shared_parameters
 from schedgen.util.errors import UsageError, raised
 
@@ -87,6 +88,7 @@ def check_model(model: Model, stages: int) -> Model:
     for field, function in functions.items():
         if not callable(function) and (function is not None or field not in ("batch", "weights")):
             raise UsageError(f"{field} should be a function, not {type(function).__name__}")
+    check_loss(model.loss)
     if not isinstance(model.length, Integral) or model.length < 1:
         raise UsageError(f"length should be a number of bytes, not {model.length!r}")
     if not isinstance(model.loss_of, str) or model.loss_of not in ("microbatch", "minibatch"):

@@ -6,11 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpirun.data.microbatches import Microbatch
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import UsageError, clip
+
+
+def check_loss(function: object) -> None:
+    """UsageError where a loss has parameters of its own that nothing would train."""
+    named = function.named_parameters() if isinstance(function, nn.Module) else ()
+    trained = [name for name, parameter in named if parameter.requires_grad]
+    if trained:
+        raise UsageError(
+            f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage"
+        )
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:

@@ -15,6 +15,7 @@ from mpirun.data.microbatches import MakeBatch, Minibatch
 from mpirun.model.contract import Model, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
+from mpirun.model.loss import check_loss
 from mpirun.model.module_copy import MetaModule, ModuleCopy
 
 
@@ -70,6 +71,7 @@ class Cut(NamedTuple):
 
     def loss(self, function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """A loss of the last stage's outputs, from one of the module's own output."""
+        check_loss(function)
         if self.output is None:
             return function
         rebuild = self.output.rebuild

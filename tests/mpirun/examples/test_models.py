@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mpirun import split
 from mpirun.data.microbatches import Microbatch, Microbatches, Minibatch
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
@@ -172,6 +173,7 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
         ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
         ("loss", None, "loss should be a function, not NoneType"),
+        ("loss", nn.Linear(2, 1), "the loss has parameters that need a gradient, weight, bias: put them into the last"),
         ("batch", Minibatch(5), "batch should be a function, not int"),
         ("length", "many", "length should be a number of bytes, not 'many'"),
         ("length", 0, "length should be a number of bytes, not 0"),
@@ -194,6 +196,12 @@ def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, fiel
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
         load_model("wrong:model", 2, 0)
+
+
+def test_parameters_of_the_loss_of_a_split_are_refused():
+    cut = split(nn.Linear(2, 2), torch.zeros(2, 2), stages=1)
+    with pytest.raises(UsageError, match=r"^the loss has parameters that need a gradient, weight, bias: put them into"):
+        cut.model(nn.Linear(2, 1))
 
 
 def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
