@@ -28,7 +28,7 @@ from mpirun.engine.shard_allreduce import ShardAllreduce
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.loss import loss_input
-from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 
 Outcome = Callable[[int, Any, Microbatch], None]  # of a microbatch's number, the last stage's output, and itself
@@ -73,6 +73,9 @@ class ForwardList:
             Op.FREE: messages.free,
         }
         self.code = [table[i.op](row, i) for row, i in enumerate(instructions)]
+        self.buffers = context.buffers
+        weights = [i for i in instructions if i.op == Op.SEND and i.kind == Kind.W]
+        self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
     def begin(self) -> None:
         """Put modules into eval mode, and point them to this list's memory."""
@@ -98,6 +101,8 @@ class ForwardList:
             self.position.accumulation_pass = number
             for act in self.code:
                 act()
+        for weights in self.sent_weights:
+            self.buffers.wait_sent(weights)
 
 
 class _Forwards(ForwardBackward):

@@ -764,6 +764,24 @@ def test_padding_that_cannot_be_taken_off_is_refused(launch):
     }  # fmt: skip
 
 
+SENT = """
+import gc, torch, mpirun
+from torch.nn.functional import mse_loss
+from mpirun.engine.buffers import LocalBuffer
+x = torch.zeros(4, 4)
+with mpirun.Engine("fsdp", [torch.nn.Linear(4, 4) for _ in range(2)], microbatches=2, loss=mse_loss) as run:
+    run.evaluate([(x, x)] * 3)
+    run.predict([(x, x)])
+    left = sum(len(found.sends) for found in gc.get_objects() if isinstance(found, LocalBuffer))
+    print(*run.comm.gather(left) or [], sep="")
+"""
+
+
+def test_weights_that_an_evaluation_sends_have_been_sent_when_it_ends(launch):
+    done = launch(2, program=("-c", SENT))
+    assert (done.code, done.out.split()) == (0, ["00"]), done.err
+
+
 WITHOUT_END = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
