@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,8 @@ def tell_nobody(step: int, numbers: Mapping[str, float]) -> None:
     """Nobody is told the numbers of a step."""
 
 
-def make_log(log: Log | str | os.PathLike[str] | None) -> Log:
-    """What is told the numbers of each step; a directory: TensorBoard's events."""
+def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log:
+    """What is told the numbers of each step; a directory: TensorBoard's events, whose writer `ending` closes."""
     if log is None:
         return tell_nobody
     if callable(log):
@@ -146,6 +147,7 @@ def make_log(log: Log | str | os.PathLike[str] | None) -> Log:
     except ImportError:
         raise UsageError(f"log={str(log)!r} needs the package tensorboard") from None
     writer = SummaryWriter(str(log))
+    ending.callback(writer.close)
 
     def write(step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():

@@ -163,7 +163,7 @@ class Engine:
             expanded = together(self.comm, lambda: expanded_model(self.model, session.header))
             self.reads = read_by(session.instructions, session.header, expanded, accumulate)
             self.prepared = Prepared(session, self.model, self.options, self.host, verify)
-            self.log: Log = on_rank_0(self.comm, lambda: make_log(log)) or tell_nobody
+            self.log: Log = on_rank_0(self.comm, lambda: make_log(log, self.ending)) or tell_nobody
             session.watchdog.state[IN_SCRIPT] = True
 
     def _load(

@@ -313,7 +313,7 @@ for module in (mpirun.comm.progress_thread, mpirun.engine.interpreter):
     module.LONG = 0.0  # a thread calls MPI during every job
 mpirun.engine.interpreter.needs_calls = lambda seconds, size: True
 for _ in range(2):
-    with engine() as run:
+    with engine(log=sys.argv[1]) as run:
         for _ in range(3):
             run.step((x, x))
         during = now()
@@ -326,10 +326,10 @@ if lines:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
-    """Neither what SIGTERM and an exception do in it, nor its threads."""
+    """Neither what SIGTERM and an exception do in it, nor its threads, that of TensorBoard included."""
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
-    done = launch(ranks, program=(str(script),))
+    done = launch(ranks, tmp_path, program=(str(script),))
     ended = f"[(2, True), (True, True), (True, True)] {ranks > 1} True"
     assert done.out.splitlines() == [ended] * ranks + ["True"], done.err
     assert done.code == 0 and "buckets" in done.err
