@@ -40,7 +40,8 @@ class Batch(NamedTuple):
 
     epoch: int
     number: int  # of the step in the epoch
-    samples: list[int]  # by microbatch of the step, how many it really has; 0: all of it is padding
+    # By microbatch of the step, how many it really has; 0: all of it is padding. Of a function's what they should be.
+    samples: list[int]
     microbatches: dict[int, Microbatch]  # those that this rank reads
     loader: Loader | None = None  # which it is of; it can make the batch again
 
@@ -213,8 +214,10 @@ class Loader:
         if self.kind == "function" and not (isinstance(collated, tuple) and len(collated) == 2):
             raise UsageError(f"the function should return a pair (input, target), not {type(collated).__name__}")
         leaves, target = self.pair(plain(collated))
-        divisor = real / dealt.real if dealt.real else math.inf
-        return Microbatch(list(leaves), target, divisor, len(dealt.samples), dealt.padding)
+        divisor, size = real / dealt.real if dealt.real else math.inf, len(dealt.samples)
+        if self.kind == "function":
+            size = next((len(x) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), size)
+        return Microbatch(list(leaves), target, divisor, size, dealt.padding)
 
     def _of_samples(self) -> Generator[tuple[Batch, bool], None, None]:
         """The batches of the epoch's rest, and whether a batch is the last."""

@@ -229,7 +229,7 @@ class Engine:
 
         dataset          map-style, iterable, or a function: step, microbatch, generator -> (input, target). Its items
                          are pairs (input, target), or mappings: of these the loss gets all entries
-        microbatch_size  samples of a microbatch
+        microbatch_size  samples of a microbatch; those of a function's lie in dimension 0, however many it returns
         shuffle          another order in every epoch, by `seed` and the epoch; the same on every number of ranks
         seed             None: the run's
         workers          processes that load samples; 0: a thread
@@ -265,13 +265,15 @@ class Engine:
         batch = self._batch(batch)
         if self.verifies and batch.loader is not None and batch.loader.kind == "stream":
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it", 2, 0)
-        tokens_per_sample = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
+        of_shape = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
+        if batch.loader is not None and batch.loader.kind == "function":
+            batch = batch._replace(samples=[of_shape.size] * len(batch.samples))
         total = sum(batch.samples)
         if min(batch.samples) < self.prepared.batches.example.size:
             check_padding(self.model, self._running.header)
         self.prepared.batches.give(session.steps, batch, self.verifies)
         session.weights = [count / total for count in batch.samples]
-        session.tokens = total * tokens_per_sample
+        session.tokens = total * of_shape.tokens
         result = session.step()
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self.log(session.steps, numbers)

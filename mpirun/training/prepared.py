@@ -30,6 +30,7 @@ class OfShape(NamedTuple):
     interpreter: Interpreter
     tokens: int  # elements of the target, a sample
     uncut: str | None  # why padding cannot be taken off a microbatch
+    size: int  # samples of a microbatch
 
 
 class Prepared:
@@ -49,8 +50,8 @@ class Prepared:
         """Whether the stages are built."""
         return bool(self.of_shape)
 
-    def use(self, batch: Batch, shape: Shape) -> int:
-        """Have the session step by the interpreter of this shape; the tokens of a sample.
+    def use(self, batch: Batch, shape: Shape) -> OfShape:
+        """Have the session step by the interpreter of this shape.
 
         Stop where the loader will pad a microbatch in part, and that cannot be told from its samples.
         """
@@ -70,7 +71,7 @@ class Prepared:
         if of_shape.uncut is not None and batch.loader is not None and batch.loader.pads_in_part:
             raise Stop(of_shape.uncut, 2, speaker=0)
         self.session.use(of_shape.interpreter)
-        return of_shape.tokens
+        return of_shape
 
     def evaluator(self, batch: Batch, shape: Shape) -> Evaluator:
         """What evaluates microbatches of this shape."""
@@ -111,4 +112,4 @@ class Prepared:
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
     outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
     why = uncut("output", outputs, example.size) or uncut("target", example.target, example.size)
-    return OfShape(interpreter, tokens(example) // max(1, example.size), why)
+    return OfShape(interpreter, tokens(example) // max(1, example.size), why, example.size)

@@ -790,10 +790,11 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter([(x, x) for x in torch.ones(8, 4)])
 def make(step, microbatch, rng):
-    return torch.ones(2, 4), torch.ones(2, 4)
+    return torch.ones(3, 4), torch.ones(3, 4)
 options = {"stages": 1, "microbatches": 2, "loss": mse_loss, "timeout": 0, "verify": True}
 with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], **options) as run:
     function, stream = run.loader(make, 2), run.loader(Stream(), 2)
+    print(run.step(next(iter(function))).tokens)
     print(run.evaluate(function, 3).samples, len(run.predict(function, 1)), run.evaluate(stream).samples)
     for refused in (run.evaluate, run.predict, lambda loader: [run.step(batch) for batch in stream]):
         try:
@@ -807,4 +808,4 @@ def test_data_without_an_end_or_a_second_time_is_refused_at_once(launch):
     done = launch(None, program=("-c", WITHOUT_END), limit=60)
     endless = "mpirun: a function that makes microbatches has no end: say how many steps of it, batches="
     once = "mpirun: verify=True does all steps again, but an IterableDataset is read once: train without it"
-    assert (done.code, done.out, done.err) == (0, "12 4 8\n" + 3 * "2 0\n", "\n".join([endless, endless, once, ""]))
+    assert (done.code, done.out, done.err) == (0, "24\n18 6 8\n" + 3 * "2 1\n", "\n".join([endless, endless, once, ""]))
