@@ -104,9 +104,6 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     _check_files(comm, read=[values["file"], values["text"]], written=[values["metrics"], values["trace"]])
     if values["trace"] and not values["steps"]:
         parser.error("--trace: there is nothing to trace in 0 steps")
-    for name in ("save", "resume"):
-        if values[name] == "":
-            parser.error(f"--{name}: the folder has no name")
     return _made(RunOptions, values, setup=_made(SetupOptions, values, seed=values["seed"] or 0))
 
 
@@ -270,6 +267,9 @@ def _values(comm: MPI.Comm, parser: Parser, arguments: Sequence[str], **needed: 
     for name, words in needed.items():
         if values[name] is None:
             parser.error(f"{words} is missing")
+    for name in ("text", "schedule", "output", "metrics", "trace", "save", "resume"):
+        if values.get(name) == "":  # as of a variable of the shell that is not set
+            parser.error(f"--{name}: the {'folder' if name in ('save', 'resume') else 'file'} has no name")
     return values
 
 

@@ -164,6 +164,10 @@ MISTAKES = {
     "a schedule that is a folder": Mistake(
         lambda files: [files.folder, "--model", MLP], 1, lambda files: f"{files.folder}: Is a directory"
     ),
+    **{
+        f"no name for {name}": option(f"--{name}", "", sentence=f"--{name}: the file has no name")
+        for name in ("text", "metrics", "trace")
+    },
     "an empty schedule": schedule("empty", lambda data: b"", ":1: the file ends here, before its end"),
     "a job changed": schedule("job", change_a_job, r":\d+: .*"),
     "a byte of the header changed": schedule(
