@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def weights_directory(weights: object) -> Path | None:
     return Path(weights)
 
 
+def directory_of(method: str, name: object) -> Path:
+    """The directory that a method is given; UsageError where that is no name."""
+    if not isinstance(name, str | os.PathLike):
+        raise UsageError(f"{method}: give the name of a directory, not a {type(name).__name__}")
+    return Path(name)
+
+
 def _as_it_is(output: Any) -> Any:
     return output
 
@@ -91,7 +99,7 @@ def make_recipe(
     """The optimizer, its rate and clipping, as `Engine` takes them; UsageError where they do not go together."""
     if lr is not None and scheduler is not None:
         raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
-    if clip is not None and not clip > 0:
+    if clip is not None and not (isinstance(clip, Real) and clip > 0):
         raise UsageError(f"clip should be a positive number, not {clip!r}")
     if lr is not None and not callable(lr) and (type(lr) not in (int, float) or not 0 <= lr < math.inf):
         raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
@@ -121,7 +129,7 @@ def checked_type(
         raise UsageError(f"gpu_messages: {gpu_messages!r} is none of 'auto', 'direct' and 'host'")
     if type(seed) is not int or not 0 <= seed < 2**31:
         raise UsageError(f"seed should be a whole number from 0 to 2**31 - 1, not {seed!r}")
-    if not timeout >= 0:
+    if not (isinstance(timeout, Real) and timeout >= 0):
         raise UsageError(f"timeout should be a number of at least 0, not {timeout!r}")
     if autocast not in (None, "bf16"):
         raise UsageError(f"autocast: {autocast!r} is not 'bf16'")

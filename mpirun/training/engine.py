@@ -37,6 +37,7 @@ from mpirun.training.arguments import (
     Log,
     Models,
     checked_type,
+    directory_of,
     make_log,
     make_recipe,
     take_model,
@@ -137,7 +138,6 @@ class Engine:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
         self.comm = MPI.COMM_WORLD if comm is None else comm
         self.session: Session | None = None
-        self.shapes = Shapes(self.comm, buckets)
         self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
@@ -147,13 +147,14 @@ class Engine:
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
                 self.ending.callback(end_on_uncaught(self.comm, self._failing))
+            self.shapes = together(self.comm, lambda: Shapes(self.comm, buckets))
             self.source = together(self.comm, lambda: weights_directory(weights))
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(
                 self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)
             )
             if export is not None:
-                on_rank_0(self.comm, lambda: check_new(Path(export)))
+                on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
             self.host = use_host(self.comm, device, 0, gpu_messages, stream_words)
             self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan, graphs)
             file = self._load(schedule, model, loss, stages, microbatches)
@@ -311,7 +312,8 @@ class Engine:
         self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
         no_count = type(keep) is not int or keep < 1
         self._refuse(no_count, f"keep should be a whole number of at least 1, not {keep!r}")
-        writer, path = self._running.checkpoints(), Path(directory)
+        path = together(self.comm, lambda: directory_of("save", directory))
+        writer = self._running.checkpoints()
         if self.saving is None or self.saving[0] != path:
             writer.open(str(path), None if self.resumed_from is None else str(self.resumed_from))
         self.data, self.saving = data, (path, keep)
@@ -328,7 +330,8 @@ class Engine:
         self._refuse(
             self.verifies, "verify=True does all steps again, but not those before a checkpoint: resume without it"
         )
-        manifest = newest_checkpoint(self.comm, str(directory), str(directory))
+        path = together(self.comm, lambda: directory_of("resume", directory))
+        manifest = newest_checkpoint(self.comm, str(path), str(path))
         if manifest is None:
             return False
         if data is not None:
@@ -336,7 +339,7 @@ class Engine:
             unsaved = f"{manifest.folder} was saved without a position in the data: save with data="
             self._refuse(not position, unsaved)
             together(self.comm, lambda: data.restore(position))
-        self.data, self.resumed_from = data, Path(directory)
+        self.data, self.resumed_from = data, path
         if self.prepared.has_stages:
             session.resume(manifest)
         else:
@@ -347,11 +350,12 @@ class Engine:
     def export(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole model in its own names: safetensors, and what else the directory of `weights` has."""
         self._refuse(not self.prepared.has_stages, "export: nothing has been trained or evaluated yet")
-        on_rank_0(self.comm, lambda: check_new(Path(directory)))
+        path = together(self.comm, lambda: directory_of("export", directory))
+        on_rank_0(self.comm, lambda: check_new(path))
         session = self._running
         session.share_buffers()
         stages = session.interpreter.stages
-        write_export(self.comm, session.header, session.setup, stages, Path(directory), self.source, session.beat)
+        write_export(self.comm, session.header, session.setup, stages, path, self.source, session.beat)
 
     @_collective
     def verify(self) -> bool:

@@ -7,7 +7,7 @@ Some schedules and losses allow one shape only, or no padding: the checks are he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mpi4py import MPI
 from torch import Tensor
@@ -26,7 +26,9 @@ class Shapes:
     """The shapes there have been so far, in a run or an evaluation."""
 
     def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int]) -> None:
-        """`buckets`: the sizes that are declared; empty: there is one shape."""
+        """`buckets`: the sizes that are declared; empty: there is one shape. UsageError where they are no sizes."""
+        if not isinstance(buckets, Iterable):
+            raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
         self.comm, self.buckets = comm, tuple(buckets)
         self.by_size: dict[int | None, Shape] = {}
 

@@ -782,6 +782,37 @@ def test_weights_that_an_evaluation_sends_have_been_sent_when_it_ends(launch):
     assert (done.code, done.out.split()) == (0, ["00"]), done.err
 
 
+OF_OTHER_TYPES = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+x = torch.zeros(4, 4)
+def engine(**options):
+    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2, loss=mse_loss, **{"timeout": 0, **options})
+with engine() as run:
+    run.step((x, x))
+    for refused in (
+        lambda: engine(timeout=None), lambda: engine(clip="1"), lambda: engine(buckets=64), lambda: engine(export=3),
+        lambda: run.save(None), lambda: engine().resume(None), lambda: run.export(5),
+    ):
+        try:
+            refused()
+        except SystemExit as end:
+            print(end.code)
+"""
+
+
+def test_an_argument_of_another_type_is_refused_with_one_sentence(launch):
+    done = launch(None, program=("-c", OF_OTHER_TYPES))
+    give = "give the name of a directory, not a"
+    assert (done.code, done.out, done.err.splitlines()) == (0, 7 * "2\n", [
+        "mpirun: timeout should be a number of at least 0, not None",
+        "mpirun: clip should be a positive number, not '1'",
+        "mpirun: buckets should be sizes, whole numbers of at least 1, not 64",
+        f"mpirun: export: {give} int", f"mpirun: save: {give} NoneType", f"mpirun: resume: {give} NoneType",
+        f"mpirun: export: {give} int",
+    ])  # fmt: skip
+
+
 WITHOUT_END = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
