@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
-# Attributes of torch's own that steps and schedulers change, and that a checkpoint does without, or are looked at else.
+# Attributes of torch's own: those that a checkpoint does without, and those that are looked at one by one.
 OWN = (
     "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
     "defaults", "param_groups", "state",

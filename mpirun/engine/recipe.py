@@ -24,9 +24,7 @@ from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError, clip, raised
 
 Class = TypeVar("Class", bound=torch.optim.Optimizer)
-SPREAD = (
-    2654435761  # odd, so that steps differ in the lower 32 bits of a seed, of which torch's generator takes no more
-)
+SPREAD = 2654435761  # odd: steps differ in the lower 32 bits of a seed, and torch's generator on the CPU takes no more
 PROBED = 4  # at most so many elements of each dimension: of a parameter that stands for one that is divided
 
 
