@@ -58,6 +58,8 @@ class ExportedGraph(NamedTuple):
 def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedGraph:
     """The graph of `module(*args, **kwargs)`; UsageError, with the line that is the reason, where there is none."""
     _check_inputs(args, kwargs)
+    # torch.export takes a tensor that is given twice, or is a buffer too, for one
+    args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     where: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if is_on_meta(module):
         where = torch.device("meta")

@@ -689,6 +689,28 @@ def test_inputs() -> None:
         split(module, args, {"last": object()}, stages=2)
 
 
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("third", X)
+
+    def forward(self, pair: list[Tensor], last: Tensor) -> Tensor:
+        return self.second(self.first(pair[0]) - pair[1]) * last + self.third
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_one_tensor_may_be_the_example_of_several_inputs(device: str) -> None:
+    x = X.to(device)
+    module = Both().to(device)
+    module.third = x
+    cut = split(module, ([x, x],), {"last": x}, stages=2)
+    assert {source for sources in cut.reads for source in sources} >= {Input(0), Input(1), Input(2)}
+    if device == "cpu":
+        cut.check_eval()
+        agree(module, cut, ([X, X + 1],), {"last": X + 2})
+
+
 # Sequential
 
 
