@@ -78,6 +78,17 @@ class Viewed(Layers):
         return self.second(x)
 
 
+class ViewedInside(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        pipe_split()
+        with torch.autocast("cpu", enabled=False):
+            top = x[:1]
+        x.mul_(2)  # here
+        pipe_split()
+        return self.second(x) + top
+
+
 class Counted(Layers):
     seen: Tensor
 

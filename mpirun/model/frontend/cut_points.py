@@ -98,7 +98,8 @@ def uncut_ranges(dependencies: Dependencies) -> list[tuple[fx.Node, int, int]]:
                 k for node, k in index.items() if any(root(operand) is memory for operand in node.all_input_nodes)
             ]
         else:
-            inside = [k for node, k in index.items() if root(node) is memory and k <= index.get(writes[-1], -1)]
+            last = max((index.get(write, -1) for write in writes), default=-1)
+            inside = [k for node, k in index.items() if (root(node) is memory or node in writes) and k <= last]
         if inside:
             ranges.append((memory, min(inside), max(inside)))
     return ranges

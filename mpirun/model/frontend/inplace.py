@@ -5,7 +5,8 @@ Each function changes the graph, and returns what its nodes need then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from torch._ops import OpOverload
 from mpirun.model.frontend.cut_points import uncut_ranges
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer
+from mpirun.model.frontend.subgraphs import result_inside
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
@@ -27,7 +29,7 @@ def update_buffers_early(dependencies: Dependencies) -> Dependencies:
             value = write.args[1] if write.target is aten.copy_.default and write.args[0] is buffer else None
             if not isinstance(value, fx.Node) or value.op != "call_function":
                 continue
-            if _is_changed_in_place(value, buffer):  # it is there already
+            if _is_changed_in_place(value, buffer, dependencies.exported.state):  # it is there already
                 write.replace_all_uses_with(buffer)
                 dependencies.graph.erase_node(write)
             else:
@@ -65,13 +67,18 @@ def copy_at_cuts(dependencies: Dependencies, starts: Sequence[fx.Node]) -> tuple
     return Dependencies(dependencies.exported, dependencies.flops) if changed else dependencies, new_starts
 
 
-def _is_changed_in_place(node: object, root: fx.Node) -> bool:
-    """Whether a node's value is all of root, changed in place."""
-    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
-        returned = [result.alias_info for result in node.target._schema.returns]
-        if len(returned) != 1 or returned[0] is None or not returned[0].is_write:
+def _is_changed_in_place(node: object, root: fx.Node, state: Mapping[str, Any]) -> bool:
+    """Whether a node's value is all of root, changed in place; `state`: what get_attr nodes refer to."""
+    while isinstance(node, fx.Node) and node is not root:
+        if (inside := result_inside(node, state)) is not None:
+            result, operand_of, code_state = inside
+            changed = [inner for inner in operand_of if _is_changed_in_place(result, inner, code_state)]
+            node = operand_of[changed[0]] if changed else None
+        elif isinstance(node.target, OpOverload):
+            returned = [result.alias_info for result in node.target._schema.returns]
+            node = node.args[0] if len(returned) == 1 and returned[0] and returned[0].is_write else None
+        else:
             return False
-        node = node.args[0]
     return node is root
 
 
@@ -87,9 +94,9 @@ def _last_use(dependencies: Dependencies, roots: Sequence[fx.Node], after: fx.No
 
 def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[fx.Node, fx.Node]:
     """By write to the memory of `root`, the copy that it now changes."""
-    writes, position = dependencies.writes[root], dependencies.position
+    writes, position, exported = dependencies.writes[root], dependencies.position, dependencies.exported
     aliases = [root, *(node for node, viewed in dependencies.views.items() if viewed is root)]
-    if any(node not in writes for node in aliases[1:]):
+    if not all(_is_changed_in_place(node, root, exported.state) for node in aliases):
         raise UsageError(
             f"{line_of_node(writes[0])}: {why}, and there are views of it; write it out of place, or cut elsewhere"
         )
@@ -100,9 +107,11 @@ def _change_copies(dependencies: Dependencies, root: fx.Node, why: str) -> dict[
             copies[write] = dependencies.graph.call_function(aten.clone.default, (operand,))
         copies[write].meta = dict(operand.meta) | {"nn_module_stack": write.meta.get("nn_module_stack", {})}
         write.replace_input_with(operand, copies[write])
-        earlier = [node for node in aliases if node is not write and position[node] < position[write]]
+        earlier = [node for node in aliases if position.get(node, -1) < position[write]]
         for node in dependencies.graph.nodes:
             if position.get(node, -1) > position[write] or node.op == "output":
                 for alias in earlier:
-                    node.replace_input_with(alias, write)
+                    node.replace_input_with(alias, copies[write])
+        aliases.append(copies[write])
+    exported.results[:] = dependencies.graph.output_node().args[0]  # type: ignore[assignment]
     return copies

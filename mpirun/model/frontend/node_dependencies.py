@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
+from mpirun.model.frontend.subgraphs import any_inside, attributes, result_inside, subgraphs
 from schedgen.util.errors import UsageError, raised
 
 aten = torch.ops.aten
@@ -45,15 +45,13 @@ class Dependencies:
         """`flops`: where they have been counted before the graph was changed."""
         self.exported, self.graph = exported, exported.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.views: dict[fx.Node, fx.Node] = {}
+        self.views = _views(self.graph, exported.state)
         self.writes: dict[fx.Node, list[fx.Node]] = {}
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
             written = [self.root(argument) for argument in _written(node, exported.state)]
             last = [self.writes[root][-1] for root in map(self.root, node.all_input_nodes) if root in self.writes]
             self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *last]))
-            for argument in _viewed(node):
-                self.views[node] = self.root(argument)
             for root in written:
                 self.writes.setdefault(root, []).append(node)
         self.flops = _count_flops(exported) if flops is None else flops
@@ -133,13 +131,28 @@ def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def written_roots(graph: fx.Graph, state: Mapping[str, Any]) -> set[fx.Node]:
+    """The nodes of a graph to whose memory it writes; `state`: what its get_attr nodes refer to."""
+    views = _views(graph, state)
+    return {views.get(argument, argument) for node in graph.nodes for argument in _written(node, state)}
+
+
+def _views(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node]:
+    """By node of a graph that shares memory with an earlier one, the node whose memory it is."""
+    views: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for argument in _viewed(node, state):
+            views[node] = views.get(argument, argument)
+    return views
+
+
 def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
-    """The arguments that it changes in place."""
+    """The arguments to whose memory it writes."""
     written = []
     for code, operands in subgraphs(node, state):
         operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
-        inside = (argument for inner in code.graph.nodes for argument in _written(inner, attributes(code)))
-        written += [operand_of[argument] for argument in inside if argument in operand_of]
+        inside = written_roots(code.graph, attributes(code))
+        written += [operand for inner, operand in operand_of.items() if inner in inside]
     if isinstance(node.target, OpOverload):
         hidden = STATISTICS.get(node.target, ()) if len(node.args) > 5 and node.args[5] else ()
         for index, parameter in enumerate(node.target._schema.arguments):
@@ -150,8 +163,12 @@ def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     return written
 
 
-def _viewed(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory its result may share."""
+def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
+    """The arguments, or operands of the subgraph whose result it is, whose memory it may share."""
+    if (inside := result_inside(node, state)) is not None:
+        result, operand_of, code_state = inside
+        root = _views(result.graph, code_state).get(result, result)
+        return [operand_of.get(root, node.all_input_nodes[0])]
     if node.target is getitem:
         return [node.all_input_nodes[0]]
     if not isinstance(node.target, OpOverload) or all(r.alias_info is None for r in node.target._schema.returns):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import getitem
 from typing import Any
 
 from torch import fx
@@ -17,6 +18,16 @@ def subgraphs(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.Grap
         target = str(argument.target) if isinstance(argument, fx.Node) and argument.op == "get_attr" else ""
         if isinstance(state.get(target), fx.GraphModule):
             yield state[target], list(node.args[index + 1 :])
+
+
+def result_inside(node: fx.Node, state: Mapping[str, Any]) -> tuple[fx.Node, dict[fx.Node, Any], dict[str, Any]] | None:
+    """Of a node that is a result of a subgraph: the node in it, the operands by placeholder, what `state` is in it."""
+    if node.target is getitem:
+        for code, operands in subgraphs(node.all_input_nodes[0], state):
+            operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
+            results: Any = code.graph.output_node().args[0]
+            return results[node.args[1]], operand_of, attributes(code)
+    return None
 
 
 def any_inside(test: Callable[[fx.Node], object], node: fx.Node, state: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from plain_models import LENGTH, WIDTH, WORDS, EncoderDecoder, GPT2Like, Marked,
 from split_models import agree, train
 from torch import Tensor, nn
 
-from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, split, split_sequential
+from mpirun import Cut, Input, Minibatch, MpirunWarning, Value, batch_coupled, pipe_split, split, split_sequential
 from mpirun.data.microbatches import Microbatches
 from mpirun.model.rng import RandomOp
 from schedgen.util.errors import UsageError
@@ -439,6 +439,52 @@ def test_without_gradients_and_mixed_precision_inside() -> None:
         module.ema.zero_()
 
 
+class Queue(nn.Module):
+    """Views written to in regions: of a mask, of a buffer."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.register_buffer("queue", torch.zeros(WIDTH, 8))
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x = self.layers[0](x)
+        keep, here = torch.ones_like(x), torch.ones(WIDTH)
+        with torch.no_grad():
+            keep[:, :3] = 0
+            here[:2] = 0
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                self.queue[:, :4] = x.T
+        return self.layers[2](self.layers[1](x) * keep) * here
+
+
+class Behind(Queue):
+    """Written to behind a cut, all of it and a view, and read behind the next."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.layers[0](x)
+        pipe_split()
+        with torch.autocast("cpu", torch.bfloat16):
+            y[:, 0] = 0
+            z = self.layers[1](y)
+        y.mul_(2)
+        with torch.autocast("cpu", torch.bfloat16):
+            y.add_(1)
+            y[:, 1] = 1
+        pipe_split()
+        return self.layers[2](z.float()) + y, y
+
+
+@pytest.mark.parametrize(("make", "stages"), [(Queue, 1), (Queue, 2), (Queue, 3), (Behind, None)])
+def test_views_that_are_written_to_in_regions(make: type[Queue], stages: int | None) -> None:
+    module = make()
+    cut = split(module, X, stages=stages)
+    travels(cut)
+    agree(module, cut, (X,))
+
+
 class Assigned(nn.Module):
     """Buffers that get new values by assignment."""
 
@@ -561,6 +607,7 @@ def line_of(name: str) -> str:
         ("Ungraded", "no_grad under autocast is not traced, and its gradients would be others"),
         ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
+        ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
@@ -598,7 +645,7 @@ def test_what_stages_would_not_call_is_refused() -> None:
         split_sequential(hooked, 2)
 
 
-MARKED = {"Viewed", "Counted", "First", "Twice", "Last"}
+MARKED = {"Viewed", "ViewedInside", "Counted", "First", "Twice", "Last"}
 
 
 @pytest.mark.parametrize(
