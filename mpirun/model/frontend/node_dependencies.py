@@ -45,7 +45,7 @@ class Dependencies:
         """`flops`: where they have been counted before the graph was changed."""
         self.exported, self.graph = exported, exported.graph
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
-        self.views = _views(self.graph, exported.state)
+        self.views = views_of(self.graph, exported.state)
         self.writes: dict[fx.Node, list[fx.Node]] = {}
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
@@ -133,11 +133,11 @@ def _is_random(node: fx.Node) -> bool:
 
 def written_roots(graph: fx.Graph, state: Mapping[str, Any]) -> set[fx.Node]:
     """The nodes of a graph to whose memory it writes; `state`: what its get_attr nodes refer to."""
-    views = _views(graph, state)
+    views = views_of(graph, state)
     return {views.get(argument, argument) for node in graph.nodes for argument in _written(node, state)}
 
 
-def _views(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node]:
+def views_of(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node]:
     """By node of a graph that shares memory with an earlier one, the node whose memory it is."""
     views: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -167,7 +167,7 @@ def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     """The arguments, or operands of the subgraph whose result it is, whose memory it may share."""
     if (inside := result_inside(node, state)) is not None:
         result, operand_of, code_state = inside
-        root = _views(result.graph, code_state).get(result, result)
+        root = views_of(result.graph, code_state).get(result, result)
         return [operand_of.get(root, node.all_input_nodes[0])]
     if node.target is getitem:
         return [node.all_input_nodes[0]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,9 +13,15 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.frontend.dynamic_sizes import SHAPES
 from mpirun.model.frontend.mode_ops import MODE_OPS, counters_of, follow_mode_inside, mode_op
-from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, value_bytes
+from mpirun.model.frontend.node_dependencies import (
+    Dependencies,
+    is_buffer,
+    value_bytes,
+    views_of,
+    written_roots,
+)
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
-from mpirun.model.frontend.subgraphs import attributes
+from mpirun.model.frontend.subgraphs import attributes, subgraphs
 from mpirun.model.rng import RandomOp
 
 aten = torch.ops.aten
@@ -104,13 +110,13 @@ class StageBuilder:
         for node in nodes:
             if node not in new:
                 new[node] = self._layer(root, graph, node, new) or graph.node_copy(node, new.__getitem__)
-                if node.target is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
-                    new[node].target = aten.reshape.default  # what is received is contiguous, whatever was traced
                 if node.op == "get_attr":
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest of meta holds fake tensors
             copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
         state, counters = attributes(root, graph), counters_of(graph)
+        written = {new[node] for node in new if self.dependencies.root(node) in self.dependencies.writes}
+        _reshape(graph, state, written)
         for node in graph.nodes:
             follow_mode_inside(node, state, counters)
         insert_lookups(graph, state)
@@ -158,3 +164,21 @@ class StageBuilder:
             root.register_buffer(attribute, value.detach().clone())
         else:
             setattr(root, attribute, copy.deepcopy(value))
+
+
+def _reshape(graph: fx.Graph, state: Mapping[str, Any], written: Collection[fx.Node]) -> None:
+    """Make views reshapes, at any depth: what is received is contiguous, whatever was traced.
+
+    `state`: what get_attr nodes refer to; `written`: the nodes whose memory is changed, where a copy would not do.
+    """
+    for node in graph.nodes:
+        if node.target is aten.view.default and node not in written:
+            node.target = aten.reshape.default
+        for code, operands in subgraphs(node, state):
+            inside, views = attributes(code), views_of(code.graph, attributes(code))
+            placeholders = code.graph.find_nodes(op="placeholder")
+            roots = written_roots(code.graph, inside)
+            roots |= {inner for inner, operand in zip(placeholders, operands, strict=False) if operand in written}
+            if any(user in written for user in node.users):  # its results
+                roots |= {views.get(result, result) for result in code.graph.output_node().all_input_nodes}
+            _reshape(code.graph, inside, {inner for inner in code.graph.nodes if views.get(inner, inner) in roots})
