@@ -33,6 +33,7 @@ from mpirun.model.module_copy import is_on_meta
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
+ASSERT_TYPE = torch.ops.aten._assert_tensor_metadata.default  # of the traced type, which the engine's autocast changes
 
 
 class ExportedGraph(NamedTuple):
@@ -80,6 +81,9 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     for name, part in exported.named_modules():
         if isinstance(part, fx.GraphModule) and name != "_guards_fn":
             _check_nodes(part.graph)
+            for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
+                part.graph.erase_node(node)
+            part.recompile()
     state = _state(module, exported, graph)
     if is_on_meta(module):
         _check_values(module, state, graph)

@@ -335,6 +335,25 @@ def test_values_and_inputs_of_other_strides() -> None:
         agree(module, split(module, X, stages=stages), (wide[:, :WIDTH],))
 
 
+def test_a_region_without_autocast_in_autocast() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                x = x.float()
+                x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+            return self.second(x)
+
+    module = Norm()
+    cut = split(module, X, stages=2)
+    with torch.autocast("cpu", torch.bfloat16):  # as the engine's autocast
+        agree(module, cut, (X,))
+
+
 def test_a_change_in_place_that_nobody_sees() -> None:
     class Change(nn.Module):
         def __init__(self) -> None:
