@@ -167,6 +167,7 @@ def _refusing_untraced() -> Iterator[None]:
     autocast_depth = 0
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
     switch = torch.set_grad_enabled.__init__
+    infer = torch.inference_mode.__enter__
 
     def refuse(what: str) -> Callable[..., NoReturn]:
         def refused(*_: object, **__: object) -> NoReturn:
@@ -189,12 +190,18 @@ def _refusing_untraced() -> Iterator[None]:
             refuse("no_grad under autocast")()
         switch(region, mode)
 
+    def inferred(region: torch.inference_mode) -> None:
+        if region.mode == torch.is_grad_enabled() and called_by_user(sys._getframe(1)):
+            refuse("inference_mode, other than no_grad,")()
+        infer(region)
+
     with (
         mock.patch.object(torch.autograd.Function, "apply", refuse("a torch.autograd.Function, as of a checkpoint,")),
         mock.patch.object(Tensor, "register_hook", refuse("a hook on a tensor")),
         mock.patch.object(torch.autocast, "__enter__", entered),
         mock.patch.object(torch.autocast, "__exit__", left),
         mock.patch.object(torch.set_grad_enabled, "__init__", switched),
+        mock.patch.object(torch.inference_mode, "__enter__", inferred),
     ):
         yield
 

@@ -626,6 +626,7 @@ def line_of(name: str) -> str:
         ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, is not traced"),
         ("Generated", "a Generator is no part of a stage"),
         ("Ungraded", "no_grad under autocast is not traced, and its gradients would be others"),
+        ("Inferred", "inference_mode, other than no_grad, is not traced, and its gradients would be others"),
         ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
