@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,21 +79,28 @@ class ModuleCopy:
             owner, _, attribute = name.rpartition(".")
             value = getattr(filled[owner], attribute)
             fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+            if fits and _is_byte(value.dtype):  # any value may be meant: two inits of other memory should make the same
+                fits = torch.equal(value, getattr(self._filled(owner, derived_seed(seed, owner), 1), attribute))
             if not fits or _is_unset(value):
                 by = "init" if self.source is not None and self.source.init else "reset_parameters"
                 raise UsageError(f"{name} is on the meta device, and {by} gives it no values")
             copies[id(tensor)] = value
         return copy.deepcopy(self.module, copies)
 
-    def _filled(self, name: str, seed: int) -> nn.Module:
-        """A copy of the source's submodule whose own parameters and buffers, but not its children's, have values."""
+    def _filled(self, name: str, seed: int, byte: int = 0) -> nn.Module:
+        """A copy of the source's submodule whose own parameters and buffers, but not its children's, have values.
+
+        `byte`: what booleans and bytes are before.
+        """
         source = self.source or MetaModule(self.module, None)
         module = copy.copy(source.module.get_submodule(name))
         module._parameters = {
-            own: parameter if parameter is None else nn.Parameter(_unset(parameter), parameter.requires_grad)
+            own: parameter if parameter is None else nn.Parameter(_unset(parameter, byte), parameter.requires_grad)
             for own, parameter in module._parameters.items()
         }
-        module._buffers = {own: buffer if buffer is None else _unset(buffer) for own, buffer in module._buffers.items()}
+        module._buffers = {
+            own: buffer if buffer is None else _unset(buffer, byte) for own, buffer in module._buffers.items()
+        }
         own_init = getattr(type(module), "reset_parameters", None)
         init = source.init or own_init or getattr(source.module, "_init_weights", None)  # as of transformers
         if init is None:
@@ -155,23 +161,24 @@ def _takes_name(init: Init) -> bool:
     return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
 
 
-def _unset(tensor: Tensor) -> Tensor:
-    """Memory for it on the CPU, filled with the value that stands for none."""
-    memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    filler = _filler(tensor.dtype)
-    return memory if filler is None else memory.fill_(filler)
+def _is_byte(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1 and not dtype.is_floating_point
 
 
-def _filler(dtype: torch.dtype) -> float | None:
-    """A value that no init gives; None where any value may be meant: booleans and bytes."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return torch.iinfo(dtype).max if dtype in (torch.int32, torch.int64) else None
+def _unset(tensor: Tensor, byte: int) -> Tensor:
+    """Memory for it on the CPU, filled with the value that stands for none; booleans and bytes with `byte`."""
+    filler = byte if _is_byte(tensor.dtype) else _filler(tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").fill_(filler)
+
+
+def _filler(dtype: torch.dtype) -> float:
+    """A value that no init gives."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 def _is_unset(value: Tensor) -> bool:
     """Whether nothing was written to it, as far as that can be seen."""
-    filler = _filler(value.dtype)
-    if filler is None or not value.numel():
+    if _is_byte(value.dtype) or not value.numel():
         return False
-    return bool((value.isnan() if math.isnan(filler) else value == filler).all())
+    inexact = value.is_floating_point() or value.is_complex()
+    return bool((value.isnan() if inexact else value == _filler(value.dtype)).all())

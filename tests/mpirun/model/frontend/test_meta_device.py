@@ -21,6 +21,7 @@ from schedgen.util.errors import UsageError
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH)
 EXAMPLE = (TOKENS, torch.ones_like(TOKENS))
 X = torch.zeros(4, 16)
+BUFFERS = ("positions", "mask", "places")
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -38,7 +39,7 @@ def state(built: Model, seed: int = 0) -> dict[str, Tensor]:
     for stage in range(len(built.stages)):
         module = build_stage(built, stage, seed)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            assert tensor.device.type == "cpu" and isinstance(tensor, nn.Parameter) == (name != "positions")
+            assert tensor.device.type == "cpu" and isinstance(tensor, nn.Parameter) == (name not in BUFFERS)
             torch.testing.assert_close(tensors.setdefault(name, tensor), tensor, rtol=0, atol=0)
     return tensors
 
@@ -120,6 +121,39 @@ class Halved(Own):
         self.scale = nn.Parameter(torch.ones(8))
 
 
+class Masked(Layers):
+    """With buffers of types in which any value may be meant, or few bytes."""
+
+    mask: Tensor
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(16).bool())
+        self.register_buffer("places", torch.arange(16, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.mask + self.places)
+
+
+def set_layers(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def set_mask(module: nn.Module) -> None:
+    set_layers(module)
+    if isinstance(module, Masked):
+        module.mask.bernoulli_()
+
+
+def set_places(module: nn.Module) -> None:
+    set_layers(module)
+    if isinstance(module, Masked):
+        module.mask[1:] = True
+        module.places.copy_(torch.arange(16))
+
+
 class Failing(Own):
     def reset_parameters(self) -> None:
         raise ValueError("no\nidea")
@@ -135,6 +169,8 @@ def nothing(module: nn.Module) -> None:
         (Own, None, "the module, Own: is on the meta device and has no reset_parameters: init should give it values"),
         (Own, nothing, r"\w+(\.weight)? is on the meta device, and init gives it no values"),
         (Halved, None, "scale is on the meta device, and reset_parameters gives it no values"),
+        (Masked, set_mask, "places is on the meta device, and init gives it no values"),
+        (Masked, set_places, "mask is on the meta device, and init gives it no values"),
         (Failing, None, r"stage \d of the model cannot be built: ValueError: no idea"),
         (GPT2Like, nn.Module.zero_grad, r".* and init gives it no values"),
     ],
@@ -145,6 +181,16 @@ def test_values_that_are_missing(make: Callable[[], nn.Module], init: Any, why: 
     with pytest.raises(UsageError, match=why):
         for stage in range(2):
             build_stage(split_model, stage, 0)
+
+
+def test_booleans_and_short_numbers_that_init_gives() -> None:
+    def init(module: nn.Module) -> None:
+        set_mask(module)
+        if isinstance(module, Masked):
+            module.places.copy_(torch.arange(16))
+
+    built = state(model(split(on_meta(Masked), X, stages=2, init=init)))
+    assert built["places"].tolist() == [*range(16)] and 0 < built["mask"].sum() < 16
 
 
 def test_what_is_lost_on_the_meta_device_is_refused() -> None:
