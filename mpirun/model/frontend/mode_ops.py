@@ -71,9 +71,8 @@ def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collec
     for code, operands in subgraphs(node, state):
         pairs = zip(code.graph.find_nodes(op="placeholder"), operands, strict=False)
         inner_counters = [inner for inner, operand in pairs if operand in counters]
-        for inner in list(code.graph.nodes):
+        for inner, operation in [(inner, mode_op(inner, inner_counters)) for inner in code.graph.nodes]:
             follow_mode_inside(inner, attributes(code), inner_counters)
-            operation = mode_op(inner, inner_counters)
             if operation is not None:
                 name = f"{MODE_OPS}{inner.name}"
                 code.add_module(name, operation)
@@ -85,11 +84,14 @@ def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collec
 
 
 def _counts(node: fx.Node, counters: Collection[fx.Node]) -> bool:
-    """Whether a node changes a counter in place."""
-    if not isinstance(node.target, OpOverload) or not node.args or node.args[0] not in counters:
-        return False
-    changed = node.target._schema.arguments[0].alias_info
-    return changed is not None and changed.is_write
+    """Whether a node changes a counter in place, which an earlier change may have returned."""
+    changed: object = node
+    while isinstance(changed, fx.Node) and isinstance(changed.target, OpOverload) and changed.args:
+        alias = changed.target._schema.arguments[0].alias_info
+        if alias is None or not alias.is_write:
+            return False
+        changed = changed.args[0]
+    return changed is not node and changed in counters
 
 
 def _in_eval(node: fx.Node) -> dict[int | str, Any]:

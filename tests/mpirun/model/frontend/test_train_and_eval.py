@@ -63,6 +63,21 @@ class Kinds(nn.Module):
         return self.recurrent(x.mean(1))[0]
 
 
+class Siamese(nn.Module):
+    """A trunk with a normalisation that is called twice, also in a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.inner = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = self.norm(self.first(x)), self.norm(self.first(y))
+        with torch.autocast("cpu", torch.bfloat16):
+            x, y = self.inner(x), self.inner(y)
+        return self.second((x - y).float().abs())
+
+
 def gpt2() -> nn.Module:
     options = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
@@ -86,6 +101,7 @@ def outputs(cut: Cut, data: Any) -> list[Tensor]:
         (ResNet, IMAGE, 3),
         (Regions, X, 2),
         (Kinds, IMAGE, 3),
+        (Siamese, (X, X + 1), 2),
         (gpt2, {"input_ids": TOKENS, "use_cache": False}, 4),
         (GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2),
     ],
