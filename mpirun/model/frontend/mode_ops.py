@@ -21,6 +21,12 @@ from schedgen.util.errors import UsageError
 aten = torch.ops.aten
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
 EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by parameter of aten's
+DROPOUTS = (  # in eval mode they return their first argument
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
 COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
 
 
@@ -137,15 +143,20 @@ class _Comparison:
     ) -> None:
         """`counters`: nodes of the train mode's graph; `node_of`: by placeholder of the other graph, the one here."""
         self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
+        self.dropped: dict[fx.Node, fx.Node] = {}  # by dropout that eval mode has not, what it is there
 
     def compare(self, graph: fx.Graph, other: fx.Graph) -> None:
         """UsageError where `other`, in eval mode, does something else."""
         nodes = [node for node in graph.nodes if _computes(node) and not _counts(node, self.counters)]
-        twins = [node for node in other.nodes if _computes(node)]
-        for node, twin in zip(nodes, twins, strict=False):  # each ends with its only output
+        twins = [node for node in other.nodes if _computes(node)][::-1]
+        for node in nodes:  # each graph ends with its only output
+            twin = twins[-1]
+            if node.target in DROPOUTS and twin.target is not node.target:  # as of nn.MultiheadAttention
+                self.dropped[node] = self._uncopied(node.args[0])
+                continue
             if not (self._same_subgraphs(node, twin) if self._runs_subgraph(node) else self._same_call(node, twin)):
                 raise _differs(node)
-            self.node_of[twin] = node
+            self.node_of[twins.pop()] = node
 
     def _runs_subgraph(self, node: fx.Node) -> bool:
         return any(True for _ in subgraphs(node, self.state))
@@ -184,7 +195,7 @@ class _Comparison:
     def _same(self, value: Any, other: Any) -> bool:
         """Whether arguments are the same in both graphs."""
         if isinstance(value, fx.Node) and isinstance(other, fx.Node):
-            value, other = _uncopied(value), _uncopied(other)
+            value, other = self._uncopied(value), self._uncopied(other)
             if value.op == other.op == "get_attr":
                 return self._same_attribute(str(value.target), str(other.target))
             return self.node_of.get(other) is value
@@ -193,6 +204,12 @@ class _Comparison:
         if isinstance(value, list | tuple) and isinstance(other, list | tuple):
             return len(value) == len(other) and all(map(self._same, value, other))
         return bool(value == other)
+
+    def _uncopied(self, node: fx.Node) -> fx.Node:
+        """The same values, in whichever layout, which in eval mode is another for kernels of attention."""
+        while node.target is aten.contiguous.default:
+            node = node.all_input_nodes[0]
+        return self.dropped.get(node, node)
 
     def _same_attribute(self, name: str, other: str) -> bool:
         value, twin = self.state[name], self.eval_state[other]
@@ -203,13 +220,6 @@ class _Comparison:
 
 def _computes(node: fx.Node) -> bool:
     return node.op == "output" or (node.op == "call_function" and node.target is not aten.contiguous.default)
-
-
-def _uncopied(node: fx.Node) -> fx.Node:
-    """The same values, in whichever layout: kernels of attention give one in train mode and another in eval mode."""
-    while node.target is aten.contiguous.default:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _operation(node: fx.Node) -> tuple[str, object]:

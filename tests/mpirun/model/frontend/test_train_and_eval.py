@@ -78,6 +78,18 @@ class Siamese(nn.Module):
         return self.second((x - y).float().abs())
 
 
+class Attention(nn.Module):
+    """With dropout of the weights that it returns, an operation that eval mode does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(16, 2, dropout=0.5), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Any:
+        made, weights = self.attention(x, x, x)
+        return self.last(made), weights
+
+
 def gpt2() -> nn.Module:
     options = {"vocab_size": 100, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
@@ -101,6 +113,7 @@ def outputs(cut: Cut, data: Any) -> list[Tensor]:
         (ResNet, IMAGE, 3),
         (Regions, X, 2),
         (Kinds, IMAGE, 3),
+        (Attention, X, 2),
         (Siamese, (X, X + 1), 2),
         (gpt2, {"input_ids": TOKENS, "use_cache": False}, 4),
         (GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2),
@@ -142,6 +155,13 @@ class Always(Noise):
         return self.second(nnf.dropout(self.first(x), 0.1))
 
 
+class Left(Noise):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = nnf.dropout(x, 0.1) if self.training else -x
+        return self.second(y)
+
+
 class Two(Noise):
     def forward(self, x: Tensor) -> Any:
         x = self.second(self.first(x))
@@ -170,6 +190,7 @@ MORE = "differs between train and eval mode by more than dropout and normalisati
     [
         (Noise, "x = x * 2", MORE),
         (Always, "return self.second(nnf.dropout(self.first(x), 0.1))", "the same in eval mode as in train mode, but"),
+        (Left, "return self.second(y)", MORE),
         (Two, "x = self.second(self.first(x))", MORE),
         (Average, "self.mean.lerp_(x.detach().mean(0), 0.1)", MORE),
     ],
