@@ -55,6 +55,10 @@ def test_what_is_no_number_is_not_forgotten():
         for limit in (0.0, LIMIT):
             assert "parameters" in failed(one._replace(parameters=one.parameters | {key: broken}), one, limit)
     assert failed(one._replace(losses=[[math.nan]]), one) == ["losses"]
+    for loss in (math.nan, math.inf):  # of a step that is skipped
+        skipped = one._replace(losses=[[loss]])
+        assert failed(skipped, skipped) == failed(skipped, skipped, 0.0) == []
+        assert failed(skipped, one) == failed(one, skipped) == ["losses"]
 
 
 def test_a_small_step_that_is_not_made_is_seen():
