@@ -6,7 +6,7 @@ takes the batch's statistics. `check_same_in_eval` finds what else differs, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -87,6 +87,14 @@ def follow_mode_inside(node: fx.Node, state: Mapping[str, Any], counters: Collec
                 inner.replace_all_uses_with(call)
                 code.graph.erase_node(inner)
         code.recompile()
+
+
+def keep_eval_mode(stages: Iterable[nn.Module]) -> None:
+    """Of a module that is traced in eval mode: what drops there, or takes the batch's statistics, always does."""
+    for stage in stages:
+        for part in stage.modules():
+            if isinstance(part, ModeOp):
+                part.in_eval = {}
 
 
 def _counts(node: fx.Node, counters: Collection[fx.Node]) -> bool:

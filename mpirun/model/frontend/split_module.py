@@ -22,7 +22,7 @@ from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
 from mpirun.model.frontend.errors import unknown_name, warn_user
 from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.model.frontend.mode_ops import check_same_in_eval
+from mpirun.model.frontend.mode_ops import check_same_in_eval, keep_eval_mode
 from mpirun.model.frontend.module_io import Call
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
@@ -66,6 +66,8 @@ def split(
     dependencies = _trace(module, args, kwargs, dims)
     starts = _starts(dependencies, module, stages, points, costs)
     cut = _build_stages(*copy_at_cuts(dependencies, starts), shared)
+    if not any(part.training for part in module.modules()):
+        keep_eval_mode(cut.stages)
     warn_of_batch_statistics(module)
     return cut._replace(meta=meta, aliases=parameter_aliases(module), check_eval=check_eval)
 

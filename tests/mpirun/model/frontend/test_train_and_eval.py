@@ -217,6 +217,19 @@ def test_the_mode_in_which_it_is_traced() -> None:
     split_sequential(nn.Sequential(nn.Linear(1, 1)), 1).check_eval()
 
 
+@pytest.mark.filterwarnings("ignore:.*is in eval mode:schedgen.util.errors.MpirunWarning")
+def test_what_drops_in_eval_mode_does_so_where_eval_mode_is_traced() -> None:
+    module = Always().eval()
+    cut = split(module, X, stages=2)
+    cut.check_eval()
+    for training in (False, True):
+        for stage in cut.stages:
+            stage.train(training)
+        torch.manual_seed(1)
+        expected = module(X)
+        assert torch.equal(outputs(cut, X)[0], expected)
+
+
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_forward_that_is_done_again_updates_statistics_once(traced: bool) -> None:
     module = ResNetLike()
