@@ -23,6 +23,7 @@ from schedgen.util.errors import MpirunWarning, UsageError, raised
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
+FOREIGN = "found a fake tensor in the exported program constant"  # in the message of torch's exception
 
 
 def warn_user(sentence: str) -> None:
@@ -77,6 +78,11 @@ def export_error(module: nn.Module, error: BaseException) -> UsageError:
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
         )
         return UsageError(f"{where}: {why} a Sequential")
+    if any(FOREIGN in str(link) for link in chain):
+        return UsageError(
+            f"{where}: cannot be traced: uses a tensor that no operation of this trace makes, as one that a cache or "
+            ".data keeps from an earlier trace; make it a buffer"
+        )
     return UsageError(f"{where}: cannot be traced: {raised(error)[:300]}")
 
 
