@@ -28,7 +28,7 @@ from mpirun.model.frontend.errors import (
     line_of_node,
 )
 from mpirun.model.frontend.module_io import Example, ModuleOutput
-from mpirun.model.frontend.subgraphs import attribute
+from mpirun.model.frontend.subgraphs import attribute, attributes, subgraphs
 from mpirun.model.module_copy import is_on_meta
 from schedgen.util.errors import UsageError
 
@@ -84,6 +84,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
                 part.graph.erase_node(node)
             part.recompile()
+            _set_region_lines(part)
     state = _state(module, exported, graph)
     if is_on_meta(module):
         _check_values(module, state, graph)
@@ -131,6 +132,15 @@ def _check_nodes(graph: fx.Graph) -> None:
             raise UsageError(
                 f"{line_of_node(node)}: the shape depends on data, but should be the same for every microbatch"
             )
+
+
+def _set_region_lines(part: fx.GraphModule) -> None:
+    """The line of a node that runs a subgraph is that of the subgraph's first operation."""
+    state = attributes(part)
+    for node in part.graph.nodes:
+        for code, _ in subgraphs(node, state):
+            traces = (inner.meta.get("stack_trace") for inner in code.graph.nodes if inner.op == "call_function")
+            node.meta["stack_trace"] = next(filter(None, traces), None)
 
 
 def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict[str, Any]:

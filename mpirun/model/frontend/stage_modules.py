@@ -12,6 +12,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.frontend.dynamic_sizes import SHAPES
+from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.mode_ops import MODE_OPS, counters_of, follow_mode_inside, mode_op
 from mpirun.model.frontend.node_dependencies import (
     Dependencies,
@@ -21,8 +22,9 @@ from mpirun.model.frontend.node_dependencies import (
     written_roots,
 )
 from mpirun.model.frontend.size_and_device_lookup import depends_on_size, insert_lookups
-from mpirun.model.frontend.subgraphs import attributes, subgraphs
+from mpirun.model.frontend.subgraphs import any_inside, attributes, subgraphs
 from mpirun.model.rng import RandomOp
+from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 RANDOM_OPS = "__draws__"  # the submodule that holds a stage's operations that draw
@@ -61,6 +63,7 @@ class StageBuilder:
         built = StageModules([], [], {})
         for stage, own in enumerate(nodes):
             received = [node for node in own if not self._is_here(node, stage)]
+            self._check_strides(own, received)
             received += self._size_input(own, received)
             built.modules.append(self._module(stage, own, received, outputs[stage]))
             built.reads.append([])
@@ -73,6 +76,21 @@ class StageBuilder:
                     built.reads[-1].append(value)
                     built.sent_bytes[value] = value_bytes(node)
         return built
+
+    def _check_strides(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
+        """Refuse as_strided of a value that is contiguous where it is received, but was not where it was traced."""
+        values = {node: node.meta.get("val") for node in received if node.op != "placeholder"}
+        turned = {node for node, x in values.items() if isinstance(x, Tensor) and not x.is_contiguous()}
+        for node in nodes:
+            if node in received or turned.isdisjoint(node.all_input_nodes):
+                continue
+            if any_inside(lambda inner: inner.target is aten.as_strided.default, node, self.exported.state):
+                raise UsageError(
+                    f"{line_of_node(node)}: as_strided of what an earlier stage has made, whose strides are others "
+                    "here; make it contiguous first, or cut elsewhere"
+                )
+            if node in self.dependencies.views and node.target is not aten.contiguous.default:
+                turned.add(node)
 
     def _size_input(self, nodes: Sequence[fx.Node], received: Sequence[fx.Node]) -> list[fx.Node]:
         """An input that tells the size of the microbatch, where a stage needs it and sees it nowhere else."""

@@ -630,6 +630,8 @@ def line_of(name: str) -> str:
         ("Hooked", "a hook on a tensor is not traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
+        ("Strided", "as_strided of what an earlier stage has made, whose strides are others here"),
+        ("StridedInside", "as_strided of what an earlier stage has made"),
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
@@ -667,7 +669,7 @@ def test_what_stages_would_not_call_is_refused() -> None:
         split_sequential(hooked, 2)
 
 
-MARKED = {"Viewed", "ViewedInside", "Counted", "First", "Twice", "Last"}
+MARKED = {"Viewed", "ViewedInside", "Strided", "StridedInside", "Counted", "First", "Twice", "Last"}
 
 
 @pytest.mark.parametrize(
