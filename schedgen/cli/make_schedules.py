@@ -123,8 +123,9 @@ def _parts(graph: ModelGraph, stages: int, name: str) -> int:
 
 
 def _with_graph(scheme: Scheme, graph: ModelGraph, parts: int) -> Scheme:
-    """The scheme with a model's edges, instead of its own, and layers."""
-    scheme = scheme._replace(edges=graph.edges if parts == 1 else None, per_consumer=graph.per_consumer)
+    """The scheme with a model's edges and layers."""
+    if graph.edges is not None:
+        scheme = scheme._replace(edges=graph.edges if parts == 1 else None, per_consumer=graph.per_consumer)
     if graph.layers:
         scheme = scheme._replace(parameters={**scheme.parameters, "layers": list(graph.layers)})
     return scheme
