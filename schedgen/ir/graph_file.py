@@ -2,7 +2,7 @@
 
 It is a JSON object. `stages`, the number of the model's stages, must be there; what is left out has this default:
 
-edges   pairs [producer, consumer]; default: the chain
+edges   pairs [producer, consumer]; default: the chain, or those of the scheme
 apart   stages of which each of several consumers reads an output of its own; default: none
 tied    ties, each a list of stages that share parameters; default: none
 whole   stages that every shard of a tensor-parallel schedule computes in full, besides the last; default: none
@@ -26,7 +26,7 @@ class ModelGraph:
     """A model's stages, which of them read which, and what else a schedule must know of them."""
 
     stages: int
-    edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending; None: the chain
+    edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending; None: the chain, or the scheme's
     per_consumer: tuple[int, ...] = ()  # the file's `apart`
     tied: tuple[tuple[int, ...], ...] = ()
     replicated: tuple[int, ...] = ()  # the file's `whole`
