@@ -26,7 +26,7 @@ class ModelGraph:
     """A model's stages, which of them read which, and what else a schedule must know of them."""
 
     stages: int
-    edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending; None: the chain, or the scheme's
+    edges: tuple[tuple[int, int], ...] | None = None  # (producer, consumer), ascending
     per_consumer: tuple[int, ...] = ()  # the file's `apart`
     tied: tuple[tuple[int, ...], ...] = ()
     replicated: tuple[int, ...] = ()  # the file's `whole`
