@@ -54,6 +54,6 @@ def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
         entry = model.entry_name(stage.index, name)
         if is_share(model, stage, name):
             entries[shard_entry(entry, model.shard_of(stage.index))] = value
-        elif stage.index % model.tensor_parallel == 0:
+        elif model.is_first_shard(stage.index):
             entries[entry] = value
     return entries

@@ -19,22 +19,26 @@ from mpirun.model.module_copy import own_tensors
 class Values(NamedTuple):
     """What ranks have of a stage: a tied parameter, by the first of its names, or all that is trained, or is not."""
 
-    stage: int
+    stage: int  # of the model's
+    shard: int
     what: str
 
 
 def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> dict[Values, str]:
     """What tells values of a stage apart. Only a rank that owns some part of its weights has trained parameters."""
-    stage = index - index % model.tensor_parallel if model.is_replica(index) else index
+
+    def values(stage: int, what: str) -> Values:
+        return Values(model.model_stage(stage), model.shard_of(stage).index, what)
+
     tensors = own_tensors(module)
     others = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
-    digests = {Values(stage, "frozen parameters or buffers"): _digest(others)}
+    digests = {values(index, "frozen parameters or buffers"): _digest(others)}
     if owned:
         trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        digests[Values(stage, "parameters")] = _digest(trained)
+        digests[values(index, "parameters")] = _digest(trained)
         for first, *more in model.tied:
             for _, name in (place for place in (first, *more) if place[0] == index):
-                digests[Values(*first)] = _digest({first[1]: module.get_parameter(name)})
+                digests[values(*first)] = _digest({first[1]: module.get_parameter(name)})
     return digests
 
 

@@ -104,9 +104,13 @@ class Model(NamedTuple):
         split = self.model_stage(stage) in self.split
         return Shard(stage % self.tensor_parallel, self.tensor_parallel) if split else UNSHARDED
 
+    def is_first_shard(self, stage: int) -> bool:
+        """Whether a stage is the first shard or replica of one of the function's stages, or that stage itself."""
+        return stage % self.tensor_parallel == 0
+
     def is_replica(self, stage: int) -> bool:
         """Whether a stage computes the same as the stage before it, on another rank."""
-        return stage % self.tensor_parallel > 0 and self.model_stage(stage) not in self.split
+        return not self.is_first_shard(stage) and self.model_stage(stage) not in self.split
 
     def ties_shards(self, tie: Sequence[tuple[int, str]]) -> bool:
         """Whether a tie is of a parameter that all shards of one stage have in full."""
