@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,6 +57,17 @@ def on_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
 def from_rank_0(comm: MPI.Comm, function: Callable[[], T]) -> T:
     """`function()` of rank 0, on every rank; its UsageError or RefusedFile is a Stop on all ranks."""
     return comm.bcast(on_rank_0(comm, function))
+
+
+def first_difference(comm: MPI.Comm, own: Mapping[T, str]) -> tuple[T, int, int] | None:
+    """Of hashes by key: a key for which two ranks have different ones, and these ranks; None: there is none."""
+    first: dict[T, tuple[int, str]] = {}  # by key: the first rank that has it, and its hash
+    for rank, of_rank in enumerate(comm.allgather(own)):
+        for key, value in of_rank.items():
+            before, expected = first.setdefault(key, (rank, value))
+            if value != expected:
+                return key, before, rank
+    return None
 
 
 def bytes_from_rank_0(comm: MPI.Comm, function: Callable[[], bytes]) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from mpirun.comm.fail_together import Stop
+from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import own_tensors
 
@@ -44,17 +44,14 @@ def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> d
 
 def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
     """Stop where ranks have different values of a stage. Collective."""
-    first: dict[Values, tuple[int, str]] = {}  # the first rank that has them
-    for rank, digests in enumerate(comm.allgather(own)):
-        for values, digest in digests.items():
-            before, expected = first.setdefault(values, (rank, digest))
-            if digest != expected:
-                raise Stop(
-                    f"ranks {before} and {rank} begin with different values of stage {values.stage}, {values.what}: "
-                    "what makes them should draw the same numbers on every rank, as by torch.manual_seed before it",
-                    2,
-                    speaker=0,
-                )
+    if (difference := first_difference(comm, own)) is not None:
+        values, one, other = difference
+        raise Stop(
+            f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: what makes "
+            "them should draw the same numbers on every rank, as by torch.manual_seed before it",
+            2,
+            speaker=0,
+        )
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

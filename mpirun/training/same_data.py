@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from mpirun.comm.fail_together import Stop
+from mpirun.comm.fail_together import Stop, first_difference
 from mpirun.engine.forward_backward import ForwardBackward
 
 
@@ -16,14 +16,11 @@ def is_compared(number: int) -> bool:
 def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward, step: int) -> None:
     """Stop where the hashes of a microbatch differ, which `jobs` has noted in step `step`, from 0. Collective."""
     own, jobs.digests = jobs.digests or {}, None
-    first: dict[int, tuple[int, str]] = {}  # by microbatch: the first rank that read it, and its hash
-    for rank, digests in enumerate(comm.allgather(own)):
-        for number, value in digests.items():
-            before, expected = first.setdefault(number, (rank, value))
-            if value != expected:
-                raise Stop(
-                    f"ranks {before} and {rank} have got different data for microbatch {number} of step {step + 1}: it "
-                    "should depend on the step and the microbatch alone, and be drawn with the generator that is given",
-                    1,
-                    speaker=0,
-                )
+    if (difference := first_difference(comm, own)) is not None:
+        number, one, other = difference
+        raise Stop(
+            f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: it should "
+            "depend on the step and the microbatch alone, and be drawn with the generator that is given",
+            1,
+            speaker=0,
+        )
