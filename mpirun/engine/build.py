@@ -52,8 +52,7 @@ def build_interpreter(
         () if other is None else other.context.slots.blocks,
     )  # fmt: skip
     if other is None:
-        digests: dict[Values, str] = {}
-        stages = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup, digests))
+        stages, digests = together(comm, lambda: _local_stages(comm.rank, header, instructions, slots, setup))
         check_same_start(comm, digests)
         owned = {index: stage for index, stage in stages.items() if stage.owned}
         optimizer = together(comm, lambda: Optimizer(setup.recipe, setup.model, owned, setup.seed))
@@ -81,20 +80,12 @@ def _show_waits(state: memoryview) -> Callable[[int | None], None]:
 
 
 def _local_stages(
-    rank: int,
-    header: Header,
-    instructions: Sequence[Instruction],
-    slots: MemorySlots,
-    setup: Setup,
-    digests: dict[Values, str],
-) -> dict[int, LocalStage]:
-    """By number, the stages that this rank owns, computes, or adds or passes on gradients of.
-
-    `digests`: gets what tells their values apart.
-    """
+    rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
+) -> tuple[dict[int, LocalStage], dict[Values, str]]:
+    """By number, the stages that this rank owns, computes, or adds or passes gradients of; digests of their values."""
     owned_units = header.units_of(rank)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-    stages = {}
+    stages, digests = {}, dict[Values, str]()
     for index in range(header.stages):
         parts = header.parts_of(index)
         owned = [part for stage, part in owned_units if stage == index]
@@ -115,4 +106,4 @@ def _local_stages(
             owned,
         )
         stages[index].tied_to_earlier = setup.model.tied_to_earlier(index, stages[index].names)
-    return stages
+    return stages, digests

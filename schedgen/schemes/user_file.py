@@ -76,10 +76,9 @@ def _executed(path: Path) -> ModuleType:
         _aside(spec.loader.exec_module)(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        missing = isinstance(error, FileNotFoundError)
-        raise UsageError(
-            f"there is no file {path}" if missing else f"{path} cannot be loaded: {raised(error)}"
-        ) from None
+        if isinstance(error, FileNotFoundError):
+            raise UsageError(f"there is no file {path}") from None
+        raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
     finally:
         sys.dont_write_bytecode = writes
     return module
