@@ -99,7 +99,7 @@ class MemorySlots:
     def received(self, i: Instruction, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor that a RECV fills."""
         count = math.prod(size)
-        return self.blocks[self.number[i]][: count * dtype.itemsize].view(dtype).view(*size)
+        return self.blocks[self.number[i]][: count * dtype.itemsize].view(dtype).view(size)
 
     def weights(self, stage: int) -> Tensor | None:
         """Where the fetched weights of a stage lie, shape (bytes,); None if the rank does not fetch them."""

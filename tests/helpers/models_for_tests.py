@@ -107,6 +107,14 @@ class Several(Encoder):
         return x * self.scale, x[:, :32].bfloat16(), nnf.one_hot(tokens, 256).sum(1), self.scale
 
 
+class Measured(Mix):
+    """As Mix, and the mean of what it returns: a tensor without dimensions."""
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        x = super().forward(*inputs)
+        return x, x.mean()
+
+
 class Skipped(nn.Module):
     """What it gets, the skip connection and bytes -> two outputs, of which one is what it got."""
 
@@ -123,8 +131,9 @@ class End(nn.Module):
         super().__init__()
         self.linear = nn.Linear(64, 256)
 
-    def forward(self, x: Tensor, before: Tensor, counts: Tensor, scale: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x + before * scale + skip.repeat(1, 2)), counts
+    def forward(self, x: Tensor, before: Tensor, counts: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        scale, skip, mean = others
+        return self.linear(x + before * scale + skip.repeat(1, 2) + mean), counts
 
 
 def several(stages: int) -> Model:
@@ -141,12 +150,12 @@ def several(stages: int) -> Model:
         return {"tokens": x}, {"next": y}
 
     return Model(
-        [Several, lambda: Mix(1, 64), Skipped, End], loss, batch, plain.length,
+        [Several, lambda: Measured(1, 64), Skipped, End], loss, batch, plain.length,
         reads=[
             [Input(0)],
             [Value(0, 0)],
             [Value(1, 0), Value(0, 1), Input(0)],
-            [Value(2, 0), Value(2, 1), Value(0, 2), Value(0, 3), Value(0, 1)],
+            [Value(2, 0), Value(2, 1), Value(0, 2), Value(0, 3), Value(0, 1), Value(1, 1)],
         ],
     )  # fmt: skip
 
