@@ -141,8 +141,13 @@ class _Builder:
                     warnings.warn(lost, MpirunWarning, stacklevel=4)
                 values = self._load(module, prefix)
                 if isinstance(make, ModuleCopy):
-                    return make.build(values, needs_values)
-                return _with_values(module, values, needs_values)
+                    module = make.build(values, needs_values)
+                else:
+                    module = _with_values(module, values, needs_values)
+                for part in module.modules():
+                    if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                        part.sparse = False  # gradients are added up in dense buffers
+                return module
         except UsageError as error:
             raise UsageError(f"stage {stage} of the model cannot be built: {error}") from None
         except (Exception, SystemExit) as error:

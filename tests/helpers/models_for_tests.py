@@ -292,8 +292,10 @@ class Odd(nn.Module):
 
 
 def peculiar(stages: int) -> Model:
-    """Four stages, given as modules: an embedding, one without parameters, one with odd ones, and the scores."""
-    return mlp.tiny(stages)._replace(stages=[mlp.Embedding(WIDTH), nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
+    """As modules: an embedding whose gradient is sparse, one without parameters, one with odd ones, and the scores."""
+    first = mlp.Embedding(WIDTH)
+    first.byte.sparse = True
+    return mlp.tiny(stages)._replace(stages=[first, nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
 
 
 def all_frozen(stages: int) -> Model:

@@ -98,11 +98,11 @@ class ResNetLike(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """The encoder's output is read by every block of the decoder."""
+    """The encoder's output is read by every block of the decoder. An embedding whose gradient would be sparse."""
 
     def __init__(self, blocks: int = 2) -> None:
         super().__init__()
-        self.source, self.target = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
+        self.source, self.target = nn.Embedding(WORDS, WIDTH, sparse=True), nn.Embedding(WORDS, WIDTH)
         self.encoder = nn.ModuleList([Block() for _ in range(blocks)])
         self.decoder = nn.ModuleList([Block(crossed=True) for _ in range(blocks)])
         self.head = nn.Linear(WIDTH, WORDS)

@@ -35,6 +35,12 @@ from schedgen.util.errors import UsageError
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
 ASSERT_TYPE = torch.ops.aten._assert_tensor_metadata.default  # of the traced type, which the engine's autocast changes
 
+SPARSE = {  # which argument asks for a sparse gradient
+    torch.ops.aten.embedding.default: 4,
+    torch.ops.aten.embedding_bag.default: 5,
+    torch.ops.aten.embedding_bag.padding_idx: 5,
+}
+
 
 class ExportedGraph(NamedTuple):
     """The graph of one microbatch's forward; nodes are in the order of execution."""
@@ -83,6 +89,10 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             _check_nodes(part.graph)
             for node in part.graph.find_nodes(op="call_function", target=ASSERT_TYPE):
                 part.graph.erase_node(node)
+            for operation, argument in SPARSE.items():
+                for node in part.graph.find_nodes(op="call_function", target=operation):
+                    if len(node.args) > argument:
+                        node.update_arg(argument, False)  # gradients are added up in dense buffers
             part.recompile()
             _set_region_lines(part)
     state = _state(module, exported, graph)
