@@ -25,7 +25,7 @@ from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writi
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_settings, other_threads, run_settings
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, on_rank_0, say, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
@@ -165,14 +165,14 @@ class CheckpointWriter:
             if comm.rank == 0:
                 disk_format.abandon(directory, step)
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
-                print(f"mpirun: no checkpoint of step {step}: {stop}; {last}", file=sys.stderr, flush=True)
+                say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
             return False
         finally:
             self.state[PHASE] = TRAINING
         self.last = step
         if comm.rank == 0:
             folder = disk_format.step_folder(directory, step)
-            print(f"checkpoint of step {step}: {folder}, {time.perf_counter() - begin:.1f} s", flush=True)
+            say(f"checkpoint of step {step}: {folder}, {time.perf_counter() - begin:.1f} s", sys.stdout)
         return True
 
     def _writing_rank(self, stage: int) -> int:

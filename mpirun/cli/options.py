@@ -252,7 +252,11 @@ def _records(parser: Parser) -> None:
     """Add the options of what a run leaves beside its checkpoints."""
     add = parser.add_argument
     add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
-    add("--metrics", metavar="FILE", help="one JSON object a step: step, loss, grad_norm, seconds, tokens")
+    add(
+        "--metrics",
+        metavar="FILE",
+        help="one JSON object a step: step, loss, grad_norm, seconds, tokens; - is standard output",
+    )
     add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
     add("--trace-steps", type=_positive_count, metavar="K", help="trace the last K steps; default: 1")
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
+from mpirun.comm.fail_together import say
 from mpirun.training.session import Result
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
+from schedgen.util.files import open_output
 
 
 class Progress:
@@ -21,8 +24,11 @@ class Progress:
 
     def __init__(self, begun: int, steps: int, metrics: str | None) -> None:
         """`begun`: steps done by an earlier run; `metrics`: a file. UsageError if it cannot be."""
-        self.begun, self.steps = begun, steps
-        self.metrics = _metrics(metrics, begun) if metrics else None
+        self.begun, self.steps, self.path = begun, steps, metrics
+        self.failed = False  # whether a line or a row could not be written
+        with contextlib.ExitStack() as end:
+            self.metrics = _metrics(metrics, begun, end) if metrics else None
+            self.end = end.pop_all()
         self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
         self.every = max(1, (steps - begun) // 20)
         self.losses: list[float] = []
@@ -40,45 +46,58 @@ class Progress:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} tokens/s")
             self.bar.update()
         elif (step - self.begun) % self.every == 0 or step + 1 == self.steps:
-            print(
-                f"step {step + 1}/{self.steps}  loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s",
-                flush=True,
+            self._print(
+                f"step {step + 1}/{self.steps}  loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s"
             )
         if self.metrics is not None:
             numbers = {"loss": loss, "grad_norm": result.grad_norm, **result.metrics}
             finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
             row = {"step": step, **finite, "seconds": round(result.seconds, 6), "tokens": result.tokens}
-            print(json.dumps(row), file=self.metrics, flush=True)
+            try:
+                self.metrics.write(f"{json.dumps(row)}\n".encode())
+                self.metrics.flush()
+            except OSError as error:
+                say(f"mpirun: note: --metrics {self.path}: {error.strerror}: no more is written to it", sys.stderr)
+                self.metrics, self.failed = None, True
 
     def close(self, header: Header) -> None:
         """Print the summary."""
+        with contextlib.suppress(OSError):  # of a row that could not be written, as is said already
+            self.end.close()
         if self.bar is not None:
             self.bar.close()
         if self.losses:
             rate = float(np.median(self.rates))
-            print(
+            self._print(
                 f"{header.scheme['name']}: {len(self.losses)} steps on {header.workers} ranks, "
-                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {self.total:.1f} s",
-                flush=True,
+                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f}, {rate:.0f} tokens/s, {self.total:.1f} s"
             )
         else:
-            print(f"{self.begun} of {self.steps} steps are done", flush=True)
+            self._print(f"{self.begun} of {self.steps} steps are done")
+
+    def _print(self, line: str) -> None:
+        self.failed |= not say(line, sys.stdout)
 
 
-def _metrics(path: str, begun: int) -> TextIO:
-    """The file, opened, with the rows of steps that an earlier run has done."""
+def _metrics(path: str, begun: int, end: contextlib.ExitStack) -> BinaryIO:
+    """What takes rows, open until `end`; in a file they come behind those of steps that an earlier run has done."""
+    old = Path(path)
     try:
-        rows = Path(path).read_text().splitlines(keepends=True) if begun and Path(path).exists() else []
-        file = Path(path).open("w")  # noqa: SIM115 -- open as long as the run lasts
-        file.writelines(row for row in rows if _step(row) < begun)
+        out = end.enter_context(open_output(path))
+        if out.fileno() in (1, 2) or (old.exists() and not old.is_file()):  # a standard stream, a pipe or a device
+            return out
+        if begun and old.exists():
+            out.writelines(row + b"\n" for row in old.read_bytes().splitlines() if _step(row) < begun)
+        end.close()  # now they take the place of the old file
+        return end.enter_context(old.open("ab"))
     except OSError as error:
         raise UsageError(f"--metrics {path}: {error.strerror}") from None
-    return file
 
 
-def _step(row: str) -> float:
+def _step(row: bytes) -> float:
     """The step that a row is of; infinite where it is of none."""
     try:
-        return int(json.loads(row)["step"])
-    except (ValueError, TypeError, KeyError):
+        step = json.loads(row)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return math.inf
+    return step if isinstance(step, int) else math.inf

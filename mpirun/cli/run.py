@@ -12,7 +12,7 @@ from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import check_writable, on_rank_0
-from mpirun.comm.waiting import sleeping_barrier
+from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory
 from mpirun.engine.read_schedule import read_schedule
 from mpirun.engine.setup import set_up_command
@@ -77,9 +77,9 @@ class Run:
                 print(f"mpirun: note: --trace: no step is left, so {options.trace} is not written", file=sys.stderr)
             self._print_memory()
             code = session.verify()
-            sleeping_barrier(self.comm)  # nobody is done before all are
             unsaved = options.save and begun < steps and not saved
-            return code or int(bool(unsaved))
+            unwritten = self.progress is not None and self.progress.failed
+            return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # nobody is done before all are
 
     def _steps(self, trace: StepTrace | None, traced: int) -> bool:
         """All steps, of which the last `traced` are traced; whether the end is saved. A Stop if asked to leave."""

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -99,6 +99,17 @@ def print_notes(comm: MPI.Comm) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         elif comm.rank == 0:
             print(f"mpirun: note: {warning.message}", file=sys.stderr, flush=True)
+
+
+def say(line: str, stream: TextIO) -> bool:
+    """Print a line to a standard stream; False, after a note, if it cannot be, as on a full disk: the run goes on."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python tries again when it ends
+        say(f"mpirun: note: standard output: {error.strerror}: no more is printed", sys.stderr)
+        return False
+    return True
 
 
 def check_writable(option: str, path: str) -> None:

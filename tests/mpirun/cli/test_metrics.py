@@ -1,0 +1,67 @@
+"""--metrics: a row a step, in a file or on standard output, and what becomes of a run that cannot write its rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def command(compiled, text) -> list[object]:
+    """Of a run on one rank."""
+    schedule = compiled("gpipe", stages=1, microbatches=2, workers=1)
+    return [schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text]
+
+
+def steps(text: str) -> list[int]:
+    """The steps of the rows in a text, in which there are other lines, too."""
+    return [json.loads(line)["step"] for line in text.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def saved(several, command, tmp_path_factory) -> Path:
+    """A folder with a checkpoint of step 2, and the rows of the first two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    ((code, _),) = several(1, [[*command, "--steps", 2, "--save", folder / "saved", "--metrics", folder / "rows"]])
+    assert code == 0 and steps((folder / "rows").read_text()) == [0, 1]
+    return folder
+
+
+def test_a_run_that_goes_on_keeps_the_rows_of_steps_that_are_done(mistakes, command, saved):
+    """What is no row, or one of a step that will be done again, is dropped."""
+    rows = saved / "rows"
+    rows.write_bytes(
+        rows.read_bytes() + b'{"step": 2}\n{"step": 1e999}\n\xff\n{"step": ' + b"[" * 100_000 + b"\n{}\n[\n"
+    )
+    again = [*command, "--resume", saved / "saved", "--metrics", rows, "--steps"]
+    for count in (2, 4):  # there is nothing left to do; then there is
+        (ended,) = mistakes(1, [[*again, count]])
+        assert (ended.code, ended.err) == (0, "")
+        assert steps(rows.read_text()) == [*range(count)]
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_rows_go_to_standard_output_behind_what_is_there(launch, command, saved, name):
+    resumed = launch(None, *command, "--steps", 4, "--resume", saved / "saved", "--metrics", name)
+    assert resumed.code == 0 and steps(resumed.out) == [2, 3]
+    assert [line.split()[0] for line in resumed.out.splitlines()[::2]] == ["resumed", '{"step":', '{"step":']
+
+
+def test_rows_that_cannot_be_written_cost_no_step(mistakes, command, tmp_path):
+    run = [*command, "--steps", 3, "--save", tmp_path / "saved", "--metrics", "/dev/full"]
+    (ended,) = mistakes(1, [run])
+    note = "mpirun: note: --metrics /dev/full: No space left on device: no more is written to it\n"
+    assert (ended.code, ended.err) == (1, note)
+    assert "step 3/3" in ended.out and "checkpoint of step 3: " in ended.out
+
+
+@pytest.mark.parametrize("streams", ["1", "1, 2"])
+def test_lines_that_cannot_be_printed_cost_no_step(launch, command, tmp_path, streams):
+    full = f"for stream in ({streams},): os.dup2(os.open('/dev/full', os.O_WRONLY), stream)"
+    program = ("-c", f"import os, sys; from mpirun.cli.main import main\n{full}\nsys.exit(main())")
+    ended = launch(None, *command, "--steps", 3, "--save", tmp_path / "saved", "--every", 1, program=program)
+    assert ended.code == 1 and len(list((tmp_path / "saved").glob("step-*"))) == 3
+    notes = ["mpirun: note: standard output: No space left on device: no more is printed"]
+    assert ended.ours == (notes if streams == "1" else [])
