@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
@@ -298,10 +298,13 @@ def _check_files(comm: MPI.Comm, read: Sequence[str | None], written: Sequence[s
 
     def check() -> None:
         names = [name for name in written if name]
-        for name, other in itertools.product(names, filter(None, read)):
-            if is_same_file(name, other):
-                raise UsageError(f"{name} would be written over, but it is read: give what is written another name")
-        if len({Path(name).resolve() for name in names}) < len(names):
+        try:
+            same = [name for name, other in itertools.product(names, filter(None, read)) if is_same_file(name, other)]
+        except OSError as error:  # as of a name that is too long
+            raise UsageError(f"{error.filename}: {error.strerror}") from None
+        if same:
+            raise UsageError(f"{same[0]} would be written over, but it is read: give what is written another name")
+        if len({os.path.realpath(name) for name in names}) < len(names):
             raise UsageError(f"{names[0]} would be written twice: give each its own name")
 
     on_rank_0(comm, check)

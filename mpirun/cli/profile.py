@@ -22,7 +22,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0, together
+from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0, together, write_output
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.act import Act
 from mpirun.engine.build import build_interpreter
@@ -40,7 +40,6 @@ from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, UsageError
-from schedgen.util.files import open_output
 
 MICROBATCHES = 8  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
@@ -257,8 +256,4 @@ def _one_worker(graph: ModelGraph) -> Program:
 
 def _write(path: str, profile: dict[str, object]) -> None:
     lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
-    try:
-        with open_output(path) as out:
-            out.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
-    except OSError as error:
-        raise RefusedFile(f"--output {path}: {error.strerror}") from None
+    write_output("--output", path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())

@@ -26,6 +26,7 @@ class Run:
     def __init__(self, comm: MPI.Intracomm, options: RunOptions) -> None:
         """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
+        on_rank_0(comm, self._check_outputs)
         file = read_schedule(comm, options.file)
         if not options.trace:
             file = file._replace(all_ranks=None)  # now the rows of other ranks can go
@@ -50,8 +51,11 @@ class Run:
             session.resume(checkpoint)
         self.progress = on_rank_0(comm, self._progress)
         session.handle_sigterm()
-        if trace := options.trace:
-            on_rank_0(comm, lambda: check_writable("--trace", trace))
+
+    def _check_outputs(self) -> None:
+        for option, path in (("--metrics", self.options.metrics), ("--trace", self.options.trace)):
+            if path:
+                check_writable(option, path)
 
     def _progress(self) -> Progress:
         return Progress(self.session.begun, self.options.setup.steps, self.options.metrics)

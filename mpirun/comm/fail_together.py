@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 import sysconfig
 import traceback
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from mpirun.comm.waiting import sleeping_any
 from schedgen.util.errors import MpirunWarning, RefusedFile, UsageError
+from schedgen.util.files import open_output
 
 T = TypeVar("T")
 _OURS = str(Path(__file__).parents[1])
@@ -106,17 +108,44 @@ def say(line: str, stream: TextIO) -> bool:
     try:
         print(line, file=stream, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python tries again when it ends
+        _write_nowhere(stream)
         say(f"mpirun: note: standard output: {error.strerror}: no more is printed", sys.stderr)
         return False
     return True
 
 
+def _write_nowhere(stream: TextIO) -> None:
+    """What a standard stream could not write is dropped: else Python tries again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def check_writable(option: str, path: str) -> None:
     """UsageError if a file cannot be written there; "-" is standard output."""
-    folder = Path(path).resolve().parent
-    wrong = "Is a directory" if Path(path).is_dir() else None if folder.is_dir() else "No such file or directory"
-    if wrong is None and path != "-" and not os.access(folder, os.W_OK):
-        wrong = "Permission denied"
-    if wrong:
-        raise UsageError(f"{option} {path}: {wrong}")
+    if path == "-":
+        return
+    written, wrong = Path(os.path.realpath(path)).parent, None  # a file is written beside the old one, and renamed
+    try:
+        mode = Path(path).stat().st_mode
+        if stat.S_ISDIR(mode):
+            wrong = "Is a directory"
+        elif not stat.S_ISREG(mode):  # a device or a pipe
+            written = Path(path)
+    except FileNotFoundError:
+        wrong = None if written.is_dir() else "No such file or directory"
+    except OSError as error:
+        wrong = error.strerror
+    if wrong or not os.access(written, os.W_OK):
+        raise UsageError(f"{option} {path}: {wrong or 'Permission denied'}")
+
+
+def write_output(option: str, path: str, data: bytes) -> None:
+    """Write the file that an option names; RefusedFile if it cannot be written. "-" is standard output."""
+    try:
+        with open_output(path) as out:
+            out.write(data)
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _write_nowhere(sys.stdout)
+        raise RefusedFile(f"{option} {path}: {error.strerror}") from None

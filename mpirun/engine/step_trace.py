@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpirun.comm.clocks import as_rank_0_times, read_clocks
 from mpirun.comm.device import Device
-from mpirun.comm.fail_together import on_rank_0
+from mpirun.comm.fail_together import on_rank_0, write_output
 from mpirun.engine.act import Act
 from mpirun.engine.interpreter import Interpreter
 from mpirun.watchdog import ROW
@@ -24,8 +24,6 @@ from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Instruction, Kind, Op,
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, trace_events, trace_file
 from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, Times, measured_timelines
-from schedgen.util.errors import RefusedFile
-from schedgen.util.files import open_output
 
 _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 
@@ -122,9 +120,4 @@ def _write(by_rank: list[tuple[Times, Times, Small]], program: Program | None, p
     wait = np.minimum(np.rint(np.concatenate([waited for _, waited, _ in by_rank], axis=1) * 1e9), end - begin)
     cause = np.concatenate([causes for _, _, causes in by_rank], axis=1)
     timelines = measured_timelines(program, (begin + wait) / 1e3, (end - begin - wait) / 1e3, wait / 1e3, cause)
-    data = trace_file(trace_events(program, timelines, MEASURED))
-    try:
-        with open_output(path) as out:
-            out.write(data)
-    except OSError as error:
-        raise RefusedFile(f"--trace {path}: {error.strerror}") from None
+    write_output("--trace", path, trace_file(trace_events(program, timelines, MEASURED)))

@@ -45,6 +45,23 @@ def over_input(word: str, name: str) -> Mistake:
     return Mistake(arguments, 2, lambda files: f"{getattr(files, name)}{OVER}")
 
 
+def looping(folder: Path) -> Path:
+    """A link to itself."""
+    if not (folder / "loop").is_symlink():
+        (folder / "loop").symlink_to("loop")
+    return folder / "loop"
+
+
+def unwritable(word: str, place: Callable[[Path], object], why: str, called: str | None = None) -> Mistake:
+    """A file that cannot be written; the message calls it by its option, unless it is `called` otherwise."""
+
+    def arguments(files: Files) -> list[Any]:
+        return ["no-schedule", "--model", MLP, word, place(files.folder)]
+
+    prefix = f"{word} " if called is None else called
+    return Mistake(arguments, 2, lambda files: f"{prefix}{place(files.folder)}: {why}")
+
+
 def text_file(name: str, content: bytes | None, sentence: Callable[[Path], str]) -> Mistake:
     def arguments(files: Files) -> list[Any]:
         if content is not None:
@@ -152,6 +169,21 @@ MISTAKES = {
         2,
         lambda files: f"{files.folder / 'a'} would be written twice: give each its own name",
     ),
+    "metrics in a loop of links": unwritable("--metrics", looping, "Too many levels of symbolic links"),
+    "metrics with a name that is too long": unwritable(
+        "--metrics", lambda folder: folder / ("x" * 300), "File name too long", ""
+    ),
+    "a trace below a file": unwritable("--trace", lambda folder: f"{__file__}/trace", "Not a directory"),
+    "a graph nowhere": Mistake(
+        lambda files: ["graph", "--model", "models_for_tests:raises", "--stages", 2, "-o", "nowhere/graph"],
+        2,
+        "--output nowhere/graph: No such file or directory",
+    ),
+    "a graph on a full disk": Mistake(
+        lambda files: ["graph", "--model", MLP, "--stages", 2, "-o", "/dev/full"],
+        1,
+        "--output /dev/full: No space left on device",
+    ),
     "nonsense": option("--nonsense", sentence="unrecognized arguments: --nonsense"),
     "no model": Mistake(lambda files: [files.schedule], 2, f"--model is missing{SEE}"),
     "no schedule": Mistake(lambda files: ["--model", MLP], 2, f"FILE is missing{SEE}"),
@@ -239,6 +271,13 @@ def test_the_job_ends_with_that_sentence(sentence, made, files, name):
     """mpiexec's exit code is that of the ranks, and nothing else is said."""
     mistake = MISTAKES[name]
     assert sentence(2, mistake.code, *mistake.arguments(files)) == made[name].err.strip().removeprefix("mpirun: ")
+
+
+def test_whoever_may_write_to_a_device_may_name_it(launch):
+    """Though not to its folder: root, who may, becomes somebody else."""
+    check = "import os; from mpirun.comm.fail_together import check_writable"
+    run = launch(None, program=("-c", f"{check}\nos.getuid() or os.setuid(65534)\ncheck_writable('-o', '/dev/null')"))
+    assert (run.code, run.err) == (0, "")
 
 
 def test_help_is_no_mistake(launch):

@@ -126,8 +126,13 @@ def test_a_trace_that_could_not_be_written_is_refused_before_the_first_step(mist
     common = [schedule, "--model", MLP, "--text", text]
     missing = tmp_path / "nowhere" / "trace"
     nowhere, nothing = mistakes(
-        2, [[*common, "--trace", missing], [*common, "--trace", tmp_path / "trace", "--steps", 0]]
+        2,
+        [
+            [*common, "--trace", missing, "--metrics", tmp_path / "rows"],
+            [*common, "--trace", tmp_path / "trace", "--steps", 0],
+        ],
     )
     assert nowhere == (2, "", f"mpirun: --trace {missing}: No such file or directory\n")
+    assert not (tmp_path / "rows").exists()
     why = "there is nothing to trace in 0 steps (see python -m mpirun --help)"
     assert nothing == (2, "", f"mpirun: --trace: {why}\n")
