@@ -74,22 +74,27 @@ class Run:
             if traced:
                 walks = traced * session.setup.passes
                 trace = StepTrace(session.interpreter, session.instructions, session.setup.device, walks)
-            saved = self._steps(trace, traced)
-            if trace is not None and options.trace:
+            saved, left = self._steps(trace, traced)
+            if trace is not None and trace.done and options.trace:
                 trace.write(self.comm, session.schedule.all_ranks, options.trace)
-            elif options.trace and self.comm.rank == 0:
-                print(f"mpirun: note: --trace: no step is left, so {options.trace} is not written", file=sys.stderr)
+            elif options.trace:
+                why = "none of its steps is done" if left else "no step is left"
+                self._note(f"--trace: {why}, so {options.trace} is not written")
             self._print_memory()
+            if left:
+                if options.verify:
+                    self._note("--verify: nothing is compared, for the run is not done")
+                session.leave(saved)
             code = session.verify()
             unsaved = options.save and begun < steps and not saved
             unwritten = self.progress is not None and self.progress.failed
             return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # nobody is done before all are
 
-    def _steps(self, trace: StepTrace | None, traced: int) -> bool:
-        """All steps, of which the last `traced` are traced; whether the end is saved. A Stop if asked to leave."""
-        session, options, saved = self.session, self.options, False
+    def _steps(self, trace: StepTrace | None, traced: int) -> tuple[bool, bool]:
+        """All steps, of which the last `traced` are traced; whether the end is saved, and whether SIGTERM made it."""
+        session, options, saved, left = self.session, self.options, False, False
         steps = options.setup.steps
-        while session.steps < steps:
+        while session.steps < steps and not left:
             if trace is not None and session.steps == steps - traced:
                 trace.begin()
             result = session.step()
@@ -99,16 +104,15 @@ class Run:
             left = result.leave and not last
             if options.save and (left or last or session.steps % options.every == 0):
                 saved = session.save(options.keep)
-            if left:
-                self._close_progress()
-                session.leave(saved)
-        session.restore_sigterm()
-        self._close_progress()
-        return saved
-
-    def _close_progress(self) -> None:
+        if not left:
+            session.restore_sigterm()
         if self.progress is not None:
-            self.progress.close(self.session.header)
+            self.progress.close(session.header)
+        return saved, left
+
+    def _note(self, words: str) -> None:
+        if self.comm.rank == 0:
+            print(f"mpirun: note: {words}", file=sys.stderr, flush=True)
 
     def _print_memory(self) -> None:
         if self.bytes is not None:

@@ -100,12 +100,12 @@ class StepTrace:
         return CAUSES.index(KIND_WORDS[Kind.W if i.op == Op.FETCH_W else Kind(i.kind)])
 
     def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
-        """Write the trace of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""
+        """Write what is done of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""
         after = read_clocks(self.transport)
         shape = (self.passes, len(self.instructions) + 1)
-        times = as_rank_0_times(np.array(self.times).reshape(shape), self.before, after)
-        waited = np.diff(np.array(self.waited).reshape(shape), axis=1)
-        by_rank = comm.gather((times, waited, self.cause))
+        times = as_rank_0_times(np.array(self.times).reshape(shape)[: self.done], self.before, after)
+        waited = np.diff(np.array(self.waited).reshape(shape)[: self.done], axis=1)
+        by_rank = comm.gather((times, waited, self.cause[: self.done]))
         on_rank_0(comm, lambda: _write(by_rank or [], program, path))
 
 

@@ -167,7 +167,15 @@ def agreed(mistakes, traces, text, tmp_path_factory):
         "nan loss skipped": ["nan_loss", "--on-nan", "skip", "--metrics", folder / "nan"],
         "infinite gradient skipped": ["infinite_gradient", "--on-nan", "skip", "--verify", "--canonical"],
         "asked to leave": ["asked_to_leave_in_stage", "--save", folder / "left"],
-        "asked to leave, nothing to save to": ["asked_to_leave_in_stage"],
+        "asked to leave, nothing to save to": ["asked_to_leave_in_stage", "--trace", folder / "early", "--verify"],
+        "asked to leave, traced": [
+            "asked_to_leave_in_stage",
+            "--trace",
+            folder / "trace",
+            "--trace-steps",
+            3,
+            "--memory",
+        ],
     }
     command = [traces / "1f1b.json", "--text", text, "--steps", 4, "--model"]
     commands = [[*command, f"models_for_tests:{name}", *options] for name, *options in runs.values()]
@@ -211,7 +219,21 @@ def test_a_rank_that_is_asked_to_leave_takes_all_along_after_the_step(agreed):
     assert (ended.code, ended.err) == (143, "mpirun: asked to leave (SIGTERM): saved after step 2\n")
     assert [folder.name for folder in (agreed[1] / "left").iterdir()] == ["step-00000002"]
     ended = agreed[0]["asked to leave, nothing to save to"]
-    assert (ended.code, ended.err) == (143, "mpirun: asked to leave (SIGTERM): nothing is saved after step 2\n")
+    *notes, last = ended.err.splitlines()
+    assert (ended.code, last) == (143, "mpirun: asked to leave (SIGTERM): nothing is saved after step 2")
+    assert notes == [
+        f"mpirun: note: --trace: none of its steps is done, so {agreed[1] / 'early'} is not written",
+        "mpirun: note: --verify: nothing is compared, for the run is not done",
+    ]
+
+
+def test_a_run_that_is_asked_to_leave_writes_what_it_has(agreed, traces):
+    """Of steps 2 to 4 that would be traced, the second; and the bytes of memory."""
+    ended = agreed[0]["asked to leave, traced"]
+    assert ended.code == 143 and "memory: most bytes of tensors at once, by rank: " in ended.out
+    assert schedgen(["stats", str(traces / "1f1b.json"), "--measured", str(agreed[1] / "trace")]) == 0
+    events = json.loads((agreed[1] / "trace").read_text())["traceEvents"]
+    assert {event["args"]["walk"] for event in events if event["ph"] == "X"} == {0}
 
 
 def test_a_loss_without_a_gradient_trains_nothing_and_is_refused(launch, compiled, text):
