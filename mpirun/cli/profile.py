@@ -245,7 +245,7 @@ def _one_worker(graph: ModelGraph) -> Program:
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
         job = np.where(d == F, s, 3 * graph.stages - 2 * s + (d == W))
-        return (b // 2 * 4 * graph.stages + job) * 2 + b % 2
+        return (b // 2 * (3 * graph.stages + 2) + job) * 2 + b % 2
 
     scheme = Scheme("profile", 1, lambda s, b, d: (0 * s, 0 * s), n, "pairs", "strict", split=True)
     scheme = scheme._replace(

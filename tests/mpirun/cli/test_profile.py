@@ -146,12 +146,12 @@ def test_mistakes_are_one_sentence_each(mistakes, traces, tmp_path):
     assert ended == [(code, "", f"mpirun: {reason}\n") for _, code, reason in cases]
 
 
-def test_one_rank_has_no_links(mistakes, text, tmp_path):
+def test_one_rank_with_one_stage_has_no_links(mistakes, text, tmp_path):
     file = tmp_path / "p.json"
-    (ended,) = mistakes(1, [["profile", "--model", MLP, "--stages", 2, "--text", text, "--steps", 1, "-o", file]])
+    (ended,) = mistakes(1, [["profile", "--model", MLP, "--stages", 1, "--text", text, "--steps", 1, "-o", file]])
     assert (ended.code, ended.err) == (0, "mpirun: note: one rank has no links: alpha and beta are 0\n")
     profile = json.loads(file.read_text())
-    assert (profile["alpha"], profile["beta"]) == (0, 0)
+    assert (profile["alpha"], profile["beta"], len(profile["F"])) == (0, 0, 1)
     assert list(tmp_path.iterdir()) == [file]
 
 
