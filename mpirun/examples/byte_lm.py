@@ -5,7 +5,7 @@
 It is a GPT-2 of four layers with random weights, and a tokenizer whose tokens are bytes.
 """
 
-import sys
+import argparse
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,4 +26,6 @@ def main(directory: str, width: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory")
+    main(parser.parse_args().directory)

@@ -5,7 +5,7 @@
 SCHEDULE is a file of schedgen. After each epoch, by default of three, it prints the accuracy on 297 digits.
 """
 
-import sys
+import argparse
 from typing import Any
 
 import torch
@@ -73,4 +73,7 @@ def main(schedule: str, epochs: int = EPOCHS, checkpoints: str | None = None, **
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else EPOCHS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule")
+    parser.add_argument("epochs", type=int, nargs="?", default=EPOCHS)
+    main(**vars(parser.parse_args()))

@@ -7,7 +7,7 @@ scheme. After each epoch it evaluates on the last tenth of the text. It saves ch
 from the newest. The tuned model goes to the directory TUNED, which from_pretrained loads.
 """
 
-import sys
+import argparse
 from collections.abc import Sequence
 from math import cos, pi
 from pathlib import Path
@@ -77,4 +77,8 @@ def main(model: str, text: str, schedule: str, tuned: str, **options: Any) -> No
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:], log=f"{sys.argv[4]}-events")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "text", "schedule", "tuned"):
+        parser.add_argument(name)
+    words = vars(parser.parse_args())
+    main(**words, log=f"{words['tuned']}-events")

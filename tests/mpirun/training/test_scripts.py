@@ -11,6 +11,14 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 
 
+@pytest.mark.parametrize(
+    ("example", "words"), [("finetune_lm", ["model"]), ("digits", ["1.json", "x"]), ("byte_lm", [])]
+)
+def test_an_example_says_how_it_is_used(launch, example, words):
+    done = launch(None, *words, program=("-m", f"mpirun.examples.{example}"))
+    assert done.code == 2 and done.err.startswith("usage: ") and "Traceback" not in done.err
+
+
 def test_the_benchmark_of_a_script_s_loop_runs(launch):
     done = launch(4, "--quick", program=(str(BENCH / "engine.py"),))
     timed = re.findall(r"\d s +\d+\.\d+(?:  \d+\.\d+ to \d+\.\d+)?$", done.out, re.M)
