@@ -109,7 +109,6 @@ cat "$dir/job.log"
 
 echo "== sbatch: the example for GPUs"
 gpus() { # NUMBER OPTION...: of a node
-    # A job that is slow would be requeued near its limit, again and again.
     VENV=$(dirname "$bin") timeout 300 sbatch --time=30 \
         --ntasks-per-node=2 --cpus-per-task=1 --gpus-per-node="$1" "${@:2}" \
         mpirun/cli/slurm-gpu.sbatch "${train[@]:2}" --steps 3
