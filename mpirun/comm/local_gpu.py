@@ -22,11 +22,12 @@ def local_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def use_local_gpu(arguments: Sequence[str] = ()) -> None:
-    """Make the GPU current that is the rank's in turn; none with `--device cpu` among a command's arguments."""
+    """Make the GPU current that is the rank's in turn; none for `--device cpu` of a command, `graph` or `--help`."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", nargs="?")
     number = local_rank(os.environ)
-    if number is None or parser.parse_known_args(arguments)[0].device == "cpu":
+    without = [*arguments[:1]] in (["graph"], ["-h"], ["--help"])
+    if number is None or without or parser.parse_known_args(arguments)[0].device == "cpu":
         return
     try:
         driver = ctypes.CDLL("libcuda.so.1")

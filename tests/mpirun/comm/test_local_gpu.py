@@ -61,9 +61,10 @@ def test_ranks_take_the_gpus_of_their_host_in_turns(gpu_of):
     assert gpu_of(1, OMPI_COMM_WORLD_LOCAL_RANK="3") == 0
 
 
-def test_none_is_taken_without_a_launcher_without_gpus_or_for_the_cpu(gpu_of):
+def test_none_is_taken_without_a_launcher_without_gpus_or_for_what_needs_none(gpu_of):
     assert gpu_of(4) == gpu_of(0, MPI_LOCALRANKID="1") == -1
     assert gpu_of(4, "1f1b.json", "--device", "cpu", MPI_LOCALRANKID="1") == -1
+    assert gpu_of(4, "graph", "--stages", "2", MPI_LOCALRANKID="1") == gpu_of(4, "--help", MPI_LOCALRANKID="1") == -1
     assert gpu_of(4, "1f1b.json", "--device=cuda", MPI_LOCALRANKID="1") == 1
 
 
@@ -104,7 +105,7 @@ def library(name, *options, **more):
         return CDLL(name, *options, **more)
     sys.exit("MPI is imported" if "mpi4py.MPI" in sys.modules else "MPI is not imported")
 ctypes.CDLL = library
-sys.argv = ["mpirun", "--help"]
+sys.argv = ["mpirun"]
 {start}
 """
 
