@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -55,11 +55,9 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and values. Sums of words tell values apart that were drawn, as fast as memory is read."""
+    """Of names and values."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        words = data[: data.size // 8 * 8].view(np.int64)
-        rest = bytes(data[words.nbytes :])
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {words.sum()} {rest!r}\n".encode())
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data)}\n".encode())
     return found.hexdigest()

@@ -491,6 +491,7 @@ for model in (modules(), nn.Sequential(*modules())):
     [
         ("ddp", "all", "parameters"),
         ("ddp", "scale", "frozen parameters or buffers"),
+        ("ddp", "order", "frozen parameters or buffers"),
         ("fsdp", "scale", "frozen parameters or buffers"),
         ("fsdp", "all", None),
         ("1f1b", "all", "weight"),
@@ -508,14 +509,16 @@ _, _, scheme, drawn = sys.argv
 def stage(weight=None):
     module = torch.nn.Linear(4, 4)
     module.weight = module.weight if weight is None else weight
-    module.register_buffer("scale", torch.ones(3))
+    module.register_buffer("scale", torch.arange(5.0))
     return module
 rank = MPI.COMM_WORLD.rank
 torch.manual_seed(rank if drawn == "all" else 0)
 first = stage()
 modules = [first, stage(first.weight if scheme == "1f1b" else None)]
 if drawn == "scale":
-    modules[0].scale[2] = rank
+    modules[0].scale[4] = rank
+if drawn == "order":
+    modules[0].scale[:4] = modules[0].scale[:4].roll(2 * rank)
 with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatches=2) as run:
     run.step((torch.ones(2, 4), torch.ones(2, 4)))
 """
