@@ -58,6 +58,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     """Of names and values."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(data)}\n".encode())
+        data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+        checksum = zlib.crc32(data.view(-1).view(torch.uint8).numpy())
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {checksum}\n".encode())
     return found.hexdigest()
