@@ -143,10 +143,13 @@ def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
             if not 0 <= place[0] < stages:
                 raise UsageError(f"ties {place[1]} of stage {place[0]}, but there are {stages} stages")
         ties.append([(int(stage), name) for stage, name in tie])
-    ties += [tie for tie in shared_parameters(model.stages) if not any(set(tie) <= set(given) for given in ties)]
     for (stage, name), count in Counter(place for tie in ties for place in tie).items():
         if count > 1:
             raise UsageError(f"ties {name} of stage {stage} twice")
+    for shared in shared_parameters(model.stages):  # of given ties that have some of its places it makes one
+        joined = [tie for tie in ties if not set(tie).isdisjoint(shared)]
+        ties = [tie for tie in ties if tie not in joined]
+        ties.append(list(dict.fromkeys(place for tie in (*joined, shared) for place in tie)))
     return ties
 
 

@@ -447,7 +447,7 @@ assert (steps("best"), steps("tuned")) == ([4, 5, 7], [7])
 
 
 def test_modules_that_share_a_parameter_train_it_as_one(tmp_path, launch):
-    """Given as a list, or as the children of a Sequential, of which one may come twice."""
+    """As a list, as the children of a Sequential, of which one may come twice, or tied by some of its names alone."""
     script = tmp_path / "shared.py"
     script.write_text(
         """
@@ -457,7 +457,7 @@ from torch import nn
 class Head(nn.Module):
     def __init__(self, weight):
         super().__init__()
-        self.weight = weight
+        self.weight = self.again = weight
     def forward(self, x):
         return x @ self.weight.T
 def modules():
@@ -475,7 +475,8 @@ for step in range(3):
     loss.backward()
     optimizer.step()
     plain.append(loss.item())
-for model in (modules(), nn.Sequential(*modules())):
+tied = mpirun.Model(modules(), nn.functional.cross_entropy, tied=[[(0, "weight"), (3, "weight")]])
+for model in (modules(), nn.Sequential(*modules()), tied):
     with mpirun.Engine("1f1b", model, loss=nn.functional.cross_entropy, microbatches=2,
                        optimizer=lambda named: sgd([entry.parameter for entry in named])) as run:
         losses = [run.step((x[step], y[step])).loss for step in range(3)]
