@@ -32,7 +32,7 @@ from torch import Tensor
 
 from schedgen.util.errors import RefusedFile
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 _DRAFT, _REMOVED = ".writing-", ".old-"  # how the names of folders begin that are no checkpoints yet, or no longer
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")

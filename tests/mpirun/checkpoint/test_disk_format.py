@@ -74,7 +74,7 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
 @pytest.mark.parametrize(
     "changed",
     [
-        {"checkpoint": 2},
+        {"checkpoint": 3},
         {"step": -1},
         {"step": 2**31},
         {"step": True},
@@ -106,6 +106,13 @@ def test_a_manifest_that_says_something_else_is_refused(tmp_path, changed: dict[
     file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
     with pytest.raises(RefusedFile, match=r"manifest\.json: (damaged|of another version)$"):
         disk_format.read_manifest(file.parent)
+
+
+def test_a_manifest_of_an_earlier_version_says_so(tmp_path):
+    """Whatever it has."""
+    (tmp_path / disk_format.MANIFEST).write_text('{"checkpoint": 1}')
+    with pytest.raises(RefusedFile, match=r"manifest\.json: of another version$"):
+        disk_format.read_manifest(tmp_path)
 
 
 def test_what_the_format_has_no_type_for_is_refused(tmp_path):
