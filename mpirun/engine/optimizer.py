@@ -23,7 +23,6 @@ OWN = (
     "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
     "defaults", "param_groups", "state",
 )  # fmt: skip
-SCHEDULED = ("lr", "initial_lr", "momentum", "betas")  # what schedulers change in groups
 
 
 class Optimizer:
@@ -197,9 +196,8 @@ def _unsaved(made: SteppedOptimizer) -> dict[str, str | None]:
     """By name, a hash of what an optimizer keeps elsewhere than in its state by parameter."""
     optimizer, groups = made.optimizer, made.optimizer.param_groups
     values = {name: value for name, value in vars(optimizer).items() if name not in OWN}
-    steps_set = SCHEDULED if made.scheduler is not None else ("lr",) if made.recipe.rate is not None else ()
     for number, group in enumerate(groups):
-        values |= {f"{name} of group {number}": value for name, value in group.items() if name not in steps_set}
+        values |= {f"{name} of group {number}": value for name, value in group.items() if name not in made.set_names}
     parameters = {id(parameter) for group in groups for parameter in group["params"]}
     found = {name: _hash(value, parameters) for name, value in values.items()}
     for key in optimizer.state:

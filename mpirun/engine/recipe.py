@@ -102,6 +102,7 @@ class SteppedOptimizer:
         self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
         self.scheduled = 0  # steps that the scheduler has been told of
+        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}  # in groups, by step
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
         """Step with the learning rate of `step`, counted from 0, and the random numbers of `update` in it.
@@ -122,8 +123,11 @@ class SteppedOptimizer:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # after --resume it is stepped before the optimizer is
                 while self.scheduled < step:
+                    before = [dict(group) for group in self.optimizer.param_groups]
                     self.scheduler.step()
                     self.scheduled += 1
+                    for group, was in zip(self.optimizer.param_groups, before, strict=True):
+                        self.set_names |= {name for name in group if group[name] is not was.get(name)}
 
     @property
     def rate(self) -> float:

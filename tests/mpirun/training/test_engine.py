@@ -533,7 +533,7 @@ with mpirun.Engine(scheme, modules, loss=torch.nn.functional.mse_loss, microbatc
 
 
 def test_what_an_optimizer_keeps_is_resumed_as_it_was_saved(tmp_path, launch):
-    """Numbers of Python's, and tensors of other shapes and types than the parameter's: those of Adafactor, and more."""
+    """Numbers of Python's, tensors of other shapes and types than the parameter's; what a scheduler sets in groups."""
     script = tmp_path / "keeps.py"
     script.write_text(
         SAVING
@@ -555,11 +555,16 @@ def same(one, other):
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and one == other
-for make in (torch.optim.Adafactor, Odd):
+class Decay(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 * self.last_epoch
+        return self.base_lrs
+for make, scheduler in ((torch.optim.Adafactor, None), (Odd, None), (torch.optim.AdamW, Decay)):
     found = []
     for name, parts in (("whole", (4,)), ("parts", (2, 4))):
         for steps in parts:
-            with engine(optimizer=lambda named: make([entry.parameter for entry in named])) as run:
+            with engine(optimizer=lambda named: make([entry.parameter for entry in named]), scheduler=scheduler) as run:
                 run.resume(folder / make.__name__ / name)
                 while run.steps < steps:
                     run.step((x, x))
@@ -572,7 +577,7 @@ for make in (torch.optim.Adafactor, Odd):
 """
     )
     done = launch(None, tmp_path, program=(str(script),))
-    assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 2
+    assert (done.code, done.err) == (0, "") and done.out.count("resumed after step 2: ") == 3
 
 
 def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, launch):
