@@ -59,6 +59,6 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-        checksum = zlib.crc32(data.view(-1).view(torch.uint8).numpy())
+        checksum = zlib.crc32(data.view(-1).view(torch.uint8).numpy().data)
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {checksum}\n".encode())
     return found.hexdigest()
