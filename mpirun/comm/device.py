@@ -240,16 +240,20 @@ class Cuda(Device):
 
 
 def number_on_host(comm: MPI.Intracomm) -> int:
-    """A rank's number on its host: what the launcher says, or how many ranks before it are there. Collective.
+    """A rank's number on its host: what the launcher says, or how many ranks before it are there. Collective."""
+    numbers, here = comm.allgather(local_rank(os.environ)), ranks_on_host(comm)
+    number, said = numbers[comm.rank], {numbers[rank] for rank in here}
+    # Ranks that inherit one variable of another launcher all have the same number.
+    return number if number is not None and None not in said and len(said) == len(here) else here.index(comm.rank)
+
+
+def ranks_on_host(comm: MPI.Intracomm) -> list[int]:
+    """The ranks that run on this one's host. Collective.
 
     MPI cannot be asked: with MPIR_CVAR_NOLOCAL it treats ranks of one host as if they were on several.
     """
-    said = comm.allgather((MPI.Get_processor_name(), local_rank(os.environ)))
-    host, number = said[comm.rank]
-    # Ranks that inherit one variable of another launcher all have the same number.
-    if number is not None and len(set(said)) == len(said) and all(other is not None for _, other in said):
-        return number
-    return sum(other == host for other, _ in said[: comm.rank])
+    hosts = comm.allgather(MPI.Get_processor_name())
+    return [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
 
 
 def cuda_aware() -> bool:

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpirun.comm.device import Device, choose_device
+from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource
@@ -177,10 +177,9 @@ def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, 
     `gpu_messages`: auto, direct or host; `stream_words`: in place of events.
     """
     sleeping_barrier(comm)  # for ranks that still import
-    same_host = comm.Split_type(MPI.COMM_TYPE_SHARED)
     own = os.sched_getaffinity(0)  # a part of the host's, where launchers bind ranks to cores
-    ranks = Counter(core for of_rank in same_host.allgather(own) for core in of_rank)
+    of_ranks = comm.allgather(own)
+    ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
     cores = sum(Fraction(1, ranks[core]) for core in own)
-    same_host.Free()
     torch.set_num_threads(threads or max(1, int(cores)))
     return Host(together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words)), cores < 1)

@@ -22,6 +22,7 @@ if found:
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="ranks are bound to two cores")
+@pytest.mark.parametrize("apart", [{}, {"MPIR_CVAR_NOLOCAL": "1", "COLD_RANKS": "1"}], ids=["together", "apart"])
 @pytest.mark.parametrize(
     ("bound", "shares"),
     [
@@ -31,7 +32,7 @@ if found:
         ([CORES[:1], CORES[1:2], CORES[1:2]], [(False, 1), (True, 1), (True, 1)]),
     ],
 )
-def test_cores_are_shared_by_the_ranks_that_may_use_them(launch, bound, shares):
-    """Whether launchers bind ranks to cores or leave all cores to all."""
-    done = launch(len(bound), program=["-c", SHARES, str(bound)])
+def test_cores_are_shared_by_the_ranks_that_may_use_them(launch, bound, shares, apart):
+    """Whether launchers bind ranks to cores or leave all cores to all, or MPICH is told that no two are on one host."""
+    done = launch(len(bound), program=["-c", SHARES, str(bound)], env=apart)
     assert (done.code, done.out) == (0, f"{shares}\n"), done.err
