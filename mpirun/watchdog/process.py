@@ -146,7 +146,13 @@ class WatchdogProcess:
 
     def _compare(self) -> None:
         """Report to the other hosts; end the job where one of them is silent, or nothing moves."""
-        self.compared = time.monotonic()
+        now = time.monotonic()
+        if (missed := now - self.compared - REPORT) > REPORT:  # suspended, and with it the ranks: it does not count
+            for rank in self.ranks:
+                rank.moved = min(now, rank.moved + missed)
+            for link in self.hosts.links:
+                link.heard = min(now, link.heard + missed)
+        self.compared = now
         here = [rank.state(self.host) for rank in self.ranks]
         self.hosts.send(states=here)
         if self.spoken or self.ending is not None:

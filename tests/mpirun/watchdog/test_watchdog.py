@@ -186,6 +186,22 @@ def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
     b.ended(20)
 
 
+def test_time_in_which_all_are_suspended_does_not_count(hosts):
+    """As by Slurm, for another job."""
+    a, b = hosts(limit=4)
+    a.show(0, TRAINING, 9, 1, NOTHING)
+    time.sleep(REPORT)
+    processes = [one for host in (a, b) for one in (*host.ranks, host.watchdog)]
+    for one in processes:
+        one.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    for one in processes:
+        one.send_signal(signal.SIGCONT)
+    time.sleep(REPORT)
+    assert a.watchdog.poll() is None and b.watchdog.poll() is None
+    assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
+
+
 def test_ranks_that_are_done_leave_in_peace(hosts):
     a, b = hosts(limit=100)
     for host in (a, b):
