@@ -79,7 +79,7 @@ class Session:
         self.end.callback(self._give_back_sigterm)
         self.sigterm_before = signal.getsignal(signal.SIGTERM)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._asked_early)
+            signal.signal(signal.SIGTERM, self._leave_at_once)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
         self.on_nan = "stop"
@@ -146,9 +146,9 @@ class Session:
         """From now on SIGTERM means: leave after the step; asked again later (Slurm asks twice), at once."""
         signal.signal(signal.SIGTERM, self._asked_to_leave)
 
-    def _asked_early(self, *_: object) -> None:
-        """In the set-up SIGTERM ends this rank, as it does by itself; the watchdog says so, and ends the others."""
-        self.watchdog.show_asked_early()
+    def _leave_at_once(self, *_: object) -> None:
+        """SIGTERM ends this rank, as it does by itself; the watchdog says so, and ends the others."""
+        self.watchdog.show_asked()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
 
@@ -157,8 +157,7 @@ class Session:
             self.asked = time.monotonic()
             self.interpreter.optimizer_step.leave_requested = True
         elif time.monotonic() - self.asked > ASKED_TWICE:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
+            self._leave_at_once()
 
     def checkpoints(self) -> CheckpointWriter:
         """What reads and writes the checkpoints of this run."""
@@ -247,11 +246,11 @@ class Session:
 
     def restore_sigterm(self) -> None:
         """SIGTERM ends the process again: there are no more steps."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._leave_at_once)
 
     def _give_back_sigterm(self) -> None:
         """SIGTERM means what it meant before this run."""
-        if signal.getsignal(signal.SIGTERM) in (self._asked_early, self._asked_to_leave):
+        if signal.getsignal(signal.SIGTERM) in (self._leave_at_once, self._asked_to_leave):
             signal.signal(signal.SIGTERM, self.sigterm_before or signal.SIG_DFL)
 
     def leave(self, saved: bool) -> None:

@@ -11,17 +11,18 @@ All but `rank_side` import Python's own library only, so that a watchdog is ther
 A rank shows `WORDS` 64-bit words. These are their indices:
 """
 
-PHASE, STEP, ROW, WAIT, BEAT, CALL, IN_SCRIPT = range(7)
+PHASE, STEP, ROW, WAIT, BEAT, CALL, IN_SCRIPT, ASKED = range(8)
 WORDS = 8
 # Values of PHASE, and how messages call them.
-SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, LEAVING, TRYING, ENDING = range(10)
+SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING = range(9)
 PHASES = (
     "setting up", "training", "saving a checkpoint", "verifying", "done", "failed", "evaluating",
-    "asked to leave (SIGTERM) before the first step", "trying messages between GPUs", "at the end of its run",
+    "trying messages between GPUs", "at the end of its run",
 )  # fmt: skip
 # ROW: the instruction that the rank executes, or NOTHING. WAIT: the row of the transfer or sum that it waits for, or
 # NOTHING, or OTHERS: something that all ranks take part in. BEAT: counts up where no row changes for long. CALL: the
 # number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because two
-# would change one after the other. IN_SCRIPT: whether the script does something of its own, between two calls.
+# would change one after the other. IN_SCRIPT: whether the script does something of its own, between two calls. ASKED:
+# whether SIGTERM ends this rank now.
 NOTHING, OTHERS = -1, -2
 METHODS = ("", "loader", "step", "evaluate", "predict", "save", "resume", "export", "verify", "close")

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from mpirun.watchdog import DONE, FAILED, LEAVING, PHASE, PHASES, SETTING_UP, TRYING, WORDS
+from mpirun.watchdog import ASKED, DONE, FAILED, PHASE, PHASES, SETTING_UP, TRYING, WORDS
 from mpirun.watchdog.hang import different_calls, explain_hang
 from mpirun.watchdog.hosts import Hosts, Link
 from mpirun.watchdog.rank_state import Rank, State, in_a_line, launcher, os_process
@@ -34,7 +34,7 @@ SILENCE = 60.0  # seconds after which a silent host counts as lost, if the time 
 LAST_WORDS = 5.0  # seconds that a rank which fails has to speak and to end the others
 GRACE = 2.0  # seconds that the launcher has to end the other ranks when one is gone
 DIED = "ended without a word: killed, perhaps for lack of memory"
-DIED_AT = {PHASES[LEAVING]: "nothing is saved", PHASES[TRYING]: "MPI died on GPU memory: --gpu-messages host"}
+DIED_AT = {PHASES[TRYING]: "MPI died on GPU memory: --gpu-messages host"}
 
 
 class WatchdogProcess:
@@ -129,7 +129,7 @@ class WatchdogProcess:
             self._hear_failures()
             if not rank.ended_well:
                 # The launcher kills the others at once, so the first to be seen may not be the first that ended.
-                asked = next((other for other in self.ranks if other.words[PHASE] == LEAVING), rank)
+                asked = next((other for other in self.ranks if other.words[ASKED]), rank)
                 self._rank_died(asked.state(self.host))
 
     def _rank_died(self, state: State) -> None:
@@ -137,7 +137,8 @@ class WatchdogProcess:
         if self.first or not self.hosts.links:
             if not self.spoken:
                 self.spoken = True
-                _speak(f"{in_a_line(state)}: {DIED_AT.get(state['at'], DIED)}")
+                why = "asked to leave (SIGTERM)" if state["asked"] else DIED_AT.get(state["at"], DIED)
+                _speak(f"{in_a_line(state)}: {why}")
             self.hosts.send(end="soon")
         else:
             self.hosts.send(died=state)

@@ -24,12 +24,12 @@ from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
 from mpirun.watchdog import (
+    ASKED,
     CALL,
     DONE,
     EVALUATING,
     FAILED,
     IN_SCRIPT,
-    LEAVING,
     METHODS,
     NOTHING,
     PHASE,
@@ -114,10 +114,9 @@ class Watchdog:
         finally:
             self.state[IN_SCRIPT] = True
 
-    def show_asked_early(self) -> None:
-        """Show that SIGTERM ends this rank, if it does so in the set-up."""
-        if self.state[PHASE] == SETTING_UP:
-            self.state[WAIT], self.state[PHASE] = NOTHING, LEAVING
+    def show_asked(self) -> None:
+        """Show that SIGTERM ends this rank."""
+        self.state[ASKED] = True
 
     @contextlib.contextmanager
     def trying_messages(self) -> Iterator[None]:

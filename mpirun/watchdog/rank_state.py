@@ -6,7 +6,21 @@ import json
 import time
 from typing import Any, NamedTuple
 
-from mpirun.watchdog import BEAT, CALL, DONE, IN_SCRIPT, METHODS, OTHERS, PHASE, PHASES, ROW, STEP, TRAINING, WAIT
+from mpirun.watchdog import (
+    ASKED,
+    BEAT,
+    CALL,
+    DONE,
+    IN_SCRIPT,
+    METHODS,
+    OTHERS,
+    PHASE,
+    PHASES,
+    ROW,
+    STEP,
+    TRAINING,
+    WAIT,
+)
 
 LAUNCHERS = ("mpiexec", "mpirun", "prterun", "orterun")
 ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t": "stopped", "S": "asleep"}
@@ -14,7 +28,7 @@ ACTIVITIES = {"R": "computing", "D": "blocked in the kernel", "T": "stopped", "t
 # Of a rank, as watchdogs send it to each other: rank, host, at (what it executes), waits (for what, in words), peer
 # (the rank that it waits for; None: for none, -1: for all that are behind), process (what that does), moved (seconds
 # since it last did), calls (how many methods of the Engine its script has called), call (the last one), in_script
-# (whether that has returned).
+# (whether that has returned), asked (whether SIGTERM ends it).
 State = dict[str, Any]
 
 
@@ -93,7 +107,7 @@ class Rank:
         calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
                 "moved": moved, "calls": calls, "call": METHODS[method],
-                "in_script": bool(self.words[IN_SCRIPT])}  # fmt: skip
+                "in_script": bool(self.words[IN_SCRIPT]), "asked": bool(self.words[ASKED])}  # fmt: skip
 
 
 def in_a_line(state: State) -> str:

@@ -659,7 +659,7 @@ if run.rank == 0 or sys.argv[1] == "loss":
     ("where", "words"),
     [
         ("loop", 'fails.py", line 30'),
-        ("set-up", r"mpirun: rank 1 on \S+: asked to leave \(SIGTERM\) before the first step: nothing is saved\n"),
+        ("set-up", r"mpirun: rank 1 on \S+: setting up: asked to leave \(SIGTERM\)\n"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
         ("argument", "mpirun: a int gives no batches: take what loader"),
         ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),

@@ -236,6 +236,14 @@ def test_a_run_that_is_asked_to_leave_writes_what_it_has(agreed, traces):
     assert {event["args"]["walk"] for event in events if event["ph"] == "X"} == {0}
 
 
+def test_a_rank_that_is_asked_to_leave_after_the_steps_does_so_at_once(launch, traces, text, tmp_path):
+    """In the last step the signal changes nothing; when rank 0 does that again, to verify, it comes to rank 0."""
+    command = [traces / "1f1b.json", "--model", "models_for_tests:asked_to_leave_in_stage", "--text", text]
+    result = launch(4, *command, "--steps", 2, "--verify", env={"TROUBLE_AT": str(tmp_path / "at")})
+    assert "step 2/2" in result.out and result.code != 0 and len(result.ours) == 1, result.err
+    assert re.fullmatch(r"mpirun: rank 0 on \S+: verifying: asked to leave \(SIGTERM\)", result.ours[0]), result.err
+
+
 def test_a_loss_without_a_gradient_trains_nothing_and_is_refused(launch, compiled, text):
     schedule = compiled("1f1b", stages=2, microbatches=2, workers=1)
     result = launch(1, schedule, "--model", "models_for_tests:without_gradient", "--text", text)
