@@ -155,7 +155,6 @@ class Cuda(Device):
     def __init__(self, comm: MPI.Intracomm, messages: str, words: bool = False) -> None:
         """`messages`: one of WAYS; `words`: of streams, in place of events. Collective."""
         self.words = None
-        self.all_words = StreamWords(self.host, CudaStreamOperations()) if words else None
         self.torch = torch.device("cuda", number_on_host(comm) % torch.cuda.device_count())
         torch.cuda.set_device(self.torch)
         # The default stream waits for what others launch, MPI too, and they for it.
@@ -169,6 +168,8 @@ class Cuda(Device):
         self.messages = messages
         self.direct = messages == "direct" or (messages == "auto" and bool(comm.allreduce(cuda_aware(), MPI.LAND)))
         self.shared = f", {len(gpus)} ranks on {len(set(gpus))}" if len(set(gpus)) < len(gpus) else ""
+        # Last: of the other ranks, whose drivers may have words, none waits for one that is refused.
+        self.all_words = StreamWords(self.host, CudaStreamOperations()) if words else None
 
     @property
     def description(self) -> str:

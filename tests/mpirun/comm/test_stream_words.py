@@ -109,6 +109,28 @@ def test_a_cpu_has_no_words(mistakes, compiled, text):
     assert (ended.code, ended.err) == (2, "mpirun: --stream-words: a CPU has no streams of kernels\n")
 
 
+DRIVERS = """
+import functools, sys
+from unittest import mock
+from mpi4py import MPI
+from mpirun.comm import device
+from mpirun.comm.fail_together import Stop, together
+comm = MPI.COMM_WORLD
+driver = functools.partial(device.CudaStreamOperations, "libc.so.6") if comm.rank == 1 else mock.Mock()
+with mock.patch.object(device, "torch") as torch, mock.patch.object(device, "CudaStreamOperations", driver):
+    torch.cuda.device_count.return_value = 1
+    try:
+        together(comm, lambda: device.Cuda(comm, "host", True))
+    except Stop as stop:
+        sys.stdout.write(f"{comm.rank} {stop.speaker} {str(stop).partition(':')[0]}\\n")
+"""
+
+
+def test_a_driver_without_words_on_one_host_ends_all_ranks(launch):
+    done = launch(2, program=["-c", DRIVERS], limit=60)
+    assert sorted(done.out.splitlines()) == [f"{rank} 1 --stream-words" for rank in (0, 1)], done.err
+
+
 FAKE = """
 #include <stdint.h>
 int cuStreamWriteValue32_v2(void *stream, uint64_t address, uint32_t number, unsigned flags) {
