@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -281,14 +282,21 @@ def mpi_libraries(maps: str) -> list[str]:
 def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = False) -> Device:
     """`name`: cpu, cuda, or auto (a GPU if every rank has one); `messages`: one of WAYS. Collective.
 
-    `words`: of streams, in place of events. UsageError if there is no GPU for cuda, or none for words.
+    `words`: of streams, in place of events. UsageError where one is missing that an option needs.
     """
-    available = bool(comm.allreduce(torch.cuda.is_available(), MPI.LAND))
-    if name == "cuda" and not available:
+    found = comm.allgather((torch.cuda.is_available(), MPI.Get_processor_name()))
+    without = [(rank, host) for rank, (available, host) in enumerate(found) if not available]
+    if name == "cuda" and without:
         raise UsageError("--device cuda: torch finds no GPU on every host")
-    if not available or name == "cpu":
+    if without or name == "cpu":
         if words:
             raise UsageError("--stream-words: a CPU has no streams of kernels")
+        if messages != "auto":
+            raise UsageError(f"--gpu-messages {messages}: a CPU has no memory but the host's")
+        if name == "auto" and len(without) < comm.size and comm.rank == 0:
+            rank, host = without[0]
+            note = f"torch finds a GPU for some ranks, but none for rank {rank} on {host}: all take CPUs"
+            print(f"mpirun: note: {note}", file=sys.stderr, flush=True)
         return Device()
     if words and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UsageError("--stream-words: this MPI lets one thread in only, and another has to write the words")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,24 @@ import torch
 def test_a_gpu_that_is_missing_is_a_users_mistake(mistakes, traces):
     (ended,) = mistakes(4, [[traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--device", "cuda"]])
     assert ended == (2, "", "mpirun: --device cuda: torch finds no GPU on every host\n")
+
+
+LACKING = """
+import torch
+from mpi4py import MPI
+from mpirun.comm.device import choose_device
+comm = MPI.COMM_WORLD
+torch.cuda.is_available = lambda: comm.rank == 0
+for name in ("auto", "cpu"):
+    assert choose_device(comm, name, "auto").kind == "cpu"
+"""
+
+
+def test_a_host_without_its_gpu_is_named(launch):
+    """As where a driver has failed on one of many."""
+    done = launch(3, program=["-c", LACKING])
+    note = r"mpirun: note: torch finds a GPU for some ranks, but none for rank 1 on \S+: all take CPUs\n"
+    assert done.code == 0 and re.fullmatch(note, done.err), done.err
 
 
 @pytest.mark.parametrize("program", ["gpu_delays", "late_kernels"])

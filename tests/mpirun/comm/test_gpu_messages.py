@@ -174,9 +174,9 @@ def test_memory_that_other_processes_cannot_read_is_warned_of(gpu, monkeypatch, 
     assert "expandable" not in gpu.description
 
 
-def test_on_the_cpu_the_way_makes_no_difference(several, mistakes, traces, text):
-    options = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 1, "--device", "cpu", "--gpu-messages"]
-    runs = several(4, [[traces / "1f1b.json", *options, way] for way in ("direct", "host", "auto")])
-    assert [code for code, _ in runs] == [0, 0, 0]
-    (ended,) = mistakes(4, [[traces / "1f1b.json", *options, "both"]])
-    assert ended.code == 2 and "--gpu-messages: invalid choice: 'both'" in ended.err
+def test_on_the_cpu_there_is_no_way_to_choose(mistakes, traces):
+    options = [traces / "1f1b.json", "--model", "mpirun.examples.mlp:tiny", "--device", "cpu", "--gpu-messages"]
+    direct, host, both = mistakes(4, [[*options, way] for way in ("direct", "host", "both")])
+    sentence = "mpirun: --gpu-messages {}: a CPU has no memory but the host's\n"
+    assert direct == (2, "", sentence.format("direct")) and host == (2, "", sentence.format("host"))
+    assert both.code == 2 and "--gpu-messages: invalid choice: 'both'" in both.err
