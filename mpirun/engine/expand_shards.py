@@ -42,11 +42,11 @@ def check_shards(model: Model, header: Header) -> None:
 
 
 def expanded_model(unsharded_model: Model, header: Header) -> Model:
-    """The model with shards; UsageError if it ties stages that the schedule does not."""
+    """The model with shards; UsageError if it ties stages that the schedule does not, which forwards alone need not."""
     model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
-        if len(stages) > 1 and stages not in header.tied:
+        if len(stages) > 1 and stages not in header.tied and not header.is_forward:
             if model.ties_shards(tie):
                 raise UsageError(f"the schedule does not tie stages {stages}, shards of one: compile it again")
             wanted = ",".join(str(header.model_stage(stage)) for stage in stages)

@@ -135,6 +135,30 @@ def test_loss_and_norm_do_not_depend_on_the_number_of_shards(verified):
     assert len({str(steps) for steps in by_case.values()}) == 1, by_case
 
 
+EVALUATED = """
+import sys
+import models_for_tests, mpirun, torch
+from mpirun.model.build_stage import build_stage
+from torch.utils.data import TensorDataset
+model = models_for_tests.shards_of_a_dag(4)
+x, y = torch.randn(18, 16, generator=torch.Generator().manual_seed(0)), torch.ones(18, 12)
+with mpirun.Engine(sys.argv[1], model, timeout=60) as run:
+    loader = run.loader(TensorDataset(x, y), microbatch_size=2)
+    predicted, evaluated = run.predict(loader), run.evaluate(loader)
+first, left, right, last = (build_stage(model, stage, 0).eval() for stage in range(4))
+if run.rank == 0:
+    expected = last(left(first(x)), right(first(x)))
+    torch.testing.assert_close(predicted, expected)
+    torch.testing.assert_close(evaluated.loss, model.loss(expected, y).item(), rtol=1e-5, atol=0)
+"""
+
+
+def test_an_engine_evaluates_what_shards_compute(launch, schedules):
+    """Shards share parameters, for which a list of forwards alone needs no ties."""
+    done = launch(4, program=["-c", EVALUATED, str(schedules["a DAG with dropout"])])
+    assert done.code == 0, done.err
+
+
 @pytest.fixture(scope="module")
 def pair_of_layers(inside, schedules, text, tmp_path_factory):
     """The gradients that 4 ranks have of the two layers, by stage and name, and losses; one step."""

@@ -475,11 +475,13 @@ for step in range(3):
     loss.backward()
     optimizer.step()
     plain.append(loss.item())
+plain.append(nn.functional.cross_entropy(whole(x[2]), y[2]).item())
 tied = mpirun.Model(modules(), nn.functional.cross_entropy, tied=[[(0, "weight"), (3, "weight")]])
 for model in (modules(), nn.Sequential(*modules()), tied):
     with mpirun.Engine("1f1b", model, loss=nn.functional.cross_entropy, microbatches=2,
                        optimizer=lambda named: sgd([entry.parameter for entry in named])) as run:
         losses = [run.step((x[step], y[step])).loss for step in range(3)]
+        losses.append(run.evaluate(run.loader(torch.utils.data.TensorDataset(x[2], y[2]), microbatch_size=1)).loss)
     torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
 """
     )
