@@ -15,7 +15,7 @@ PATIENCE = 8  # expansions that find nothing better before a search ends
 
 
 def best_cuts(start: Cuts, seconds: Callable[[Cuts], float], evaluations: int) -> Cuts:
-    """Best-first search: the fastest cuts seen, of which `seconds` is asked at most `evaluations` times.
+    """Best-first search: the fastest cuts seen. `seconds` is asked of `start`, and `evaluations` times at the most.
 
     The neighbours of the fastest cuts not yet expanded come next, until PATIENCE expansions in a row find none faster
     than the best.
@@ -27,7 +27,7 @@ def best_cuts(start: Cuts, seconds: Callable[[Cuts], float], evaluations: int) -
         for cuts in moves(heappop(open_cuts)[1]):
             if cuts in seen:
                 continue
-            if len(seen) == evaluations:
+            if len(seen) >= evaluations:
                 return best[1]
             seen.add(cuts)
             heappush(open_cuts, (seconds(cuts), cuts))
