@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from schedgen.ir.limits import MOST_JOBS
+from schedgen.ir.limits import check_jobs
 from schedgen.ir.weight_versions import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Scheme, Sizes, no_order
@@ -76,12 +76,6 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         if len(tie) < 2 or len(set(tie)) < len(tie) or not all(0 <= stage < stages for stage in tie):
             numbers = ",".join(map(str, tie))
             raise UsageError(f"tied {numbers}: a tie is two or more different stages in 0..{stages - 1}")
-
-
-def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
-    """UsageError where jobs are too many; `per_pair`: those of a stage and a microbatch."""
-    if stages * microbatches * per_pair > MOST_JOBS:
-        raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
 
 
 def _check_forward(options: Options) -> None:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.evaluate import at_job, evaluate
 from schedgen.compiler.job_graph import JobGraph, job_graph
-from schedgen.compiler.options import Options, apply_options, check_jobs, part_counts
+from schedgen.compiler.options import Options, apply_options, part_counts
 from schedgen.ir.cost import REDO, durations
 from schedgen.ir.instructions import B, F, Ints, W
-from schedgen.ir.limits import MOST_PAIRS, MOST_WORKERS
+from schedgen.ir.limits import check_jobs, check_workers
 from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.schemes.scheme import Function, Scheme, Sizes, fourth_argument
@@ -66,9 +66,7 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
     limits = caps(scheme, stages)
     counts = part_counts(sizes, options)[:: options.parts]
     placement = place_jobs(scheme, stages, batches, directions, counts, options.tensor)
-    program_stages = stages * options.parts * options.tensor
-    if placement.workers * program_stages > MOST_PAIRS:
-        raise UsageError(f"{placement.workers} workers and {program_stages} stages are too many")
+    check_workers(placement.workers, stages * options.parts * options.tensor)
     redo = {name: time for name, time in (options.cost or {}).items() if name == REDO and not options.forward}
     edges = chain(stages) if scheme.edges is None else tuple(sorted(scheme.edges))
     return PlacedScheme(
@@ -123,8 +121,8 @@ def place_jobs(
         compute = compute[..., 0]
     named = max(int(weights.max()), int(compute.max())) + 1 if scheme.workers is None else scheme.workers
     workers = named * shards
-    if workers > MOST_WORKERS or workers * max(sum(counts), stages * tensor) > MOST_PAIRS:
-        raise UsageError(f"{workers} workers and {stages} stages are too many: {MOST_WORKERS} workers at the most")
+    check_workers(workers, stages * tensor)
+    check_workers(workers, sum(counts), "parts of weights")
     for name, array in (("weights", weights), ("compute", compute)):
         for job in np.flatnonzero((array < 0) | (array >= named))[:1]:
             raise UsageError(f"w puts {name} on a worker outside 0..{named - 1}: {at_job(array, job)}")

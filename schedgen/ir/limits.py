@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from schedgen.util.errors import UsageError
+
 MOST_JOBS = 2**27  # of a schedule, about a hundred bytes each
 MOST_WORKERS = 2**20
 MOST_STAGES = 2**20  # of a model's graph file
@@ -32,3 +34,17 @@ class Limits(NamedTuple):
     def divided(self, stage: object) -> bool:
         """Whether the weights of a stage have parts; False for what is no stage."""
         return isinstance(stage, int) and 0 <= stage < len(self.parts) and self.parts[stage] > 1
+
+
+def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
+    """UsageError where jobs are too many; `per_pair`: those of a stage and a microbatch."""
+    if stages * microbatches * per_pair > MOST_JOBS:
+        raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
+
+
+def check_workers(workers: int, stages: int, what: str = "stages") -> None:
+    """UsageError where workers are too many, or their pairs with so many stages, or what else is meant."""
+    if workers > MOST_WORKERS:
+        raise UsageError(f"{workers} workers are too many: {MOST_WORKERS} at the most")
+    if workers * stages > MOST_PAIRS:
+        raise UsageError(f"{workers} workers x {stages} {what} are too many: {MOST_PAIRS} at the most")

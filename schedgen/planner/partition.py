@@ -74,6 +74,7 @@ def hierarchy(
     total = math.prod(components)
     if workers not in (None, total):
         raise UsageError(f"--topology {'x'.join(map(str, components))} has {total} workers, not {workers}")
+    _check_workers(total)
     if bandwidths is None:
         if not beta:
             raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
@@ -81,6 +82,11 @@ def hierarchy(
     if len(bandwidths) != len(components):
         raise UsageError(f"--bandwidth needs {len(components)} numbers, one for each level, not {len(bandwidths)}")
     return [Level(*pair) for pair in zip(components, bandwidths, strict=True)]
+
+
+def _check_workers(workers: int) -> None:
+    if workers > MOST_WORKERS:
+        raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {workers}")
 
 
 def partition(downsets: Downsets, levels: Sequence[Level], memory: float = math.inf) -> Partition:
@@ -140,8 +146,7 @@ class _Solver:
         """`memory`: bytes a worker may hold; `most`: copies of a stage. Raises UsageError for too many workers."""
         self.downsets, self.levels, self.memory, self.most = downsets, levels, memory, most
         self.workers = [math.prod(level.components for level in levels[:k]) for k in range(len(levels) + 1)]
-        if self.workers[-1] > MOST_WORKERS:
-            raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {self.workers[-1]}")
+        _check_workers(self.workers[-1])
         self.held = downsets.kept + downsets.weight  # bytes a minibatch in flight takes, summed from cut 0
         self.heaviest = np.maximum.accumulate(downsets.weight)
         self.tails: list[list[int]] = [[0]] * len(levels)  # by level below the highest

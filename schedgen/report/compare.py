@@ -16,6 +16,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
@@ -73,14 +74,16 @@ def _schemes(workers: int) -> list[tuple[str, int | None]]:
 
 
 def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory: int | None = None) -> Comparison:
-    """Compile all schemes.
+    """Compile all schemes; UsageError where workers are more than any schedule may have.
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory`: the most saved forwards a worker may
     hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
     """
     compiled: list[tuple[SchemeNumbers, Header]] = []
     left_out = []
-    schemes = _schemes(sizes.workers or 1)
+    workers = sizes.workers or 1
+    check_workers(workers, sizes.stages)
+    schemes = _schemes(workers)
     for name, groups in over(schemes, "compare", len(schemes)):
         try:
             program, limited = _compiled(name, sizes._replace(groups=groups), cost, memory)

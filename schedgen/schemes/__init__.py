@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from schedgen.ir.limits import check_jobs
 from schedgen.schemes import (
     chimera,
     ddp,
@@ -105,6 +106,7 @@ def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
     """
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
+        check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs
         for option in ("groups", "chunks", "group", "replicas"):
             if getattr(sizes, option) is not None and option not in built_in.module.PARAMETERS:
                 raise UsageError(f"{name} takes no --{option}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from schedgen.ir.limits import check_workers
 from schedgen.schemes.gpipe import stage_workers
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import UsageError
@@ -27,6 +28,7 @@ def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, in
         raise UsageError(
             f"{name} with {sizes.stages} stages, {v} a worker, needs {workers} workers, not {sizes.workers}"
         )
+    check_workers(workers, sizes.stages)
     return workers, v
 
 

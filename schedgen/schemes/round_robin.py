@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from schedgen.ir.instructions import F
+from schedgen.ir.limits import check_workers
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
@@ -19,6 +20,7 @@ PARAMETERS = ("replicas",)
 
 def scheme(sizes: Sizes, name: str, updates: str = "flush") -> Scheme:
     """r(s) of every stage, by default 1, sum up to W; no stage has more replicas than there are microbatches."""
+    check_workers(sizes.stages, sizes.stages)  # every stage has one or more
     replicas = np.array(sizes.replicas or [1] * sizes.stages)
     if len(replicas) != sizes.stages or replicas.min() < 1:
         numbers = ",".join(map(str, replicas.tolist()))

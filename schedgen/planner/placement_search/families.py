@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.compiler.place import place_jobs
+from schedgen.ir.limits import check_jobs
 from schedgen.planner.candidates import PIPELINES
 from schedgen.planner.order_search.placed_problem import as_placement
 from schedgen.planner.placement_search.stage_sets import Placement
@@ -33,6 +34,7 @@ def free_scheme(sizes: Sizes) -> Scheme:
             raise UsageError(f"{FREE} takes no --{option}")
     if sizes.workers is None:
         raise UsageError(f"{FREE} needs --workers W: it places stages on them")
+    check_jobs(sizes.stages, sizes.microbatches, per_pair=3)
     order = "depth-first"
     scheme = Scheme(FREE, sizes.workers, lambda s, b, d: (0, 0), ORDERS[order](sizes), order, "greedy", split=True)
     return placed_on(scheme, blocks(sizes.stages, sizes.workers))

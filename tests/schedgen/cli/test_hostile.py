@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import fuzz
 import numpy as np
@@ -31,6 +32,8 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.memory_plan import memory_plan
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import RefusedFile, clip
+
+VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
 
 
 def compiled(name, *sizes, **options):
@@ -233,6 +236,27 @@ def file(run, tmp_path):
 def test_values_about_as_deep_as_python_reads_are_refused_in_a_sentence(depth, file, run, refused):
     file.write_text(file.read_text().replace('"mb": 0', f'"mb": {"[" * depth}{"]" * depth}', 1))
     assert len(refused(run("seal", file), 1)) < 300
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("compile zb-v --stages 200000000 --microbatches 1", "more than 134217728 jobs: too many"),
+        ("compile zb-v --stages 60000000 --microbatches 1", "30000000 workers are too many: 1048576 at the most"),
+        ("compile dualpipe-v --stages 200000 --microbatches 200000000", "more than 134217728 jobs: too many"),
+        ("compile pipedream --stages 2000000000 --microbatches 2", "more than 134217728 jobs: too many"),
+        ("compile 1f1b-rr --stages 60000000 --microbatches 1", "60000000 workers are too many"),
+        ("compile gpipe --stages 20000 --microbatches 2", "20000 workers x 20000 stages are too many"),
+        ("search free --stages 2000000000 --microbatches 2 --workers 4", "more than 134217728 jobs: too many"),
+        ("compare --stages 8 --microbatches 8 --workers 2000000000", "2000000000 workers are too many"),
+        ("plan {vgg16} --workers 200000000 --bandwidth 1 --microbatches 2", "4096 workers at the most, not 200000000"),
+        ("plan {vgg16} --topology 2000000000x2 --bandwidth 1,1 --microbatches 2", "4096 workers at the most"),
+    ],
+)
+def test_large_numbers_are_refused_before_anything_is_made_of_them(command, words, run, refused):
+    output = () if command.startswith("compare") else ("-o", "-")
+    with fuzz.memory(2**28):
+        assert words in refused(run(*command.format(vgg16=VGG16).split(), *output), 2)
 
 
 def test_half_a_backward_is_refused(file, run, refused, tmp_path):

@@ -213,7 +213,7 @@ def test_w_says_where_parts_are(tmp_path):
         (("1f1b", "--updates", "stash"), "--shards does not go with --updates stash: an owner steps them as a whole"),
         (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),
         (("gpipe", "--shards", "0"), "argument --shards: '0' is not a whole number of at least 1"),
-        (("gpipe", "--shards", "99999999"), "4 workers and 4 stages are too many"),
+        (("gpipe", "--shards", "99999999"), "4 workers x 399999996 parts of weights are too many"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(run, refused, arguments, reason):
