@@ -44,7 +44,7 @@ from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.schemes.template import new
 from schedgen.simulator.machine import Machine, read_profile
 from schedgen.util.errors import SlowScheme, UsageError
-from schedgen.util.files import display_name, open_output, read_text
+from schedgen.util.files import display_name, is_standard_output, open_output, read_text
 
 
 def run_compile(options: CompileOptions) -> int:
@@ -143,7 +143,7 @@ def run_compare(options: CompareOptions) -> int:
     sizes = Sizes(options.stages, options.microbatches, options.workers)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
-    if options.output not in (None, "-") and not str(options.output).endswith(".svg"):
+    if options.output and not is_standard_output(options.output) and not options.output.endswith(".svg"):
         raise UsageError(f"{options.output}: the name should end in .svg")
     comparison = compare(sizes, options.cost, options.memory)
     if not comparison.rows:
@@ -153,7 +153,7 @@ def run_compare(options: CompareOptions) -> int:
         title = f"{sizes.stages} stages, {sizes.microbatches} microbatches, {sizes.workers} workers"
         with open_output(options.output) as out:
             plot_comparison(comparison, title, out)
-    if options.output != "-":
+    if not is_standard_output(options.output):
         print(
             json.dumps(comparison_as_json(comparison), indent=1)
             if options.json
@@ -198,7 +198,7 @@ def run_plan(options: PlanOptions) -> int:
             program = pipedream(layers, levels, options.microbatches, options.memory)
     if program is not None and options.output:
         _write_checked(program, options.output)
-    if options.output != "-":
+    if not is_standard_output(options.output):
         print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
     return 0
 
@@ -242,7 +242,7 @@ def run_search(options: SearchOptions) -> int:
     check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output)
-    if options.output != "-":
+    if not is_standard_output(options.output):
         print(search_table(best, options.objective, seconds, options.json))
     if not (best.optimal or is_installed()):
         print("schedgen: note: OR-Tools proves more, for small problems: pip install ortools", file=sys.stderr)

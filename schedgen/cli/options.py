@@ -25,7 +25,7 @@ from schedgen.schemes.orders import ORDERS
 from schedgen.simulator.machine import Machine
 from schedgen.util import option_types as types
 from schedgen.util.errors import UsageError
-from schedgen.util.files import is_same_file
+from schedgen.util.files import is_same_file, is_standard_output
 
 T = TypeVar("T")
 
@@ -73,8 +73,9 @@ def read(options: type[T], values: Mapping[str, Any]) -> T:
     """A dataclass of options from the parsed values of its fields; UsageError where they do not go together."""
     _check_files(options, values)
     for name, flag in (("output", "-o"), ("trace", "--trace")):
-        if values.get("json") and values.get(name) == "-":
-            raise UsageError(f"{flag} - and --json would both be standard output: give one of them a file")
+        if values.get("json") and is_standard_output(values.get(name)):
+            both = f"{flag} {values[name]} and --json would both be standard output"
+            raise UsageError(f"{both}: give one of them a file")
     return options(**{each.name: values[each.name] for each in fields(options)})  # type: ignore[arg-type]
 
 

@@ -43,7 +43,7 @@ from schedgen.simulator.simulation_numbers import simulation_numbers
 from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.errors import RefusedFile, UsageError, one_line
-from schedgen.util.files import display_name, open_output, read_bytes, read_text
+from schedgen.util.files import display_name, is_standard_output, open_output, read_bytes, read_text
 
 
 def run_check(options: CheckOptions) -> int:
@@ -127,8 +127,9 @@ def run_simulate(options: SimulateOptions) -> int:
         slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
         with open_output(options.trace) as out:
             out.write(trace_file(slices))
-    numbers = simulation_numbers(execution.program, execution.run)
-    print(json.dumps(numbers, indent=1) if options.json else named_numbers(numbers))
+    if not is_standard_output(options.trace):
+        numbers = simulation_numbers(execution.program, execution.run)
+        print(json.dumps(numbers, indent=1) if options.json else named_numbers(numbers))
     return 0
 
 

@@ -87,6 +87,11 @@ def open_output(name: str) -> Iterator[BinaryIO]:
         raise
 
 
+def is_standard_output(name: str | None) -> bool:
+    """Whether what is written to the file `name` goes to standard output, under whatever name, and is not lost."""
+    return name not in (None, os.devnull) and _standard_stream(str(name)) is sys.stdout
+
+
 def _standard_stream(name: str) -> TextIO | None:
     """Standard output or error, where the file `name` is that, such as /dev/stdout; else None."""
     if name == "-":

@@ -327,6 +327,17 @@ def test_standard_output_by_its_name_is_written_in_place(process, tmp_path):
     assert log.read_bytes() == b"before\n" + 2 * process(*command_line()).stdout
 
 
+@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+def test_what_goes_to_standard_output_is_there_alone(name, process, files, tmp_path):
+    (tmp_path / "costs.json").write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
+    sizes = ("--stages", 4, "--microbatches", 4)
+    plan = ("plan", "costs.json", "--workers", 2, "--microbatches", 2, "--bandwidth", 1e9)
+    for command in (plan, (*plan, "--partition-only"), ("search", "1f1b", *sizes, "--budget", 1)):
+        assert process("check", "-", stdin=process(*command, "-o", name).stdout).returncode == 0
+    assert json.loads(process("simulate", "1f1b.json", "--trace", name).stdout)["traceEvents"]
+    assert process("compare", *sizes, "--workers", 2, "-o", name).stdout.rstrip().endswith(b"</svg>")
+
+
 def test_an_error_in_a_real_process_is_one_line(process):
     result = process(*command_line(scheme="none"))
     assert (result.returncode, result.stdout) == (2, b"")
@@ -376,6 +387,8 @@ def test_no_option_is_passed_over(files, run, refused, tmp_path):
     assert "a terminal shows no arrows" in refused(run("draw", schedule, "--transfers"), 2)
     compare = ("compare", *sizes, "--workers", 4)
     assert "should end in .svg" in refused(run(*compare, "-o", tmp_path / "picture.png"), 2)
-    for command in (compare, plan, ("search", "1f1b", *sizes)):
-        assert "would both be standard output" in refused(run(*command, "--json", "-o", "-"), 2)
-    assert "--trace - and --json would both be" in refused(run("simulate", schedule, "--json", "--trace", "-"), 2)
+    for out in ("-", "/dev/stdout"):
+        for command in (compare, plan, ("search", "1f1b", *sizes)):
+            assert "would both be standard output" in refused(run(*command, "--json", "-o", out), 2)
+        sentence = f"--trace {out} and --json would both be"
+        assert sentence in refused(run("simulate", schedule, "--json", "--trace", out), 2)
