@@ -112,11 +112,17 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
     program = checked(name)
     cost, machine = _costs(options, program)
     measured = _read_trace(options.measured, program) if options.measured else []
-    if measured and not (options.cost or options.profile):
-        times = run_numbers(program, measured)["profile"]
+    times = run_numbers(program, measured)["profile"] if measured else {}
+    if times and not (options.cost or options.profile):
         cost, machine = times, machine._replace(step=times.pop("step", 0.0))
     seconds = bool(options.profile or (measured and not options.cost))
-    return _Execution(program, simulate(program, cost, machine), machine, measured, seconds)
+    try:
+        run = simulate(program, cost, machine)
+    except UsageError as error:
+        if cost is not times:
+            raise
+        raise RefusedFile(f"{display_name(str(options.measured))}: {error}") from None
+    return _Execution(program, run, machine, measured, seconds)
 
 
 def run_simulate(options: SimulateOptions) -> int:

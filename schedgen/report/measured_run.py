@@ -38,7 +38,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
     """The timelines of all passes through the program, of the measured process or, where none is, the simulated one.
 
     Raises RefusedFile where the text is no trace of the program: every rank must have executed its list from the first
-    line to the last, as often as the others.
+    line to the last, as often as the others, and some job must have taken time in every pass.
     """
     ranks = _slices(text, name, program.header.workers)
     bounds = program.bounds.tolist()
@@ -64,6 +64,8 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
             raise RefusedFile(f"{name}: {position} begins before the one before it ends")
         columns.append(times)
     start, length, wait, cause = np.moveaxis(np.concatenate(columns, axis=1), 2, 0)
+    if not length[:, np.isin(program.rows.op, COMPUTE)].any(axis=1).all():
+        raise RefusedFile(f"{name}: the jobs of the trace take no time")
     return measured_timelines(program, start, length, wait, cause.astype(np.int8))
 
 
@@ -80,7 +82,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
               `simulate --profile` reads it
     workers   busy and idle of each
 
-    Raises RefusedFile where the jobs take no time.
+    Raises RefusedFile where the jobs take too little time for numbers as large as the trace's.
     """
     table, workers = program.rows, program.header.workers
     start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*passes, strict=True))[:3])
@@ -93,7 +95,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     compute = np.isin(table.op, COMPUTE)
     latency = (start + length)[:, compute].max(axis=1) - begin[:, 0]
     if latency.min() <= 0:
-        raise RefusedFile("the jobs of the trace take no time")
+        raise RefusedFile("the jobs of the trace take too little time to be told from none")
 
     def by_rank(amount: Times) -> Times:
         return np.bincount(table.rank, amount.mean(axis=0), minlength=workers).astype(np.float64)

@@ -69,7 +69,7 @@ def legend(scenes: Sequence[Scene], out: BinaryIO, by: str, transfers: Collectio
 
 def _width(scenes: Sequence[Scene], span: float) -> float:
     """Inches of the picture: within limits, so many that most jobs have room for letter and number."""
-    shortest = min(float(np.median(scene.bars.length)) for scene in scenes)
+    shortest = min(float(np.median(scene.bars.length[scene.bars.length > 0])) for scene in scenes)
     longest = max(text_width(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
     return min(max(LEFT + RIGHT + span / shortest * (longest + 2) / 72, NARROWEST), WIDEST)
 

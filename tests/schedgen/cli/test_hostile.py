@@ -308,16 +308,19 @@ def test_the_trace_of_a_split_backward_gives_the_costs_of_a_simulation(file, run
     assert run("simulate", file, "--measured", trace).code == 0
 
 
-def test_a_trace_in_which_jobs_take_no_time_is_refused(file, run, refused, tmp_path):
+@pytest.mark.parametrize("times", [{"dur": 0}, {"ts": 0, "dur": 0}], ids=["at times", "at once"])
+def test_a_trace_in_which_jobs_take_no_time_is_refused(times, file, run, refused, tmp_path):
     trace = tmp_path / "trace.json"
     run("simulate", file, "--trace", trace)
     events = json.loads(trace.read_text())
     for event in events["traceEvents"]:
         if event["ph"] == "X":
-            event.update(ts=0, dur=0, args={"instruction": event["args"]["instruction"], "wait": 0})
+            event.update(times, args={"instruction": event["args"]["instruction"], "wait": 0})
     trace.write_text(json.dumps(events))
-    for command in ("stats", "simulate"):
-        assert refused(run(command, file, "--measured", trace), 1) == "schedgen: the jobs of the trace take no time"
+    cost = ("--cost", "F=1,I=1,W=1")
+    for command in (("stats",), ("simulate",), ("simulate", *cost), ("draw", *cost), ("draw", *cost, "-o", "a.svg")):
+        message = refused(run(*command, file, "--measured", trace), 1)
+        assert message == f"schedgen: {trace}: the jobs of the trace take no time"
 
 
 def test_options_are_quoted_without_what_a_terminal_obeys(file, run, refused):

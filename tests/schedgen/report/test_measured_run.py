@@ -172,6 +172,15 @@ def test_given_costs_go_before_those_that_were_measured(pair, run, tmp_path):
     assert plan["latency"] == 6
 
 
+def test_most_jobs_may_take_no_time_where_others_give_the_costs(pair, run, refused, tmp_path):
+    schedule, events = pair
+    trace = written([{**e, "dur": 200 * (e["name"] == "BWD" and e["tid"] == 0)} for e in events], tmp_path)
+    drawn = run("draw", schedule, "--cost", "F=1,B=2", "--measured", trace, "-o", tmp_path / "picture.svg")
+    assert drawn == (0, "", "")
+    sentence = refused(run("simulate", schedule, "--measured", trace), 1)
+    assert sentence.startswith(f"schedgen: {trace}: costs: the longest job may take a million times as long")
+
+
 def change(events, at, **to):
     return [*events[:at], {**events[at], **to}, *events[at + 1 :]]
 
