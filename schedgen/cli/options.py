@@ -82,8 +82,10 @@ def read(options: type[T], values: Mapping[str, Any]) -> T:
 def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
     """Refuse to write to a file that is read, whose contents would be lost, and files without a name."""
     for each in fields(options):
-        if each.metadata.get("file") and each.metadata.get("flags") and values[each.name] == "":
-            raise UsageError(f"{each.metadata['flags'][-1]} names no file: it is empty")
+        given = values[each.name]
+        if each.metadata.get("file") and "" in (given if isinstance(given, list) else [given]):
+            called = each.metadata.get("flags") or [each.metadata["metavar"]]
+            raise UsageError(f"{called[-1]} names no file: it is empty")
     files = {
         use: [values[each.name] for each in fields(options) if each.metadata.get("file") == use and values[each.name]]
         for use in (READ, WRITTEN)
@@ -247,10 +249,10 @@ class StatsOptions(Form, InputFile):
         "--cost F=1,B=2", "durations; default: those in the file", durations, group="costs"
     )
     profile: str | None = option(
-        "--profile P", "JSON with durations and bytes: the memory a worker needs, too", group="costs"
+        "--profile P", "JSON with durations and bytes: the memory a worker needs, too", group="costs", file=READ
     )
     measured: str | None = option(
-        "--measured TRACE", "the seconds of a run, from what mpirun --trace wrote", group="costs"
+        "--measured TRACE", "the seconds of a run, from what mpirun --trace wrote", group="costs", file=READ
     )
 
 
@@ -310,7 +312,9 @@ class CompareOptions(Form):
     cost: Mapping[str, float] | None = option(
         "--cost F=1,B=2", "durations; a split backward has half of B each", durations
     )
-    output: str | None = option("-o --output OUT.svg", "a plot of latency against memory; - is standard output")
+    output: str | None = option(
+        "-o --output OUT.svg", "a plot of latency against memory; - is standard output", file=WRITTEN
+    )
 
 
 @dataclass(frozen=True)

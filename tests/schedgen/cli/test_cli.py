@@ -80,7 +80,7 @@ def test_version_says_which(run):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("1f1", "1f1b"), ("zbv", "zb-v"), ("interleaved", "interleaved-zb"), ("gpipes", "gpipe"), ("", None)],
+    [("1f1", "1f1b"), ("zbv", "zb-v"), ("interleaved", "interleaved-zb"), ("gpipes", "gpipe"), ("xyz", None)],
 )
 def test_an_unknown_scheme_is_told_what_is_near(name, near, run, refused):
     said = refused(run(*command_line(scheme=name)), 2)
@@ -159,9 +159,23 @@ def test_search_says_what_it_does_not_begin_with(n, options, said, run, tmp_path
     assert said or "not tried" not in found.err
 
 
-def test_names_of_no_file_and_orders_that_are_fixed_are_refused(run, refused, tmp_path):
+def test_an_empty_name_is_no_file(files, run, refused):
+    """A shell's variable that is not set gives one; the command would do as if the option were not there."""
+    schedule, sizes = files["gpipe"], ("--stages", 2, "--microbatches", 2)
+    for name, command in (
+        ("--output", ("compile", "1f1b", *sizes, "-o")),
+        ("--output", ("compare", *sizes, "--workers", 2, "-o")),
+        ("--profile", ("stats", schedule, "--profile")),
+        ("--measured", ("stats", schedule, "--measured")),
+        ("FILE2", ("draw", schedule)),
+        ("FILE", ("check", schedule)),
+        ("FILE", ("seal",)),
+    ):
+        assert refused(run(*command, ""), 2) == f"schedgen: {name} names no file: it is empty"
+
+
+def test_orders_that_are_fixed_are_refused(run, refused, tmp_path):
     sizes = ("--stages", 2, "--microbatches", 2)
-    assert "-o names no file" in refused(run("compile", "1f1b", *sizes, "-o", ""), 2).replace("--output", "-o")
     assert "search takes no CSV" in refused(run("search", tmp_path / "a.csv", *sizes), 2)
     (tmp_path / "forwards.json").write_text('{"F": [1, 2]}')
     message = refused(run("plan", tmp_path / "forwards.json", "--workers", 2, "--microbatches", 3), 1)
