@@ -82,9 +82,10 @@ class Scene(NamedTuple):
 
     def gaps(self) -> Gaps:
         """All waits, and the time after a worker's last instruction."""
-        start, until = self.timeline.start, self.idle.until
-        ends = (start + self.timeline.length)[self.program.bounds[1:] - 1]
+        start, until, bounds = self.timeline.start, self.idle.until, self.program.bounds
         ranks = np.arange(self.program.header.workers)
+        last_end = (start + self.timeline.length)[bounds[1:] - 1]
+        ends = np.where(np.diff(bounds) > 0, last_end, 0.0)  # of forwards alone a list may be empty
         worker = np.concatenate([self.program.rows.rank, self.program.rows.rank, ranks])
         first = np.concatenate([start - self.timeline.wait, until, ends])
         last = np.concatenate([until, start, np.full(len(ranks), self.makespan)])

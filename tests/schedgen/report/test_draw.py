@@ -14,6 +14,7 @@ import pytest
 
 from schedgen.checker.files import checked
 from schedgen.compiler.compile import compile
+from schedgen.compiler.options import Options
 from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch
 from schedgen.report.draw.scene import build_scene, default_colouring
 from schedgen.schemes import load
@@ -22,8 +23,8 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
 
-def drawn(name, sizes, machine=None):
-    program = compile(load(name, sizes), sizes)
+def drawn(name, sizes, machine=None, **options):
+    program = compile(load(name, sizes), sizes, Options(**options))
     machine = machine or Machine()
     run = simulate(program, program.header.cost, machine)
     return build_scene(name, f"{name}.json", program, run.timeline(), run.sizes, False)
@@ -84,12 +85,17 @@ def test_held_activations_are_those_of_stats():
     assert drawn("1f1b", Sizes(4, 8)).peak_activations().tolist() == [4, 3, 2, 1]  # min(p - k, m) [PipeDream, 3.2]
 
 
-def test_gaps_are_the_idle_time():
-    scene = drawn("fslpp", Sizes(4, 8, 4, 2), Machine(alpha=0.2, weight=3))
-    gaps = scene.gaps()
-    idle = np.zeros_like(scene.idle.time)
-    np.add.at(idle, (gaps.worker, gaps.share), gaps.end - gaps.start)
-    assert np.allclose(idle[:, 1:], scene.idle.time[:, 1:])
+def test_gaps_are_the_idle_time(tmp_path):
+    """Also of workers whose lists are empty: 0 and 3 of the second."""
+    (tmp_path / "inner.py").write_text("def w(s, b, d):\n    return s + 1, s + 1\n\ndef n(s, b, d):\n    return b\n")
+    for scene in (
+        drawn("fslpp", Sizes(4, 8, 4, 2), Machine(alpha=0.2, weight=3)),
+        drawn(f"{tmp_path}/inner.py", Sizes(2, 8, 4), forward=True),
+    ):
+        gaps = scene.gaps()
+        idle = np.zeros_like(scene.idle.time)
+        np.add.at(idle, (gaps.worker, gaps.share), gaps.end - gaps.start)
+        assert np.allclose(idle[:, 1:], scene.idle.time[:, 1:])
 
 
 # Colours
