@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
 
 MOST_JOBS = 300  # of larger problems CP-SAT proves nothing in a minute
+MOST_UNITS = 2**53  # in a schedule: all times are whole numbers, also as floats
 FINEST = 2000  # units in the mean duration of a job, where times are no whole numbers
 
 
@@ -57,7 +58,9 @@ def solve(
     """
     from ortools.sat.python import cp_model
 
-    unit = _unit(problem, whole)
+    unit, flags = _unit(problem, whole), np.zeros(len(problem.length), np.bool_)
+    if problem.length.sum() + problem.before_hop.sum() * problem.microbatches >= MOST_UNITS * unit:
+        return Proof(0.0, None, flags, False)
     length, hop = (_units(times, unit) for times in (problem.length, problem.before_hop))
     horizon = int(length.sum() + hop.sum() * problem.microbatches) + 1
     horizon = min(horizon, 2 * int(np.ceil((start + problem.length).max() / unit)) + 1)
@@ -77,7 +80,7 @@ def solve(
         model.add_hint(at, round(hint / unit))
     for job, choice in chosen.items():
         model.add_hint(choice, bool(is_whole is not None and is_whole[job]))
-    solver, flags = cp_model.CpSolver(), np.zeros(len(length), np.bool_)
+    solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # the same answer every time
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = seconds
@@ -129,7 +132,7 @@ def _add_worker(
         for job in each[-1:] if in_turn else each:
             model.add(longest >= end[job] - opening)
     if np.isfinite(problem.capacity[w]):
-        _add_memory(model, problem, w, begin, end)
+        _add_memory(model, problem, w, begin, end, horizon)
 
 
 def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
@@ -154,7 +157,9 @@ def _add_choices(
     return chosen
 
 
-def _add_memory(model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any]) -> None:
+def _add_memory(
+    model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any], horizon: int
+) -> None:  # fmt: skip
     """What a job of worker w takes is held until the last job of its stage and microbatch ends; where the first half of
     a backward gives some of it back, that until then."""
     per_direction = problem.stages * problem.microbatches
@@ -165,7 +170,9 @@ def _add_memory(model: Any, problem: OrderProblem, w: int, begin: list[Any], end
 
     def hold(first: int, until: int, amount: float) -> None:
         if amount:
-            intervals.append(model.new_interval_var(begin[first], model.new_int_var(0, 10**9, ""), end[until], ""))
+            intervals.append(
+                model.new_interval_var(begin[first], model.new_int_var(0, 2 * horizon, ""), end[until], "")
+            )
             amounts.append(int(amount))
 
     for job in np.flatnonzero(problem.worker[last:] == w).tolist():

@@ -181,6 +181,19 @@ def test_cp_sat_proves_the_best_of_a_small_problem():
     assert best.optimal and best.bound == best.value == 15
 
 
+@pytest.mark.parametrize("message", [1e6 + 0.5, 1e16])
+def test_cp_sat_takes_messages_however_long(message):
+    """One microbatch behind the other, each there and back; beyond 2**53 units nothing is proved."""
+    pytest.importorskip("ortools")
+    sizes = Sizes(2, 2, 2)
+    placed = refine(place(as_placement(load("1f1b", sizes), True), sizes, Options()))
+    problem = problem_of(placed, UNIT, Machine(alpha=message), Limits(saved=1))
+    everything = 4 * message + 12
+    proof = cp_sat.solve(problem, np.full(len(problem.worker), everything), everything, 0.0, 1.0)
+    assert proof.optimal == (message < 1e16)
+    assert proof.bound == (pytest.approx(4 * message + 10) if proof.optimal else 0)
+
+
 def test_whole_backwards_give_back_what_their_own_forward_took():
     """Two at a time go down 6 stages and up, 18 long each: three times that, and the second one's last two jobs."""
     pytest.importorskip("ortools")
