@@ -330,7 +330,7 @@ class PlanOptions(Form):
         "--topology 4x4", "workers of a level, groups of those in the next, and so on", types.topology
     )
     bandwidth: Sequence[float] | None = option(
-        "--bandwidth 1e10,1.25e9", "bytes a second of links, by level; default: the profile's", types.amounts
+        "--bandwidth 1e10,1.25e9", "bytes a second of links, by level; default: the profile's", types.bandwidths
     )
     memory: float = option("--memory M", "bytes a worker may hold; default: no limit", types.amount, math.inf)
     partition_only: bool = switch(

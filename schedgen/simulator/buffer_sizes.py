@@ -12,6 +12,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Kind, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.machine import Machine
+from schedgen.util.errors import UsageError
 
 
 class BufferSizes(NamedTuple):
@@ -57,10 +58,13 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 
     A workspace by direction that has I or W but no B has the larger of them for B; one that has
     B but no I or no W has B's for that. Owned weights come without optimizer state unless the machine says more.
+    UsageError where an amount is no number of 64 bits.
     """
 
     def count(amount: Amount) -> Numbers:
-        return by_stage(amount, stages).astype(np.int64)
+        if not (amounts := by_stage(amount, stages)).max() < 2**63:
+            raise UsageError(f"sizes of {amounts.max():g} bytes are too large")
+        return amounts.astype(np.int64)
 
     by_direction = machine.workspace
     if not isinstance(by_direction, Mapping):

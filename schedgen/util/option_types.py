@@ -38,7 +38,7 @@ count = number("a whole number of at least 1", int, 1, 2**31)
 natural = number("a whole number of at least 0", int, 0, 2**31)
 time = number("a time of at least 0", float, 0, 1e18)
 amount = number("a positive number", float, math.ulp(0.0), 1e18)
-amounts = listed(amount)  # 1e10,1.25e9
+bandwidths = listed(number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18))  # 1e10,1.25e9
 topology = listed(count, "x")  # components by level: 4x2
 
 

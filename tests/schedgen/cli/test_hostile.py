@@ -296,6 +296,13 @@ def test_sizes_whose_sums_are_no_numbers_are_refused(file, run, refused, tmp_pat
         assert "sizes of 900000000000000000 bytes are too large for" in message
 
 
+def test_layers_whose_sizes_add_up_to_no_number_are_refused(run, refused, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"F": [1] * 16, "B": [2] * 16, "weight": 9e17}))
+    message = refused(run("plan", profile, "--workers", 1, "--bandwidth", 1, "--microbatches", 2), 2)
+    assert message == "schedgen: sizes of 1.44e+19 bytes are too large"
+
+
 def test_costs_that_stats_would_not_take_are_refused_by_check(file, run, refused):
     file.write_text(file.read_text().replace('"F": 1,', '"F": 10000000,'))
     for command in ("check", "stats", "simulate"):

@@ -166,8 +166,9 @@ def test_no_damage_to_a_profile_ends_in_a_traceback(tmp_path):
     [
         (["--bandwidth", "1e9"], "needs --workers W or --topology"),
         (["--workers", "4"], "give --bandwidth"),
-        (["--workers", "4", "--bandwidth", "0"], "'0' is not a positive number"),
-        (["--workers", "4", "--bandwidth", "1e9,nan"], "'nan' is not a positive number"),
+        (["--workers", "4", "--bandwidth", "0"], "'0' is not a bandwidth of at least 1e-18 bytes a second"),
+        (["--workers", "4", "--bandwidth", "1e9,nan"], "'nan' is not a bandwidth"),
+        (["--workers", "4", "--bandwidth", "1e-300"], "'1e-300' is not a bandwidth"),
         (["--workers", "4", "--bandwidth", "1e9,1e8"], "--bandwidth needs 1 numbers"),
         (["--topology", "4x", "--bandwidth", "1e9"], "'' is not a whole number"),
         (["--topology", "4x4", "--bandwidth", "1e9"], "--bandwidth needs 2 numbers"),
