@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
 
 def _executed(path: Path) -> ModuleType:
     """The file as a module, of which no bytecode is left behind."""
-    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{path.resolve()}", path)
+    spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{os.path.realpath(path)}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -76,7 +77,7 @@ def _executed(path: Path) -> ModuleType:
         _aside(spec.loader.exec_module)(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and not path.exists():
             raise UsageError(f"there is no file {path}") from None
         raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
     finally:

@@ -70,7 +70,7 @@ def open_output(name: str) -> Iterator[BinaryIO]:
         with path.open("wb") as out:
             yield out
         return
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # Path.resolve raises of a link to itself
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

@@ -352,6 +352,13 @@ def test_what_goes_to_standard_output_is_there_alone(name, process, files, tmp_p
     assert process("compare", *sizes, "--workers", 2, "-o", name).stdout.rstrip().endswith(b"</svg>")
 
 
+def test_a_link_to_itself_is_written_over(run, tmp_path):
+    link = tmp_path / "loop.json"
+    link.symlink_to(link.name)
+    assert run(*command_line(**{"-o": str(link)})) == (0, "", "")
+    assert run("check", link).code == 0
+
+
 def test_an_error_in_a_real_process_is_one_line(process):
     result = process(*command_line(scheme="none"))
     assert (result.returncode, result.stdout) == (2, b"")

@@ -116,6 +116,7 @@ WRONG = {
     "n: no function": ("n = 3", [], "n is no function n(s, b, d)"),
     "ties, which are a model's": ("tied = [[0, 3]]", [], "tied is a model's, not a scheme's"),
     "replicated stages, too": ("whole = [0]", [], "put it into a graph file, for --graph"),
+    "reads a file that is not there": ("open('costs.txt')", [], "mine.py cannot be loaded: FileNotFoundError: "),
     "raises": ("import no_such_module_anywhere", [], "ModuleNotFoundError"),
     "exits": ("raise SystemExit(0)", [], "mine.py"),
     "a syntax error": ("def w(s, b, d) return s", [], "SyntaxError"),
@@ -135,6 +136,8 @@ def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
     assert "there is no scheme 'pipe'" in message and "1f1b" in message
     (tmp_path / "dir.py").mkdir()
     assert "dir.py" in refused(compiled(tmp_path / "dir.py"), 2)
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    assert "loop.py cannot be loaded: OSError" in refused(compiled(tmp_path / "loop.py"), 2)
 
 
 # The conditions under which each scheme's w is defined [Rahimi 2025, "Formal definitions"], at S = 4, B = 4.
