@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.machine import Machine, by_direction, read_profile
-from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import display_name, read_text
 from schedgen.util.parse_json import parse_json
 
@@ -98,10 +98,9 @@ def _parse_json(text: str, name: str) -> Layers:
     count = len(lists[0]) if lists else 1
     if not 1 <= count <= MOST_LAYERS:
         raise RefusedFile(f"{name}: {count} layers, but a plan is for 1 to {MOST_LAYERS}")
-    try:
-        times, machine = read_profile(text, name, count, counted="its first list is of")
-    except UsageError as error:
-        raise RefusedFile(str(error)) from None
+    if isinstance(values, dict) and "apart" in values:
+        raise RefusedFile(f"{name}: apart is of outputs per consumer, and a plan is for a chain: leave it out")
+    times, machine = read_profile(text, name, count, counted="its first list is of")
     if len(times.keys() - {REDO}) < 2:
         raise RefusedFile(f"{name}: a plan is for backwards, too: give B, or I and W, beside F")
     by_layer = {direction: by_stage(seconds, count) for direction, seconds in times.items()}

@@ -14,7 +14,7 @@ from schedgen.ir.cost import DIRECTION, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.tensor_shards import profile_of_shards
-from schedgen.util.errors import RefusedFile, UsageError, clip
+from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.parse_json import parse_json
 
 
@@ -55,8 +55,8 @@ def read_profile(
 
     Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects with these
     for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
-    Raises RefusedFile where it is no such object, UsageError for values that do not fit; `counted` says in it where the
-    numbers of stages and edges come from.
+    Raises RefusedFile where it is no such object, or where values do not fit; `counted` says in it where the numbers of
+    stages and edges come from.
     """
     try:
         values = parse_json(text)
@@ -70,14 +70,14 @@ def read_profile(
         values = profile_of_shards(values, header)
     of_stages = f"{counted} {stages} stages"
     if len(lone := given & {"I", "W"}) == 1:
-        raise UsageError(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
+        raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
     for key, value in values.items():
         if key not in (*names, REDO, *PROFILE_KEYS):
-            raise UsageError(f"{name}: there is no cost '{clip(key)}'")
+            raise RefusedFile(f"{name}: there is no cost '{clip(key)}'")
         if key in ("workspace", "overhead") and isinstance(value, dict):
             for direction, amount in value.items():
                 if direction not in DIRECTION.values():
-                    raise UsageError(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
+                    raise RefusedFile(f"{name}: {key} should have some of F, B, I and W, not '{clip(direction)}'")
                 _check(amount, f"{name}: {key} of {direction}", stages, of_stages)
             continue
         if key == "apart":
@@ -85,7 +85,7 @@ def read_profile(
             continue
         amounts = _check(value, f"{name}: {key}", stages, of_stages, single=key in ("alpha", "beta"))
         if key in names and not all(1e-12 < amount < 1e12 for amount in amounts):
-            raise UsageError(f"{name}: {key} should be a time from 1e-12 to 1e12")
+            raise RefusedFile(f"{name}: {key} should be a time from 1e-12 to 1e12")
     machine = Machine(**{PROFILE_KEYS[key]: value for key, value in values.items() if key in PROFILE_KEYS})
     times: dict[str, Amount] = {key: np.array(by_stage(values[key], stages)) for key in (*names, REDO) if key in values}
     return times, machine
@@ -100,7 +100,7 @@ def _check(value: Any, what: str, count: int, counted: str, single: bool = False
     """The amounts in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
     amounts: list[float] = value if isinstance(value, list) else [value]
     if not all(map(is_amount, amounts)) or (single and amounts is value):
-        raise UsageError(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
+        raise RefusedFile(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")
     if amounts is value and len(amounts) != count:
-        raise UsageError(f"{what} has {len(amounts)} numbers, but {counted}")
+        raise RefusedFile(f"{what} has {len(amounts)} numbers, but {counted}")
     return amounts

@@ -1,6 +1,7 @@
 """simulate: the list is executed, links carry one message at a time, and idle time has a cause."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -136,11 +137,14 @@ def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):
     steps = json.loads(run("simulate", path, "--profile", profile, "--json").out)
     assert steps == {**numbers, "makespan": numbers["makespan"] + 7, "workers": steps["workers"]}
     for wrong, words in (
-        ({"F": 1}, "F and B"),
         ({"F": [1, 2], "B": 1}, "2 numbers"),
+        ({"F": [1, -1, 1], "B": 1}, "F should be a number of at least 0"),
+        ({"F": 1, "B": math.nan}, "B should be a number of at least 0"),
         ({"F": 1, "B": 0}, "a time"),
         ({"F": 1, "B": 2, "alpha": [1, 1, 1]}, "alpha"),
         ({"F": 1, "B": 2, "gamma": 3}, "gamma"),
     ):
         profile.write_text(json.dumps(wrong))
-        assert words in refused(run("simulate", path, "--profile", profile), 2)
+        assert words in refused(run("simulate", path, "--profile", profile), 1)
+    profile.write_text('{"F": 1}')  # of forwards alone
+    assert "give F and B" in refused(run("simulate", path, "--profile", profile), 2)
