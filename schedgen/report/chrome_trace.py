@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from schedgen.ir.file import line_of
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
@@ -34,7 +32,7 @@ def trace_events(program: Program, timelines: Sequence[Timeline], process: int) 
     instructions = [program.instruction(row) for row in range(len(program))]
     names, texts = [event_name(i) for i in instructions], [str(i) for i in instructions]
     line = line_of(program, 0, 0)  # from one rank to the next there are two lines more
-    sends = np.flatnonzero(table.op == Op.SEND)
+    sends = program.rows_of(Op.SEND)
     for nth, timeline in enumerate(timelines):
         columns = (table.rank.tolist(), *(column.tolist() for column in timeline[:4]))
         for row, (rank, start, length, wait, cause) in enumerate(zip(*columns, strict=True)):

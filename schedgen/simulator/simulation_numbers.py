@@ -19,7 +19,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
     compute = np.flatnonzero(np.isin(table.op, COMPUTE))
     latency, makespan = float(run.end[compute].max()), float(run.end.max())
     busy = np.bincount(table.rank[compute], (run.end - run.start)[compute], minlength=workers)
-    sends = np.flatnonzero(table.op == Op.SEND)
+    sends = program.rows_of(Op.SEND)
     link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
     traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
     return {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import Kind, Numbers, Op
+from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
 from schedgen.report.draw.figure_style import HATCH_OPACITY, HATCHES, LABEL, SMALL, text_width
 from schedgen.report.draw.scene import Scene, format_time
@@ -110,17 +110,12 @@ def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
         axes.fill_between(time[turns], base, top, color=HELD, linewidth=0, rasterized=pixels)
 
 
-def send_rows(scene: Scene) -> Numbers:
-    """The rows of the program that are SENDs."""
-    return np.flatnonzero(scene.program.rows.op == Op.SEND)
-
-
 def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
     """Draw messages of these kinds as lines: from the sender when the SEND starts to the receiver when it is there."""
     from matplotlib.collections import LineCollection
 
     table, start, arrival = scene.program.rows, scene.timeline.start, scene.timeline.arrival
-    sends = send_rows(scene)
+    sends = scene.program.rows_of(Op.SEND)
     edge = np.where(table.peer > table.rank, TOP + BAR, TOP)  # of the bar that is nearer to the other worker
     for kind, paint in TRANSFER_COLOURS.items():
         chosen = sends[table.kind[sends] == Kind[kind.upper()]] if kind in kinds else sends[:0]

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Kind
+from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, SHARE_COLOURS, TRANSFER_COLOURS, colours
-from schedgen.report.draw.figure_axes import send_rows
 from schedgen.report.draw.figure_style import HATCH_OPACITY, HATCHES, SMALL, text_width
 from schedgen.report.draw.scene import Scene, colour_count
 from schedgen.simulator.time_breakdown import SHARES
@@ -55,7 +54,8 @@ def legend_lines(
     top.append(Entry([HELD], "bytes held" if scenes[0].sized else "activations held"))
     spent = np.max([scene.idle.time.sum(axis=0) for scene in scenes], axis=0) > 0
     bottom = [Entry([paint], SHARES[share]) for share, paint in enumerate(SHARE_COLOURS) if spent[share]]
-    sent = {int(kind) for scene in scenes for kind in np.unique(scene.program.rows.kind[send_rows(scene)])}
+    programs = [scene.program for scene in scenes]
+    sent = {int(kind) for each in programs for kind in np.unique(each.rows.kind[each.rows_of(Op.SEND)])}
     drawn = [name for name in transfers if Kind[name.upper()] in sent]
     bottom += [Entry([TRANSFER_COLOURS[name]], f"sends {name}", swatch=0.1) for name in drawn]
     return _broken(top, width), _broken(bottom, width)

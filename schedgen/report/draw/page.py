@@ -109,7 +109,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
     begin = timeline.start - timeline.wait
     end_before = np.append(0.0, (timeline.start + timeline.length)[:-1])
     end_before[bounds[:-1][np.diff(bounds) > 0]] = 0.0
-    send = np.flatnonzero(table.op == Op.SEND)
+    send = scene.program.rows_of(Op.SEND)
     user = np.full(len(table.op), -1)
     user[waits.sends] = np.repeat(np.arange(len(table.op)), np.diff(waits.first))
     floats: Columns = {
