@@ -42,13 +42,14 @@ class Optimizer:
             for part in stage.owned
         }
         self.by_unit: dict[Unit, SteppedOptimizer] = {}
-        tried: set[ShardedDim | None] = set()  # how parameters are divided for which the optimizer was tried
+        tried: set[tuple[ShardedDim | None, bool]] = set()  # how what was tried is divided, and if it has rows
         for unit, parameters in self.parameters.items():
             named = _named(model, stages[unit[0]], unit[1], parameters)
             for entry, dim in zip(named, _divided_along(model, stages[unit[0]], unit[1], len(named)), strict=True):
-                if not recipe.name and not entry.whole and len(entry.shape) > 1 and dim not in tried:
+                kind = dim, len(entry.shape) > 1
+                if not recipe.name and not entry.whole and kind not in tried:
                     check_steps_pieces(recipe, entry, dim)
-                    tried.add(dim)
+                    tried.add(kind)
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
         self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # as they were made

@@ -26,6 +26,7 @@ from schedgen.util.errors import UsageError, clip, raised
 Class = TypeVar("Class", bound=torch.optim.Optimizer)
 SPREAD = 2654435761  # odd: steps differ in the lower 32 bits of a seed, and torch's generator on the CPU takes no more
 PROBED = 4  # at most so many elements of each dimension: of a parameter that stands for one that is divided
+PROBED_RATE = 0.1  # the learning rate of its steps
 
 
 class NamedParameter(NamedTuple):
@@ -206,8 +207,8 @@ def without_compile(optimizer: type[Class]) -> type[Class]:
 def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None) -> None:
     """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
 
-    Tried on a small parameter with the name of `piece`: two steps of it whole, and in two halves. `dim`: how tensor
-    shards divide it; None: it is flat.
+    Tried on a small parameter with the name of `piece`: two steps of it whole, and in two halves, at a rate at which
+    they show. `dim`: how tensor shards divide it; None: it is flat.
     """
     sizes = [min(size, PROBED) for size in piece.shape]
     if dim is not None:
@@ -229,11 +230,14 @@ def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | 
             starts, *gradients = ([part.clone() for part in cut(value)] for value in values)
             parameters = [nn.Parameter(start) for start in starts]
             for number, parameter in enumerate(parameters):
-                made = recipe.make([NamedParameter(piece.name, parameter, piece.shape, len(parameters) == 1)])
-                name = f"the optimizer {type(made.optimizer).__name__}"
-                for step, gradient in enumerate(gradients):
+                named = NamedParameter(piece.name, parameter, piece.shape, len(parameters) == 1)
+                optimizer = recipe.make([named]).optimizer
+                name = f"the optimizer {type(optimizer).__name__}"
+                for group in optimizer.param_groups:
+                    group["lr"] = 0 * group["lr"] + PROBED_RATE
+                for gradient in gradients:
                     parameter.grad = gradient[number]
-                    made.step(step)
+                    optimizer.step()
             stepped.append([parameter.detach() for parameter in parameters])
     except (Exception, SystemExit) as error:
         raise UsageError(f"{name} {refused} ({raised(error)})") from None

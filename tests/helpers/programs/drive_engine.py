@@ -329,7 +329,7 @@ class Alone(torch.optim.Optimizer):
     """Divides by the norm of the whole gradient of a parameter, so pieces are stepped otherwise."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        super().__init__(parameters, {"lr": 1e-4})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
