@@ -249,7 +249,8 @@ def agree(module: nn.Module, cut: Cut, args: tuple[Any, ...] = (), kwargs: dict[
     score(expected).backward()
     assert type(output) is type(expected)
     torch.testing.assert_close(pytree.tree_leaves(output), pytree.tree_leaves(expected))
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    wanted = {name: gradient.to_dense() for name, gradient in grads.items() if gradient is not None}
     assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text: f"{name}: {text}")
