@@ -224,8 +224,12 @@ class LocalStage:
             return None
         leaves = saved.differentiable_inputs()
         grads, half = input_half(roots, root_gradients, leaves, self.parameters)
+        taken = {x.untyped_storage().data_ptr() for x in root_gradients}  # where others will be received
         for leaf, grad in zip(leaves, grads, strict=True):
-            leaf.grad = grad
+            if grad is not None:
+                memory = grad.untyped_storage().data_ptr()
+                leaf.grad = grad.clone() if memory in taken else grad  # as autograd does where it adds to a `grad`
+                taken.add(memory)
         return half
 
     def backward_weight(self, half: WeightHalf | None) -> None:

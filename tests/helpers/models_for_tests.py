@@ -298,6 +298,23 @@ def peculiar(stages: int) -> Model:
     return mlp.tiny(stages)._replace(stages=[first, nn.Tanh(), Odd(), nn.Linear(WIDTH, 256)])
 
 
+class Shift(nn.Module):
+    """Its input's gradient is its output's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+def shifts(stages: int) -> Model:
+    """An embedding, stages that pass their gradients on, and the scores."""
+    ends = (lambda: mlp.Embedding(WIDTH), lambda: nn.Linear(WIDTH, 256))
+    return mlp.tiny(stages)._replace(stages=[ends[0], *[Shift] * (stages - 2), ends[1]])
+
+
 def all_frozen(stages: int) -> Model:
     """As `peculiar`, but no parameter needs a gradient."""
     model = peculiar(stages)

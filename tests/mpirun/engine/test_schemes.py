@@ -82,6 +82,7 @@ COMPILED = {
     ),
     "two owners of four workers": (TWO_OWNERS, {"stages": 4}, MLP, r'"owners": \[\[0, 1\], \[0, 1\]'),
     "a worker without jobs": (AN_IDLE_WORKER, {"stages": 4}, MLP, r'\[\n   {"op": "NORM", "group": 0}\n  \]'),
+    "gradients that are passed on": ("zb-v", {"stages": 8}, "models_for_tests:shifts", r'"BWD_W"'),
     "a loss of the whole minibatch": (TOWERS, {"stages": 4}, "models_for_tests:contrastive", None),
 }  # fmt: skip
 # Models that ask for care, on schemes that send weights, add gradients and sum over owners.
