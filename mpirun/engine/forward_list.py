@@ -41,18 +41,18 @@ class ForwardList:
         """Collective.
 
         program  this rank's rows
-        setup    that of the run, with shapes and microbatches of the evaluation
+        setup    that of the run, with microbatches of the evaluation and shapes in eval mode
         run      what the run's own list works with
         outcome  is called for each microbatch on the rank that has the last stage's output
         """
         header, instructions = program.header, program.instructions(comm.rank)
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
-        self.stages = dict(run.stages)
+        self.stages: dict[int, LocalStage] = {}
         self.moved: list[tuple[LocalStage, LocalStage]] = []  # stages that are fetched: in the run, and here
         for index, block in memory.items():
+            self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
             if block is not None:
-                self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
                 self.moved.append((run.stages[index], self.stages[index]))
         self.training: dict[nn.Module, bool] = {}  # the modes of modules in the run, while they are here
         self.device = setup.device

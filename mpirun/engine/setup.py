@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
@@ -91,10 +91,12 @@ def set_up(
     options: StepOptions,
     host: Host,
     text: Tensor | None = None,
+    prepare: Callable[[nn.Module], object] | None = None,
 ) -> Setup:
     """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
 
-    `unsharded_model`: as its author gave it; `text`: that `source` makes microbatches of, if it does.
+    `unsharded_model`: as its author gave it; `text`: that `source` makes microbatches of, if it does; `prepare`: as for
+    `infer_shapes`.
     """
     if options.canonical:  # before the loss is tried on the device
         host.device.be_deterministic()
@@ -103,7 +105,9 @@ def set_up(
     reads = together(comm, lambda: _reads(model, header, source))
     autocast_dtype = options.autocast_dtype
     device = host.device.torch
-    shapes_by_size = from_rank_0(comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype, device))
+    shapes_by_size = from_rank_0(
+        comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype, device, prepare)
+    )
     if model.reads is None:
         counts = [len(shape.outputs) for shape in shapes_by_size[0]]
         reads = [all_outputs(sources, counts) for sources in reads]
@@ -162,13 +166,14 @@ def _shapes(
     passes: int,
     autocast_dtype: torch.dtype | None,
     device: torch.device,
+    prepare: Callable[[nn.Module], object] | None,
 ) -> list[list[StageShape]]:
     """For each size of microbatch, the shapes of all stages."""
     firsts, _ = _sizes(microbatches)
     if len(firsts) > 1 and passes > 1:
         raise UsageError("accumulate: the minibatch cannot be cut into microbatches of one size")
     examples = microbatches.examples()
-    return [infer_shapes(model, reads, examples[number], autocast_dtype, device) for number in firsts]
+    return [infer_shapes(model, reads, examples[number], autocast_dtype, device, prepare) for number in firsts]
 
 
 def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:

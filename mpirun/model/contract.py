@@ -20,6 +20,7 @@ Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
 Pair = Callable[[Any], tuple[Sequence[Any], Any]]  # collated samples -> (leaves of the input, target)
 Weights = Callable[[Collection[str]], Mapping[str, Tensor]]  # names -> values of those that there are
+CheckEval = Callable[[], Callable[[nn.Module], None] | None]
 
 
 def pair_of_leaves(collated: Any) -> tuple[Sequence[Any], Any]:
@@ -64,7 +65,8 @@ class Model(NamedTuple):
                      under one of these.
     pair             collated samples of a loader -> (leaves of the input, target).
     traced           split has traced the stages: they are for microbatches of one shape.
-    check_eval       UsageError where the stages would compute something else in eval mode than the model does.
+    check_eval       -> what makes a stage's module leave out in eval mode what the model does, None where all do; its
+                     UsageError, or that of what it gives: where the stages would still do something else.
     tensor_parallel  T, set by mpirun: stage s of the function is the T stages from T s on, shards where `split` has s,
                      replicas elsewhere.
     """
@@ -82,7 +84,7 @@ class Model(NamedTuple):
     aliases: Mapping[str, Sequence[str]] = {}
     pair: Pair = pair_of_leaves
     traced: bool = False
-    check_eval: Callable[[], None] = lambda: None
+    check_eval: CheckEval = lambda: None
     tensor_parallel: int = 1
 
     def resolved_reads(self, producers: Sequence[Sequence[int]], leaves: int) -> Reads:

@@ -7,7 +7,7 @@ little memory. They are on the run's device, because autocast has another list o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +79,11 @@ def infer_shapes(
     batch: Microbatch,
     autocast_dtype: torch.dtype | None = None,
     device: torch.device = CPU,
+    prepare: Callable[[nn.Module], object] | None = None,
 ) -> list[StageShape]:
     """By stage, its shape on this microbatch, found by running all stages on fake tensors, and the loss on zeros.
 
+    `prepare`: what is done to every stage's module before; None: it is in train mode, as it is built.
     UsageError where a stage, or the loss, cannot take what it reads, or does not return what the contract says.
     """
     for stage, sources in enumerate(reads):
@@ -95,6 +97,8 @@ def infer_shapes(
     for stage, entry in enumerate(model.stages):
         module = stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
+        if prepare is not None:
+            prepare(module)
         with fake, torch.no_grad():
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))

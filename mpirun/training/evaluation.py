@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import schedgen
-from mpirun.comm.fail_together import Stop, on_rank_0
+from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.forward_list import ForwardList
@@ -51,11 +52,21 @@ class Evaluator:
         self.comm, self.session = session.comm, session
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
-        on_rank_0(comm, session.setup.unsharded_model.check_eval)  # the same on every rank
+        follow_eval = from_rank_0(comm, session.setup.unsharded_model.check_eval)  # the same on every rank
+        if follow_eval is not None:
+            stages = session.interpreter.stages.values()
+            together(comm, lambda: [follow_eval(stage.module) for stage in stages])
+
+        def in_eval(module: nn.Module) -> None:
+            module.eval()
+            if follow_eval is not None:
+                follow_eval(module)
+
         self.schedule = share_program(comm, program)
         self.batches = StepBatches(example, count)
         model = session.setup.unsharded_model
-        setup = set_up(comm, self.schedule.program.header, model, self.batches, options, host)
+        header = self.schedule.program.header
+        setup = set_up(comm, header, model, self.batches, options, host, prepare=in_eval)
         self.setup = setup
         self.list = ForwardList(comm, self.schedule.program, setup, session.interpreter.context, self._outcome)
         self.each: Each = lambda number, output, batch: None

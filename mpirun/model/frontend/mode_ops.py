@@ -1,13 +1,14 @@
 """Train and eval mode: operations of a traced stage that follow its `train()` and `eval()`, as in the module.
 
 A graph is traced in one mode, and has what the mode decides as constants: whether a dropout drops, whether BatchNorm
-takes the batch's statistics. `check_same_in_eval` finds what else differs, which stages cannot follow.
+takes the batch's statistics. `compare_with_eval` finds what else differs: what eval mode leaves out, as `follow_eval`
+makes stages do, and all else, which they cannot follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,6 +21,7 @@ from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
 MODE_OPS = "__modes__"  # the submodule that holds a stage's operations that follow the mode
+TRACED = "traced"  # in the meta of a stage's node: the name of the traced graph's
 EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by parameter of aten's
 DROPOUTS = (  # in eval mode they return their first argument
     aten.dropout.default,
@@ -47,7 +49,7 @@ class ModeOp(nn.Module):
 
 
 class CountOp(nn.Module):
-    """A change in place of a counter, its first argument; in eval mode it stays as it is."""
+    """A change in place of a buffer, as a counter, its first argument; in eval mode it stays as it is."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:
         """`operation`: the node's target."""
@@ -57,6 +59,22 @@ class CountOp(nn.Module):
     def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The counter."""
         return self.operation(counter, *args, **kwargs) if self.training else counter
+
+
+class Choice(nn.Module):
+    """One value in train mode, another in eval mode."""
+
+    def forward(self, in_train: Any, in_eval: Any) -> Any:
+        """The value of the mode."""
+        return in_train if self.training else in_eval
+
+
+class LeftOut(NamedTuple):
+    """What eval mode leaves out, by names of nodes of the graph of train mode."""
+
+    nodes: frozenset[str] = frozenset()  # nothing but these uses their values, in eval mode
+    twins: Mapping[str, str] = {}  # by one whose value others use in train mode: what they use in eval mode
+    changes: frozenset[str] = frozenset()  # of buffers, in place
 
 
 def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
@@ -130,13 +148,62 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return defaults | given | dict(node.kwargs)
 
 
-def check_same_in_eval(train: ExportedGraph, evaluated: ExportedGraph) -> None:
-    """UsageError, with the line, where the graph of train mode does not become that of eval mode in eval mode."""
+def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
+    """What eval mode leaves out; UsageError, with the line, where without it the graphs of both modes still differ."""
     pairs = zip(evaluated.inputs, train.inputs, strict=True)
     comparison = _Comparison(train.state, evaluated.state, counters_of(train.graph), dict(pairs))
     comparison.compare(train.graph, evaluated.graph)
     if train.spec != evaluated.spec:
         raise _differs(train.graph.output_node())
+    twins = {node.name: twin.name for node, twin in comparison.dropped.items() if node in comparison.left_out}
+    return LeftOut(
+        frozenset(node.name for node in comparison.left_out), twins, frozenset(node.name for node in comparison.changes)
+    )
+
+
+def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
+    """Have a traced stage do in eval mode what that does not leave out.
+
+    UsageError where its twin of a value, which eval mode uses in its place, is another stage's.
+    """
+    if not isinstance(stage, fx.GraphModule):
+        return
+    order = {node: place for place, node in enumerate(stage.graph.nodes)}
+    traced = {node.meta[TRACED]: node for node in order if TRACED in node.meta}
+    for name in left_out.changes & traced.keys():
+        node = traced[name]
+        operation: Any = stage.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        _call(stage, node, CountOp(operation), node.args, node.kwargs)
+    for name, twin in left_out.twins.items():
+        node = traced.get(name)
+        if node is None or node.op == "placeholder" or hasattr(stage, f"{MODE_OPS}{name}"):
+            continue  # another stage's, who sends what the mode asks for, or done before
+        users = {user for user in node.users if user.meta.get(TRACED) not in left_out.nodes}
+        if users and twin not in traced:
+            raise _differs(node)
+        if users:
+            args = node, traced[twin]
+            _call(stage, node, Choice(), args, {}, users, max(args, key=order.__getitem__))
+    stage.recompile()
+
+
+def _call(
+    stage: fx.GraphModule,
+    node: fx.Node,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    users: Collection[fx.Node] | None = None,
+    after: fx.Node | None = None,
+) -> None:
+    """Call a layer, and let users of a node, by default all, use its result."""
+    name = f"{MODE_OPS}{node.name}"
+    stage.add_module(name, layer.train(stage.training))
+    with stage.graph.inserting_after(after or node):
+        call = stage.graph.call_module(name, args, dict(kwargs))
+    node.replace_all_uses_with(call, lambda user: user is not call and (users is None or user in users))
+    if users is None:
+        stage.graph.erase_node(node)
 
 
 class _Comparison:
@@ -151,20 +218,44 @@ class _Comparison:
     ) -> None:
         """`counters`: nodes of the train mode's graph; `node_of`: by placeholder of the other graph, the one here."""
         self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
-        self.dropped: dict[fx.Node, fx.Node] = {}  # by dropout that eval mode has not, what it is there
+        self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode has not, what users of it have there
+        self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode has not, beside dropouts
+        self.changes: list[fx.Node] = []  # of buffers, which eval mode has not
 
-    def compare(self, graph: fx.Graph, other: fx.Graph) -> None:
-        """UsageError where `other`, in eval mode, does something else."""
+    def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
+        """UsageError where `other`, in eval mode, does something else than leave out some nodes.
+
+        Each of its nodes then has one of `graph` with the same operation on what stands for its arguments. `whole`: of
+        the graphs, not of subgraphs, which leave nothing out.
+        """
         nodes = [node for node in graph.nodes if _computes(node) and not _counts(node, self.counters)]
         twins = [node for node in other.nodes if _computes(node)][::-1]
         for node in nodes:  # each graph ends with its only output
-            twin = twins[-1]
+            twin, before = twins[-1], dict(self.dropped)
             if node.target in DROPOUTS and twin.target is not node.target:  # as of nn.MultiheadAttention
                 self.dropped[node] = self._uncopied(node.args[0])
-                continue
-            if not (self._same_subgraphs(node, twin) if self._runs_subgraph(node) else self._same_call(node, twin)):
-                raise _differs(node)
-            self.node_of[twins.pop()] = node
+            elif self._same_subgraphs(node, twin) if self._runs_subgraph(node) else self._same_call(node, twin):
+                self.node_of[twins.pop()] = node
+            else:
+                self.dropped = before
+                if not whole or not self._leave_out(node):
+                    raise _differs(next(iter(self.left_out), node))
+
+    def _leave_out(self, node: fx.Node) -> bool:
+        """Whether eval mode may do without a node: it changes nothing but what eval mode does without, or a buffer."""
+        if not isinstance(node.target, OpOverload):
+            return False
+        root = node
+        while isinstance(root.target, OpOverload) and any(x.alias_info for x in root.target._schema.returns):
+            root = root.all_input_nodes[0]
+        if not _writes(node) or root in self.left_out:
+            self.left_out[node] = None
+        elif root.op == "get_attr":
+            self.changes.append(node)
+            self.dropped[node] = self._uncopied(node.all_input_nodes[0])
+        else:
+            return False
+        return True
 
     def _runs_subgraph(self, node: fx.Node) -> bool:
         return any(True for _ in subgraphs(node, self.state))
@@ -196,7 +287,7 @@ class _Comparison:
             if not self._same([operand for _, operand in kept], other_operands) or len(twins) != len(kept):
                 return False
             node_of = {twin: inner for twin, (inner, _) in zip(twins, kept, strict=True)}
-            _Comparison(attributes(code), attributes(other), counters, node_of).compare(code.graph, other.graph)
+            _Comparison(attributes(code), attributes(other), counters, node_of).compare(code.graph, other.graph, False)
         constants = ([x for x in n.args if not isinstance(x, fx.Node)] for n in (node, twin))
         return self._same(*constants)
 
@@ -206,6 +297,9 @@ class _Comparison:
             value, other = self._uncopied(value), self._uncopied(other)
             if value.op == other.op == "get_attr":
                 return self._same_attribute(str(value.target), str(other.target))
+            if value in self.left_out and other in self.node_of:
+                self.dropped[value] = self.node_of[other]
+                return True
             return self.node_of.get(other) is value
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             return value.keys() == other.keys() and all(self._same(value[key], other[key]) for key in value)
@@ -226,6 +320,13 @@ class _Comparison:
         return name == other or (value.shape == twin.shape and bool((value == twin).all()))
 
 
+def _writes(node: fx.Node) -> bool:
+    """Whether an operation changes its first argument in place."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    alias = arguments[0].alias_info if arguments else None
+    return alias is not None and alias.is_write
+
+
 def _computes(node: fx.Node) -> bool:
     return node.op == "output" or (node.op == "call_function" and node.target is not aten.contiguous.default)
 
@@ -237,5 +338,5 @@ def _operation(node: fx.Node) -> tuple[str, object]:
 def _differs(node: fx.Node) -> UsageError:
     where = line_of_node(node.prev if node.op == "output" else node)
     return UsageError(
-        f"{where}: differs between train and eval mode by more than dropout and normalisation: stages cannot follow"
+        f"{where}: differs between train and eval mode by more than what eval mode leaves out: stages cannot follow"
     )

@@ -10,19 +10,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from operator import getitem
 from typing import Any
 
 from torch import fx, nn
 
 from mpirun.data.microbatches import Dims
+from mpirun.model.contract import CheckEval
 from mpirun.model.frontend.batch_coupling import warn_of_batch_statistics
 from mpirun.model.frontend.cut_points import balanced_stages, module_names, starts_at_modules, starts_at_pipe_splits
 from mpirun.model.frontend.dynamic_sizes import merge_sizes, smaller_example
 from mpirun.model.frontend.errors import unknown_name, warn_user
 from mpirun.model.frontend.export_graph import ExportedGraph, export_graph
 from mpirun.model.frontend.inplace import copy_at_cuts, copy_changed_inputs, update_buffers_early
-from mpirun.model.frontend.mode_ops import check_same_in_eval, keep_eval_mode
+from mpirun.model.frontend.mode_ops import compare_with_eval, follow_eval, keep_eval_mode
 from mpirun.model.frontend.module_io import Call
 from mpirun.model.frontend.node_dependencies import Dependencies
 from mpirun.model.frontend.split_result import Cut
@@ -108,8 +110,8 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
     return (), dict(example)
 
 
-def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
-    """What raises UsageError where eval mode differs from the mode that the module is in, as stages cannot follow."""
+def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckEval:
+    """As `Model.check_eval`: eval mode beside the mode that the module is in."""
     traced = [(part, part.training) for part in module.modules()]
 
     def exported(modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
@@ -122,9 +124,11 @@ def _eval_check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             for part, mode in before:
                 part.training = mode
 
-    def check() -> None:
-        if any(mode for _, mode in traced):
-            check_same_in_eval(exported(traced), exported([(part, False) for part, _ in traced]))
+    def check() -> Callable[[nn.Module], None] | None:
+        if not any(mode for _, mode in traced):
+            return None
+        left_out = compare_with_eval(exported(traced), exported([(part, False) for part, _ in traced]))
+        return partial(follow_eval, left_out=left_out) if any(left_out) else None
 
     return check
 

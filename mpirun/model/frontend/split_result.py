@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch
-from mpirun.model.contract import Model, StageEntry, Weights, pair_of_leaves
+from mpirun.model.contract import CheckEval, Model, StageEntry, Weights, pair_of_leaves
 from mpirun.model.dataflow import Source, Value, model_graph
 from mpirun.model.frontend.module_io import Example, ModuleOutput
 from mpirun.model.loss import check_loss
@@ -34,8 +34,7 @@ class Cut(NamedTuple):
     sent_bytes  by value that is sent, as far as they are known.
     meta        where the module is on the meta device: what gives values to its stages.
     aliases     by parameter, other names that it has in the module.
-    check_eval  UsageError, with the line of the model, where the stages in eval mode would compute something else than
-                the module does: a branch on self.training is traced as it is taken in the mode that it is traced in.
+    check_eval  as Model.check_eval: a branch on self.training is traced as it is taken in the mode of the trace.
     """
 
     stages: list[nn.Module]
@@ -48,7 +47,7 @@ class Cut(NamedTuple):
     sent_bytes: Mapping[Value, int] = {}
     meta: MetaModule | None = None
     aliases: Mapping[str, Sequence[str]] = {}
-    check_eval: Callable[[], None] = lambda: None
+    check_eval: CheckEval = lambda: None
 
     @property
     def edges(self) -> list[tuple[int, int]]:

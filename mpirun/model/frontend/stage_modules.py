@@ -13,7 +13,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from mpirun.model.dataflow import Input, Source, Value
 from mpirun.model.frontend.dynamic_sizes import SHAPES
 from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.mode_ops import MODE_OPS, counters_of, follow_mode_inside, mode_op
+from mpirun.model.frontend.mode_ops import MODE_OPS, TRACED, counters_of, follow_mode_inside, mode_op
 from mpirun.model.frontend.node_dependencies import (
     Dependencies,
     is_buffer,
@@ -132,6 +132,7 @@ class StageBuilder:
                     self._put(root, str(node.target))
         for node, copied in new.items():  # the rest of meta holds fake tensors
             copied.meta = {key: node.meta[key] for key in ("stack_trace", SHAPES) if key in node.meta}
+            copied.meta[TRACED] = node.name
         state, counters = attributes(root, graph), counters_of(graph)
         written = {new[node] for node in new if self.dependencies.root(node) in self.dependencies.writes}
         _reshape(graph, state, written)

@@ -489,6 +489,54 @@ for model in (modules(), nn.Sequential(*modules()), tied):
     assert done.code == 0, done.err
 
 
+def test_evaluations_are_in_eval_mode_whatever_it_leaves_out(tmp_path, launch):
+    """A stage of a dropout alone returns what it got; scaled branches and a sample are left out, and a buffer stays."""
+    script = tmp_path / "modes.py"
+    script.write_text(
+        """
+import copy
+import mpirun, torch
+from mpi4py import MPI
+from torch import nn
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6))
+        self.register_buffer("mean", torch.zeros(512))
+    def forward(self, x):
+        for layer in self.layers:
+            y = torch.tanh(layer(x))
+            if self.training:
+                y = y * y.new_empty(len(y), 1).bernoulli_(0.8) / 0.8
+            x = x + y
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+            x = x + torch.randn_like(x)
+        return x - self.mean
+torch.manual_seed(0)
+plain = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.5), nn.Linear(512, 512))
+x = torch.randn(64, 512)
+data = torch.utils.data.TensorDataset(x, torch.zeros(64, 512))
+branches = Branches()
+for net, model in ((plain, list(plain)), (branches, mpirun.split(branches, x[:4], stages=3))):
+    with mpirun.Engine("1f1b", model, loss=nn.functional.mse_loss, stages=3, microbatches=8, timeout=60) as run:
+        loader = run.loader(data, microbatch_size=4)
+        expected = copy.deepcopy(net).eval()(x)
+        for trained in (False, True):
+            found, predicted = run.evaluate(loader), run.predict(loader)
+            if run.rank == 0 and not trained:
+                torch.testing.assert_close(predicted, expected, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(found.loss, expected.square().mean().item(), rtol=1e-5, atol=0)
+            for batch in loader:
+                run.step(batch)
+        before = run.evaluate(loader).loss
+        assert before == run.evaluate(loader).loss
+"""
+    )
+    done = launch(3, tmp_path, program=(str(script),))
+    assert done.code == 0, done.err
+
+
 @pytest.mark.parametrize(
     ("scheme", "drawn", "what"),
     [
