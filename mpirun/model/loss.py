@@ -58,22 +58,23 @@ def loss_and_metrics(
 
 
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
-    """The tensors of a microbatch, nested as they are, without the samples that are padding; numbers stay.
+    """The tensors of a microbatch, nested as they are, without the samples that are padding.
 
     UsageError where a tensor has not the samples in dimension 0; `what` they are: output or target.
     """
     if (why := uncut(what, tree, batch.size)) is not None:
         raise UsageError(why)
     real = batch.size - batch.padding
-    return tree_map_only(Tensor, lambda x: x[:real] if x.dim() else x, tree)
+    return tree_map_only(Tensor, lambda x: x[:real], tree)
 
 
 def uncut(what: str, tree: Any, size: int) -> str | None:
     """Why padding cannot be taken off these tensors of a microbatch of `size` samples, a sentence; None: it can."""
     for x in tree_leaves(tree):
-        if isinstance(x, Tensor) and x.dim() and len(x) != size:
+        if isinstance(x, Tensor) and not (x.dim() and len(x) == size):
             return (
                 f"the {what} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the last step of an "
-                'epoch is padded: give tensors with the samples in dimension 0, or the loader last="drop"'
+                "epoch is padded: give tensors with the samples in dimension 0, or the loader a microbatch_size that "
+                'divides them, or last="drop"'
             )
     return None

@@ -794,6 +794,7 @@ for name, do, kind, samples, collate in [
     ("output", train, Flat, data, None), ("target", train, torch.nn.Linear, data, flat),
     ("in a stream", train, Flat, Stream(), None), ("evaluated", evaluate, Flat, data, None),
     ("predicted", predict, Flat, data, None), ("numbers", predict, Mean, whole, None),
+    ("a loss of padding", train, Mean, data, None),
     ("none padded in part", lambda *given: train(*given) and len(predict(*given)), Flat, whole, flat),
     ("not so far", lambda *given: evaluate(*given, batches=1).samples, Flat, data, None),
 ]:
@@ -814,12 +815,18 @@ def test_padding_that_cannot_be_taken_off_is_refused(launch):
     done = launch(None, program=("-c", SAMPLES_ELSEWHERE))
     assert done.code == 0, done.err
     has = "mpirun: the {} of a microbatch of 2 samples has shape {}, but the last step of an epoch is padded: "
-    give = 'give tensors with the samples in dimension 0, or the loader last="drop"'
-    output, target = ([has.format(*of) + give] for of in (("output", "(6, 4)"), ("target", "(6,)")))
+    give = (
+        "give tensors with the samples in dimension 0, or the loader a microbatch_size that divides them, or "
+        'last="drop"'
+    )
+    output, target, number = (
+        [has.format(*of) + give] for of in (("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"))
+    )
     numbers = ["mpirun: predict: outputs of no dimension cannot be joined: take each of them with each="]
     assert json.loads(done.out) == {
         "output": [0, output], "target": [0, target], "in a stream": [1, output], "evaluated": [0, output],
-        "predicted": [0, output], "numbers": [0, numbers], "none padded in part": [2, 18], "not so far": [0, 4],
+        "predicted": [0, output], "numbers": [0, numbers], "a loss of padding": [0, number],
+        "none padded in part": [2, 18], "not so far": [0, 4],
     }  # fmt: skip
 
 
