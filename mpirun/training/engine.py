@@ -289,7 +289,7 @@ class Engine:
         A loader of a function has no end: it needs `batches`.
         """
         with self._running.watchdog.evaluating():
-            return self._over(loader, batches, evaluate)
+            return self._over(loader, batches, evaluate, scores=True)
 
     @_collective
     def predict(
@@ -301,7 +301,9 @@ class Engine:
         then nothing is gathered.
         """
         with self._running.watchdog.evaluating():
-            return self._over(loader, batches, lambda session, given: predict(session, given, self.rebuild, each))
+            return self._over(
+                loader, batches, lambda session, given: predict(session, given, self.rebuild, each), scores=False
+            )
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
@@ -461,8 +463,12 @@ class Engine:
         loader: Iterable[Any],
         batches: int | None,
         use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
+        scores: bool,
     ) -> T:
-        """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape."""
+        """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape.
+
+        `scores`: by their targets.
+        """
         session = self._running
         no_number = batches is not None and (type(batches) is not int or batches < 0)
         self._refuse(no_number, f"batches should be a whole number, not {batches!r}")
@@ -472,11 +478,13 @@ class Engine:
         self._refuse(endless, "a function that makes microbatches has no end: say how many steps of it, batches=")
         position = loader.state() if isinstance(loader, Loader) else None
         shapes = Shapes(self.comm, self.shapes.buckets)
+        pads = isinstance(loader, Loader) and loader.pads_in_part
+        padded = pads and (batches is None or loader.step + batches >= len(loader))
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
             for number, given in enumerate(islice(loader, batches), start=1):
                 batch = self._batch(given)
-                yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}")), batch
+                yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
         found = evaluators()
         first = next(found, None)

@@ -73,13 +73,19 @@ class Prepared:
         self.session.use(of_shape.interpreter)
         return of_shape
 
-    def evaluator(self, batch: Batch, shape: Shape) -> Evaluator:
-        """What evaluates microbatches of this shape."""
+    def evaluator(self, batch: Batch, shape: Shape, padded: bool, scores: bool) -> Evaluator:
+        """What evaluates microbatches of this shape; `scores`: their targets are used, too.
+
+        Stop where a microbatch will be `padded` in part, and that cannot be told from its samples.
+        """
         if not self.has_stages:
             self.build(batch, shape)
         if shape not in self.evaluators:
             self.evaluators[shape] = Evaluator(self.session, self._example(batch), self.options, self.host)
-        return self.evaluators[shape]
+        evaluator = self.evaluators[shape]
+        if padded and (why := _uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
+            raise Stop(why, 2, speaker=0)
+        return evaluator
 
     def build(self, batch: Batch, shape: Shape) -> None:
         """Build the stages, now that it is known what a microbatch looks like, and go on from a checkpoint."""
@@ -110,6 +116,11 @@ class Prepared:
 
 
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
-    outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
-    why = uncut("output", outputs, example.size) or uncut("target", example.target, example.size)
+    why = _uncut(setup, example, scores=True)
     return OfShape(interpreter, tokens(example) // max(1, example.size), why, example.size)
+
+
+def _uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
+    """Why padding cannot be taken off a microbatch; `scores`: off its target, too."""
+    outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
+    return uncut("output", outputs, example.size) or (uncut("target", example.target, example.size) if scores else None)

@@ -795,6 +795,7 @@ for name, do, kind, samples, collate in [
     ("in a stream", train, Flat, Stream(), None), ("evaluated", evaluate, Flat, data, None),
     ("predicted", predict, Flat, data, None), ("numbers", predict, Mean, whole, None),
     ("a loss of padding", train, Mean, data, None),
+    ("target not used", lambda *given: len(predict(*given)), torch.nn.Linear, data, flat),
     ("none padded in part", lambda *given: train(*given) and len(predict(*given)), Flat, whole, flat),
     ("not so far", lambda *given: evaluate(*given, batches=1).samples, Flat, data, None),
 ]:
@@ -826,8 +827,27 @@ def test_padding_that_cannot_be_taken_off_is_refused(launch):
     assert json.loads(done.out) == {
         "output": [0, output], "target": [0, target], "in a stream": [1, output], "evaluated": [0, output],
         "predicted": [0, output], "numbers": [0, numbers], "a loss of padding": [0, number],
-        "none padded in part": [2, 18], "not so far": [0, 4],
+        "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4],
     }  # fmt: skip
+
+
+PADDED_LATER = """
+import sys, torch, mpirun
+class Flat(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).flatten(0, 1)
+def loss(output, target):
+    return (output - target.flatten(0, 1)).square().mean()
+run = mpirun.Engine("1f1b", [torch.nn.Linear(4, 4), Flat(4, 4)], microbatches=2, loss=loss)
+getattr(run, sys.argv[1])(run.loader([(x, x) for x in torch.ones(5, 3, 4)], 2))
+"""
+
+
+@pytest.mark.parametrize("what", ["evaluate", "predict"])
+def test_an_evaluation_whose_last_batch_cannot_be_padded_is_refused_before_it_begins(what, launch):
+    done = launch(2, what, program=("-c", PADDED_LATER))
+    (said,) = [line for line in done.err.splitlines() if "note:" not in line]
+    assert done.code == 2 and said.startswith("mpirun: the output of a microbatch of 2 samples has shape (6, 4), but")
 
 
 SENT = """
