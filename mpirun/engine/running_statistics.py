@@ -10,14 +10,29 @@ from collections.abc import Mapping, Sequence
 from mpi4py import MPI
 
 from mpirun.engine.stage import LocalStage
+from mpirun.model.contract import Model
+from mpirun.model.module_copy import shared_buffers
 from mpirun.model.shapes import StageShape
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F
+from schedgen.util.errors import UsageError
 
 
 def statistics_rank(header: Header, stage: int) -> int:
     """The rank whose buffers of a stage are the model's, where forwards change them."""
     return int(header.compute[F, stage, 0])
+
+
+def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
+    """UsageError where stages share a buffer and forwards change buffers of one: each has a copy, which comes apart."""
+    changing = {shape.model_stage for shape in shapes if shape.overwrites_buffers}
+    for places in shared_buffers(model.stages):
+        if not changing.isdisjoint(stage for stage, _ in places):
+            (stage, name), (other, its_name), *_ = places
+            raise UsageError(
+                f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "
+                "copy in each: split puts it into one stage"
+            )
 
 
 def share_buffers(

@@ -21,6 +21,7 @@ from mpirun.engine.expand_shards import check_shards, expanded_model
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
 from mpirun.engine.options import SetupOptions
 from mpirun.engine.recipe import Recipe, command_line_recipe
+from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads
 from mpirun.model.load_model import load_model
@@ -108,6 +109,7 @@ def set_up(
     shapes_by_size = from_rank_0(
         comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype, device, prepare)
     )
+    together(comm, lambda: check_shared_buffers(unsharded_model, shapes_by_size[0]))
     if model.reads is None:
         counts = [len(shape.outputs) for shape in shapes_by_size[0]]
         reads = [all_outputs(sources, counts) for sources in reads]

@@ -146,6 +146,18 @@ def shared_parameters(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
     return [tie for tie in places.values() if len(tie) > 1]
 
 
+def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
+    """The buffers that several stages, or layers of one, have as modules: of each its (stage, name)."""
+    places: dict[int, list[tuple[int, str]]] = {}
+    for stage, entry in enumerate(stages):
+        for prefix, layer in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+            module = layer.module if isinstance(layer, ModuleCopy) else layer
+            if isinstance(module, nn.Module):
+                for name, buffer in module.named_buffers(prefix):
+                    places.setdefault(id(buffer), []).append((stage, name))
+    return [shared for shared in places.values() if len(shared) > 1]
+
+
 def like(tensor: Tensor, value: Tensor) -> Tensor:
     """The value as a parameter, where `tensor` is one: frozen or trained as that."""
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

@@ -537,6 +537,44 @@ for net, model in ((plain, list(plain)), (branches, mpirun.split(branches, x[:4]
     assert done.code == 0, done.err
 
 
+SHARED_BUFFERS = """
+import torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Masked(nn.LayerNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.register_buffer("mask", torch.ones(size))
+    def forward(self, x):
+        return super().forward(x * self.mask)
+def model(norm=nn.BatchNorm1d):
+    shared = norm(4)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)))
+x, (same, _) = torch.randn(8, 4), model()
+for stages in (
+    list(model()), [same, same], mpirun.split_sequential(model(), stages=2), mpirun.split_sequential(model(), stages=1),
+    list(model(Masked)), mpirun.split(model(), x[:4], stages=2),
+):
+    try:
+        with mpirun.Engine("gpipe", stages, microbatches=2, loss=mse_loss, timeout=0) as run:
+            print(run.step((x, x)).loss > 0)
+    except SystemExit as end:
+        print(end.code)
+"""
+
+
+def test_buffers_that_forwards_change_are_not_shared_by_stages(launch):
+    """As a BatchNorm's: each stage would change its own. Others, as masks, are; and split puts them into one stage."""
+    done = launch(None, program=("-W", "ignore", "-c", SHARED_BUFFERS))
+    assert (done.code, done.out.split()) == (0, ["2"] * 4 + ["True"] * 2), done.err
+    two = [("1", 0, "1", 1), ("1", 0, "1", 1), ("0.1", 0, "1.1", 1), ("0.1", 0, "1.1", 0)]
+    assert done.err.splitlines() == [
+        f"mpirun: {name}.running_mean of stage {stage} and {its_name}.running_mean of stage {other} are one buffer, "
+        "and forwards would change a copy in each: split puts it into one stage"
+        for name, stage, its_name, other in two
+    ]
+
+
 @pytest.mark.parametrize(
     ("scheme", "drawn", "what"),
     [
