@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from mpi4py import MPI
@@ -143,6 +144,7 @@ class Engine:
         self.data: Loader | None = None  # whose position checkpoints have
         self.verifies = verify
         self.said: set[str] = set()  # notes on data, by all loaders
+        self.loaders: WeakSet[Loader] = WeakSet()  # those that read what this run's ranks read
         self.ending = contextlib.ExitStack()  # gives back what the process had before the run
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
@@ -253,6 +255,7 @@ class Engine:
             raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}", 2, speaker=0)
         if loader.kind != "stream":
             on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it is one of all ranks
+        self.loaders.add(loader)
         return loader
 
     @_collective
@@ -449,6 +452,10 @@ class Engine:
             return together(self.comm, lambda: whole_batch(batch, self._count, self.model.pair))
         if len(batch.samples) != self._count:
             raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
+        if batch.loader is not None and batch.loader not in self.loaders:
+            others = batch.loader.reads != tuple(self.reads)
+            self._refuse(others, "the loader is another Engine's, whose ranks read other microbatches")
+            self.loaders.add(batch.loader)
         return batch
 
     def _save(self, keep: int) -> bool:

@@ -937,6 +937,25 @@ def test_an_argument_of_another_type_is_refused_with_one_sentence(launch):
     ])  # fmt: skip
 
 
+OTHER_LOADER = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+def engine(scheme, stages):
+    return mpirun.Engine(scheme, [torch.nn.Linear(4, 4) for _ in range(stages)], microbatches=2, loss=mse_loss)
+torch.manual_seed(0)
+data = [(x, x) for x in torch.ones(8, 4)]
+with engine("1f1b", 2) as one, engine("1f1b", 2) as alike, engine("ddp", 2) as other:
+    print(*other.comm.gather(one.step(next(iter(alike.loader(data, 2)))).tokens) or [], sep="\\n", end="")
+    one.step(next(iter(other.loader(data, 2))))
+"""
+
+
+def test_a_loader_of_another_engine_is_taken_where_ranks_read_the_same(launch):
+    done = launch(2, program=("-c", OTHER_LOADER))
+    others = "mpirun: the loader is another Engine's, whose ranks read other microbatches\n"
+    assert (done.code, done.out.split(), done.err) == (2, ["16"] * 2, others)
+
+
 WITHOUT_END = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
