@@ -86,7 +86,10 @@ class Evaluator:
 
 
 def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
-    """The loss and the metrics of all samples. Stop where the loss is not of single microbatches."""
+    """The loss and the metrics of all samples.
+
+    Stop where the loss is not of single microbatches, or returns other metrics for some than for the first.
+    """
     model = session.setup.model
     if model.loss_of == "minibatch":
         raise Stop("evaluate: the model's loss is of the whole minibatch", 2, speaker=0)
@@ -107,7 +110,11 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
     samples = sum(count for _, _, count in counted)
     if not samples:
         raise Stop("evaluate: there are no samples", 2, speaker=0)
-    names = counted[0][1]
+    names = counted[0][1].keys()
+    for _, values, _ in counted:
+        if values.keys() != names:
+            found = f"{sorted(values)}, but {sorted(names)} for the first microbatch"
+            raise Stop(f"evaluate: the loss returned the metrics {found}", 2, speaker=0)
     means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
     return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
 

@@ -937,6 +937,24 @@ def test_an_argument_of_another_type_is_refused_with_one_sentence(launch):
     ])  # fmt: skip
 
 
+SOME_METRICS = """
+import torch, mpirun
+def loss(output, target):
+    found = output.square().mean()
+    return found, {} if target.sum() == 0 else {"size": found}
+data = [(torch.ones(4), torch.tensor(number)) for number in numbers]
+with mpirun.Engine("1f1b", [torch.nn.Linear(4, 4) for _ in range(2)], microbatches=2, loss=loss) as run:
+    run.evaluate(run.loader(data))
+"""
+
+
+@pytest.mark.parametrize(("numbers", "words"), [([1, 0, 1, 1], "[], but ['size']"), ([0, 0, 0, 1], "['size'], but []")])
+def test_metrics_that_only_some_microbatches_have_are_refused_by_an_evaluation(numbers, words, launch):
+    done = launch(2, program=("-c", f"numbers = {numbers}{SOME_METRICS}"))
+    sentence = f"mpirun: evaluate: the loss returned the metrics {words} for the first microbatch\n"
+    assert (done.code, done.err) == (2, sentence)
+
+
 OTHER_LOADER = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
