@@ -136,6 +136,16 @@ class Loader:
         """The place of the next batch, and what must not change; for JSON."""
         return {"epoch": self.epoch, "step": self.step, "microbatches": self.microbatches, **self._unchanging()}
 
+    @contextmanager
+    def from_the_begin(self) -> Iterator[None]:
+        """Inside, iterations are those of the whole epoch; afterwards the loader is where it was."""
+        position = self.epoch, self.step
+        self.step = 0
+        try:
+            yield
+        finally:
+            self.epoch, self.step = position
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state()` was taken; UsageError where other samples would follow."""
         for name, value in self._unchanging().items():

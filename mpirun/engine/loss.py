@@ -106,7 +106,7 @@ class MinibatchLoss:
             joined = [torch.cat(parts) for parts in zip(*leaves, strict=True)]
             loss = self.model.loss(loss_input(joined), self._joined_target(targets))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError("the loss should be one number")
+            raise UsageError("the loss should be one number: that of the whole minibatch has no metrics beside it")
         if not loss.requires_grad:
             raise UsageError("the loss has no gradient: it depends on no parameter")
         loss = loss.reshape(())

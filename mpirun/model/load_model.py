@@ -97,7 +97,7 @@ def check_model(model: Model, stages: int) -> Model:
         raise UsageError(f"split should be a list, not {type(model.split).__name__}")
     for stage in model.split:
         if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
-            raise UsageError(f"splits stage {stage!r}, which is none before the last: that is whole")
+            raise UsageError(f"the model splits stage {stage!r}, which is none before the last: that is whole")
     tied = _checked_ties(model, stages)
     if model.reads is not None:
         _check_list("reads", model.reads)
@@ -114,7 +114,7 @@ def check_model(model: Model, stages: int) -> Model:
 def _check_stages(model: Model, stages: int) -> None:
     _check_list("stages", model.stages)
     if len(model.stages) != stages:
-        raise UsageError(f"has {len(model.stages)} stages, not the {stages} that it is asked for")
+        raise UsageError(f"the model has {len(model.stages)} stages, not the {stages} that it is asked for")
     for stage, entry in enumerate(model.stages):
         layers = entry.items() if isinstance(entry, Mapping) else [("stage", entry)]
         if not layers or not all(isinstance(name, str) and callable(layer) for name, layer in layers):
@@ -141,11 +141,11 @@ def _checked_ties(model: Model, stages: int) -> list[list[tuple[int, str]]]:
             if not pair or not isinstance(place[0], Integral) or not isinstance(place[1], str):
                 raise UsageError(f"a tie is of pairs (stage, name), not {place!r}")
             if not 0 <= place[0] < stages:
-                raise UsageError(f"ties {place[1]} of stage {place[0]}, but there are {stages} stages")
+                raise UsageError(f"the model ties {place[1]} of stage {place[0]}, but there are {stages} stages")
         ties.append([(int(stage), name) for stage, name in tie])
     for (stage, name), count in Counter(place for tie in ties for place in tie).items():
         if count > 1:
-            raise UsageError(f"ties {name} of stage {stage} twice")
+            raise UsageError(f"the model ties {name} of stage {stage} twice")
     for shared in shared_parameters(model.stages):  # of given ties that have some of its places it makes one
         joined = [tie for tie in ties if not set(tie).isdisjoint(shared)]
         ties = [tie for tie in ties if tie not in joined]

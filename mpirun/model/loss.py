@@ -12,6 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mpirun.data.microbatches import Microbatch
 from schedgen.util.errors import UsageError, clip
 
+# What `log` and the rows of --metrics call a step's other numbers.
+STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
+
 
 def check_loss(function: object) -> None:
     """UsageError where a loss has parameters of its own that nothing would train."""
@@ -53,6 +56,8 @@ def loss_and_metrics(
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(f"the metric {name} should be a tensor of one number")
+        if name in STEP_NUMBERS:
+            raise UsageError(f"a metric is called {name}, as another number of a step: give it another name")
     loss = returned.reshape(()) if returned.dim() else returned
     return loss, {name: value.detach().reshape(()) for name, value in metrics.items()} if metrics else {}
 

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.export import check_new
@@ -289,7 +290,8 @@ class Engine:
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
         """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches.
 
-        A loader of a function has no end: it needs `batches`.
+        In the middle of the loader's epoch, too, over all of it; the loader stays where it is. A list of batches, as
+        of pairs (input, target), may take its place. A loader of a function has no end: it needs `batches`.
         """
         with self._running.watchdog.evaluating():
             return self._over(loader, batches, evaluate, scores=True)
@@ -472,7 +474,7 @@ class Engine:
         use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
         scores: bool,
     ) -> T:
-        """Use the first batches of a loader, which is afterwards where it was, each with what evaluates its shape.
+        """Use the first batches of a loader's epoch, each with what evaluates its shape; the loader stays where it is.
 
         `scores`: by their targets.
         """
@@ -483,10 +485,11 @@ class Engine:
         self._refuse(not isinstance(loader, Iterable), no_loader)
         endless = batches is None and isinstance(loader, Loader) and loader.kind == "function"
         self._refuse(endless, "a function that makes microbatches has no end: say how many steps of it, batches=")
-        position = loader.state() if isinstance(loader, Loader) else None
+        tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
+        one = tensors or isinstance(loader, Mapping | Batch)
+        self._refuse(one, "this is one batch: give a list of batches, or what loader(...) returns")
         shapes = Shapes(self.comm, self.shapes.buckets)
-        pads = isinstance(loader, Loader) and loader.pads_in_part
-        padded = pads and (batches is None or loader.step + batches >= len(loader))
+        padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 
         def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
             for number, given in enumerate(islice(loader, batches), start=1):
@@ -494,12 +497,9 @@ class Engine:
                 yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
         found = evaluators()
-        first = next(found, None)
-        self._refuse(first is None, "there is no batch to evaluate")
-        assert first is not None
-        try:
+        whole = loader.from_the_begin() if isinstance(loader, Loader) else contextlib.nullcontext()
+        with whole, contextlib.closing(found):
+            first = next(found, None)
+            self._refuse(first is None, "there is no batch to evaluate")
+            assert first is not None
             return use(session, chain([first], found))
-        finally:
-            found.close()
-            if isinstance(loader, Loader) and position is not None:
-                loader.restore(position)

@@ -108,7 +108,7 @@ MISTAKES = {
     "no colon": model("mpirun.examples.mlp", "--model mpirun.examples.mlp: should be MODULE:FUNCTION"),
     "one stage more": model(
         "models_for_tests:one_stage_more",
-        "--model models_for_tests:one_stage_more: has 3 stages, not the 2 that it is asked for",
+        "--model models_for_tests:one_stage_more: the model has 3 stages, not the 2 that it is asked for",
     ),
     "a list": model(
         "models_for_tests:returns_a_list",

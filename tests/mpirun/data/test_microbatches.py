@@ -113,6 +113,7 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
     [
         (lambda output, target: output, "the loss should be one number"),
         (lambda output, target: 5.0, "the loss should be one number"),
+        (lambda output, target: (output.sum(), {}), "that of the whole minibatch has no metrics beside it"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
         (lambda output, target: output.nothing(), "the loss fails on the shapes it gets: AttributeError"),
     ],

@@ -911,12 +911,16 @@ import torch, mpirun
 from torch.nn.functional import mse_loss
 x = torch.zeros(4, 4)
 def engine(**options):
-    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2, loss=mse_loss, **{"timeout": 0, **options})
+    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2,
+                         **{"loss": mse_loss, "timeout": 0, **options})
+def scored(output, target):
+    return output.sum(), {"lr": output.sum()}
 with engine() as run:
     run.step((x, x))
     for refused in (
         lambda: engine(timeout=None), lambda: engine(clip="1"), lambda: engine(buckets=64), lambda: engine(export=3),
-        lambda: run.save(None), lambda: engine().resume(None), lambda: run.export(5),
+        lambda: run.save(None), lambda: engine().resume(None), lambda: run.export(5), lambda: run.evaluate((x, x)),
+        lambda: run.predict({"x": x}), lambda: engine(stages=3), lambda: engine(loss=scored).step((x, x)),
     ):
         try:
             refused()
@@ -925,15 +929,18 @@ with engine() as run:
 """
 
 
-def test_an_argument_of_another_type_is_refused_with_one_sentence(launch):
+def test_an_argument_that_is_not_what_it_should_be_is_refused_with_one_sentence(launch):
     done = launch(None, program=("-c", OF_OTHER_TYPES))
     give = "give the name of a directory, not a"
-    assert (done.code, done.out, done.err.splitlines()) == (0, 7 * "2\n", [
+    assert (done.code, done.out, done.err.splitlines()) == (0, 11 * "2\n", [
         "mpirun: timeout should be a number of at least 0, not None",
         "mpirun: clip should be a positive number, not '1'",
         "mpirun: buckets should be sizes, whole numbers of at least 1, not 64",
         f"mpirun: export: {give} int", f"mpirun: save: {give} NoneType", f"mpirun: resume: {give} NoneType",
         f"mpirun: export: {give} int",
+        *["mpirun: this is one batch: give a list of batches, or what loader(...) returns"] * 2,
+        "mpirun: the model has 1 stages, not the 3 that it is asked for",
+        "mpirun: a metric is called lr, as another number of a step: give it another name",
     ])  # fmt: skip
 
 
@@ -953,6 +960,24 @@ def test_metrics_that_only_some_microbatches_have_are_refused_by_an_evaluation(n
     done = launch(2, program=("-c", f"numbers = {numbers}{SOME_METRICS}"))
     sentence = f"mpirun: evaluate: the loss returned the metrics {words} for the first microbatch\n"
     assert (done.code, done.err) == (2, sentence)
+
+
+WITHIN = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+data = [(x, x) for x in torch.arange(20.0).view(5, 4)]
+with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2, loss=mse_loss, timeout=0) as run:
+    loader = run.loader(data, shuffle=True)
+    for batch in loader:
+        run.step(batch)
+        print(loader.epoch, loader.step, run.evaluate(loader).samples, run.evaluate(loader, 2).samples)
+    print(len(run.predict(loader)), run.steps)
+"""
+
+
+def test_an_evaluation_in_the_middle_of_an_epoch_is_over_all_of_it(launch):
+    done = launch(None, program=("-c", WITHIN))
+    assert (done.code, done.out) == (0, "0 1 5 4\n0 2 5 4\n1 0 5 4\n5 3\n"), done.err
 
 
 OTHER_LOADER = """
