@@ -272,7 +272,7 @@ class Engine:
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it", 2, 0)
         of_shape = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         if batch.loader is not None and batch.loader.kind == "function":
-            batch = batch._replace(samples=[of_shape.size] * len(batch.samples))
+            batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
         total = sum(batch.samples)
         if min(batch.samples) < self.prepared.batches.example.size:
             check_padding(self.model, self._running.header)
@@ -303,7 +303,8 @@ class Engine:
         """The model's outputs for a loader's samples, in their order, in eval mode: on rank 0, None elsewhere.
 
         `each`: is called with the number of a microbatch and its output on the rank that has it, to write it, say;
-        then nothing is gathered.
+        then nothing is gathered. The target may be None where microbatches of the shape have been trained on or
+        evaluated: with the first one the loss is tried.
         """
         with self._running.watchdog.evaluating():
             return self._over(

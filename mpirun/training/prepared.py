@@ -30,7 +30,7 @@ class OfShape(NamedTuple):
     interpreter: Interpreter
     tokens: int  # elements of the target, a sample
     uncut: str | None  # why padding cannot be taken off a microbatch
-    size: int  # samples of a microbatch
+    example: Microbatch
 
 
 class Prepared:
@@ -81,7 +81,8 @@ class Prepared:
         if not self.has_stages:
             self.build(batch, shape)
         if shape not in self.evaluators:
-            self.evaluators[shape] = Evaluator(self.session, self._example(batch), self.options, self.host)
+            example = self.of_shape[shape].example if shape in self.of_shape else self._example(batch)
+            self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
         evaluator = self.evaluators[shape]
         if padded and (why := _uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
             raise Stop(why, 2, speaker=0)
@@ -117,7 +118,7 @@ class Prepared:
 
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
     why = _uncut(setup, example, scores=True)
-    return OfShape(interpreter, tokens(example) // max(1, example.size), why, example.size)
+    return OfShape(interpreter, tokens(example) // max(1, example.size), why, example)
 
 
 def _uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:

@@ -980,6 +980,21 @@ def test_an_evaluation_in_the_middle_of_an_epoch_is_over_all_of_it(launch):
     assert (done.code, done.out) == (0, "0 1 5 4\n0 2 5 4\n1 0 5 4\n5 3\n"), done.err
 
 
+WITHOUT_TARGETS = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], microbatches=2, loss=mse_loss, timeout=0) as run:
+    run.step((x, x))
+    print(run.predict([(x, None)]).equal(run.predict([(x, x)])))
+"""
+
+
+def test_a_prediction_after_a_step_needs_no_targets(launch):
+    done = launch(None, program=("-c", WITHOUT_TARGETS))
+    assert (done.code, done.out) == (0, "True\n"), done.err
+
+
 OTHER_LOADER = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
