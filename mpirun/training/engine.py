@@ -143,7 +143,6 @@ class Engine:
         self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
         self.resumed_from: Path | None = None
         self.data: Loader | None = None  # whose position checkpoints have
-        self.verifies = verify
         self.said: set[str] = set()  # notes on data, by all loaders
         self.loaders: WeakSet[Loader] = WeakSet()  # those that read what this run's ranks read
         self.ending = contextlib.ExitStack()  # gives back what the process had before the run
@@ -268,7 +267,7 @@ class Engine:
         """
         session = self._running
         batch = self._batch(batch)
-        if self.verifies and batch.loader is not None and batch.loader.kind == "stream":
+        if self.prepared.verifies and batch.loader is not None and batch.loader.kind == "stream":
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it", 2, 0)
         of_shape = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         if batch.loader is not None and batch.loader.kind == "function":
@@ -276,7 +275,7 @@ class Engine:
         total = sum(batch.samples)
         if min(batch.samples) < self.prepared.batches.example.size:
             check_padding(self.model, self._running.header)
-        self.prepared.batches.give(session.steps, batch, self.verifies)
+        self.prepared.batches.give(session.steps, batch, self.prepared.verifies)
         session.weights = [count / total for count in batch.samples]
         session.tokens = total * of_shape.tokens
         result = session.step()
@@ -336,7 +335,8 @@ class Engine:
         session = self._running
         self._refuse(bool(session.steps), "resume: this run has done steps already")
         self._refuse(
-            self.verifies, "verify=True does all steps again, but not those before a checkpoint: resume without it"
+            self.prepared.verifies,
+            "verify=True does all steps again, but not those before a checkpoint: resume without it",
         )
         path = together(self.comm, lambda: directory_of("resume", directory))
         manifest = newest_checkpoint(self.comm, str(path), str(path))
@@ -371,7 +371,7 @@ class Engine:
 
         The Engine is made with verify=True. With canonical=True nothing may differ.
         """
-        self._refuse(not self.verifies, "verify: say verify=True where the Engine is made")
+        self._refuse(not self.prepared.verifies, "verify: say verify=True where the Engine is made")
         return self._running.verify() == 0
 
     def close(self) -> None:
