@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
+from mpirun.model.frontend.node_dependencies import is_buffer, views_of, written_arguments
 from mpirun.model.frontend.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError
 
@@ -162,7 +163,7 @@ def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut
 
 
 def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
-    """Have a traced stage do in eval mode what that does not leave out.
+    """Have a traced stage leave out in eval mode what the module leaves out.
 
     UsageError where its twin of a value, which eval mode uses in its place, is another stage's.
     """
@@ -221,6 +222,7 @@ class _Comparison:
         self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode has not, what users of it have there
         self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode has not, beside dropouts
         self.changes: list[fx.Node] = []  # of buffers, which eval mode has not
+        self.views: dict[fx.Node, fx.Node] = {}  # by node, whose memory it has
 
     def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
         """UsageError where `other`, in eval mode, does something else than leave out some nodes.
@@ -228,6 +230,7 @@ class _Comparison:
         Each of its nodes then has one of `graph` with the same operation on what stands for its arguments. `whole`: of
         the graphs, not of subgraphs, which leave nothing out.
         """
+        self.views = views_of(graph, self.state)
         nodes = [node for node in graph.nodes if _computes(node) and not _counts(node, self.counters)]
         twins = [node for node in other.nodes if _computes(node)][::-1]
         for node in nodes:  # each graph ends with its only output
@@ -245,14 +248,13 @@ class _Comparison:
         """Whether eval mode may do without a node: it changes nothing but what eval mode does without, or a buffer."""
         if not isinstance(node.target, OpOverload):
             return False
-        root = node
-        while isinstance(root.target, OpOverload) and any(x.alias_info for x in root.target._schema.returns):
-            root = root.all_input_nodes[0]
-        if not _writes(node) or root in self.left_out:
+        written = [] if _in_eval(node) else written_arguments(node, self.state)  # in eval mode statistics stay
+        roots = [self.views.get(argument, argument) for argument in written]
+        if all(root in self.left_out for root in roots):
             self.left_out[node] = None
-        elif root.op == "get_attr":
+        elif written == [node.args[0]] and is_buffer(roots[0]):
             self.changes.append(node)
-            self.dropped[node] = self._uncopied(node.all_input_nodes[0])
+            self.dropped[node] = self._uncopied(written[0])
         else:
             return False
         return True
@@ -318,13 +320,6 @@ class _Comparison:
         if not (isinstance(value, Tensor) and isinstance(twin, Tensor)) or value is twin:
             return value is twin
         return name == other or (value.shape == twin.shape and bool((value == twin).all()))
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether an operation changes its first argument in place."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    alias = arguments[0].alias_info if arguments else None
-    return alias is not None and alias.is_write
 
 
 def _computes(node: fx.Node) -> bool:

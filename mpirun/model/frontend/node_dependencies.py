@@ -49,7 +49,7 @@ class Dependencies:
         self.writes: dict[fx.Node, list[fx.Node]] = {}
         self.needs: dict[fx.Node, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            written = [self.root(argument) for argument in _written(node, exported.state)]
+            written = [self.root(argument) for argument in written_arguments(node, exported.state)]
             last = [self.writes[root][-1] for root in map(self.root, node.all_input_nodes) if root in self.writes]
             self.needs[node] = list(dict.fromkeys([*node.all_input_nodes, *last]))
             for root in written:
@@ -134,7 +134,7 @@ def _is_random(node: fx.Node) -> bool:
 def written_roots(graph: fx.Graph, state: Mapping[str, Any]) -> set[fx.Node]:
     """The nodes of a graph to whose memory it writes; `state`: what its get_attr nodes refer to."""
     views = views_of(graph, state)
-    return {views.get(argument, argument) for node in graph.nodes for argument in _written(node, state)}
+    return {views.get(argument, argument) for node in graph.nodes for argument in written_arguments(node, state)}
 
 
 def views_of(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node]:
@@ -146,8 +146,8 @@ def views_of(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node
     return views
 
 
-def _written(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
-    """The arguments to whose memory it writes."""
+def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
+    """The arguments to whose memory a node writes."""
     written = []
     for code, operands in subgraphs(node, state):
         operand_of = dict(zip(code.graph.find_nodes(op="placeholder"), operands, strict=False))
