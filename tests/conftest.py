@@ -21,6 +21,7 @@ from warm_servers import PROGRAM, WarmServers
 import schedgen.util.jit
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTHONUNBUFFERED", None)  # which would write the lines of two ranks into each other
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_BOUNDSCHECK", "1")

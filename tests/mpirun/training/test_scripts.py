@@ -44,14 +44,17 @@ os.chdir({folder!r})
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# Sets what torchrun sets, which would start three processes that import torch.
+# Sets what torchrun sets, which would start three processes that import torch; as there, the store is kept from the
+# moment that its port is known, so that no other program takes the port.
 LIKE_TORCHRUN = """
-import os, socket
+import os
 from mpi4py import MPI
+from torch.distributed import TCPStore
 rank, size, host = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, "127.0.0.1"
-with socket.create_server((host, 0)) as server:
-    port = MPI.COMM_WORLD.bcast(server.getsockname()[1])
-os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=str(port))
+store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+port = MPI.COMM_WORLD.bcast(store and store.port)
+os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=str(port),
+                   TORCHELASTIC_USE_AGENT_STORE="True")
 """
 
 
