@@ -141,10 +141,15 @@ def digest_of(leaves: Iterable[Any]) -> str:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            found.update(raw_bytes(leaf).data)
         else:
             found.update(repr(leaf).encode())
     return found.hexdigest()
+
+
+def raw_bytes(x: Tensor) -> np.ndarray:
+    """The bytes of the elements of a tensor of any layout, copied to the host's memory."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach()).view(-1).view(torch.uint8).numpy()
 
 
 def input_and_target(collated: Any) -> tuple[Any, Any]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.fail_together import Stop, first_difference
+from mpirun.data.microbatches import digest_of
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import own_tensors
 
 
 class Values(NamedTuple):
-    """What ranks have of a stage: a tied parameter, by the first of its names, or all that is trained, or is not."""
+    """Tensors of a stage that ranks must agree on: one tied parameter, under the tie's first name, or all trained
+    parameters, or all other tensors.
+    """
 
     stage: int  # of the model's
     shard: int
@@ -56,9 +56,4 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     """Of names and values."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-        checksum = zlib.crc32(data.view(-1).view(torch.uint8).numpy().data)
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {checksum}\n".encode())
-    return found.hexdigest()
+    return digest_of(part for pair in sorted(tensors.items()) for part in pair)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpirun.data.microbatches import digest_of, raw_bytes
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import pieces
 from mpirun.model.shapes import StageShape
@@ -62,7 +62,7 @@ def gather_record(
 
     Each rank gives the parameters it owns; gradients come from the first owner.
     """
-    hashes = {key: hashlib.sha256(tensor_bytes(value)).hexdigest() for key, value in record.parameters.items()}
+    hashes = {key: digest_of([value]) for key, value in record.parameters.items()}
     of_first_owner = {
         key: value
         for key, value in record.parameters.items()
@@ -82,7 +82,7 @@ def gather_record(
             merged |= _unpacked(packed)
     for rank, (digests, _, _, _) in enumerate(of_ranks):
         for key, digest in digests.items():
-            if hashlib.sha256(tensor_bytes(parameters[key])).hexdigest() != digest:
+            if digest_of([parameters[key]]) != digest:
                 return f"rank {rank} ends with another {key[1]} of stage {key[0]} than the stage's first owner"
     joined = [_joined(shapes, step) for step in gradients]
     return Record(record.losses, joined, _joined(shapes, parameters), buffers=buffers)
@@ -104,17 +104,12 @@ def _joined(shapes: Sequence[StageShape], pieces: Pieces) -> Parameters:
 
 def tensor_bytes(value: Tensor) -> bytes:
     """The elements of a tensor, one behind the other."""
-    return _bytes_array(value).tobytes()
-
-
-def _bytes_array(value: Tensor) -> np.ndarray:
-    array: np.ndarray = value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-    return array
+    return raw_bytes(value).tobytes()
 
 
 def _packed(values: Pieces) -> Packed:
     """Tensors as bytes: pickled quickly, and of types that numpy lacks."""
-    return {key: (value.dtype, value.shape, _bytes_array(value)) for key, value in values.items()}
+    return {key: (value.dtype, value.shape, raw_bytes(value)) for key, value in values.items()}
 
 
 def _unpacked(values: Packed) -> Pieces:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mpirun.data.microbatches import digest_of
 from mpirun.engine.same_start import value_digests
 from mpirun.model.contract import Model
 
@@ -20,5 +21,6 @@ def test_what_tells_values_apart_is_of_the_values_in_whatever_layout(tensor):
         module.register_buffer("buffer", buffer)
         return value_digests(Model([module], nn.functional.mse_loss), 0, module, owned=False)
 
-    assert digests(tensor) == digests(torch.tensor(tensor.tolist(), dtype=tensor.dtype))
+    plain = torch.tensor(tensor.tolist(), dtype=tensor.dtype)
+    assert digests(tensor) == digests(plain) and digest_of([tensor]) == digest_of([plain])
     assert not tensor.numel() or digests(tensor) != digests(tensor + 1)

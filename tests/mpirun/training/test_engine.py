@@ -225,6 +225,20 @@ print(all(second < first for first, second in losses[1::2]), all(a == b for a, b
     assert done.code == 0 and done.out.split() == ["True", "True"], done.err
 
 
+COLUMN = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+table, column = torch.arange(6.0).view(2, 3), lambda y, target: mse_loss(y[:, 0], target)
+with mpirun.Engine("gpipe", [torch.nn.Linear(3, 1)], microbatches=2, loss=column) as run:
+    print(len(run.step((table, table[:, 0])).losses))
+"""
+
+
+def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sample(launch):
+    done = launch(None, program=("-c", COLUMN))
+    assert (done.code, done.out) == (0, "2\n"), done.err
+
+
 def test_an_exception_that_is_caught_ends_its_engine_alone(tmp_path, launch):
     """As in a notebook, where every exception is: the guard does not end the process, and another Engine follows."""
     script = tmp_path / "notebook.py"
