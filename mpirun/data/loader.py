@@ -11,7 +11,6 @@ generators of torch, numpy and Python.
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -27,7 +26,6 @@ from mpirun.data.microbatches import Microbatch, plain
 from mpirun.data.sampling import Dealt, deal, epoch_order, steps_in
 from schedgen.util.errors import UsageError
 
-LAST = ("pad", "drop", "fewer")
 DREW = (
     "random numbers were drawn while a thread made samples: if samples draw them, though the first ones did not, this "
     "run cannot be repeated: with workers=1 a process makes them"
@@ -40,15 +38,11 @@ class Batch(NamedTuple):
 
     epoch: int
     number: int  # of the step in the epoch
-    # By microbatch of the step, how many it really has; 0: all of it is padding. Of a function's what they should be.
+    # By microbatch of the step, its samples without padding (0: it is all padding). Of a function, whose sizes nobody
+    # knows yet, `microbatch_size` each.
     samples: list[int]
     microbatches: dict[int, Microbatch]  # those that this rank reads
     loader: Loader | None = None  # which it is of; it can make the batch again
-
-
-def print_note(line: str) -> None:
-    """A line for the user, on stderr."""
-    print(f"mpirun: {line}", file=sys.stderr)
 
 
 class Loader:
@@ -66,29 +60,29 @@ class Loader:
         reads: Sequence[int],
         pair: Callable[[Any], tuple[Sequence[Any], Any]],
         *,
+        say: Callable[[str], None],
         shuffle: bool = False,
         seed: int = 0,
         workers: int = 0,
         last: str = "pad",
         collate: Callable[[list[Any]], Any] | None = None,
-        say: Callable[[str], None] = print_note,
     ) -> None:
         """`microbatches` of a step, of which this rank reads those in `reads`, in this order.
 
         pair     collated samples -> (leaves of the input, target)
+        say      takes a line on what is done with the last step, or on random numbers; the same more than once
         workers  processes that make microbatches; 0: a thread does
         last     where the last step of an epoch has too few samples: "pad" repeats some, which do not count, "drop"
-                 leaves the step out, "fewer" has smaller microbatches
+                 leaves the step out
         collate  a list of samples -> a microbatch, instead of torch's default_collate
-        say      takes a line on what is done with the last step
 
         UsageError where the dataset is none, or an argument does not fit it.
         """
         for name, value, least in (("microbatch_size", microbatch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
             if type(value) is not int or value < least:
                 raise UsageError(f"the loader's {name} is {value}: it should be a whole number of {least} at least")
-        if last not in LAST:
-            raise UsageError(f"the loader's last is {last!r}: it should be one of {', '.join(LAST)}")
+        if last not in ("pad", "drop"):
+            raise UsageError(f"last: {last!r} is neither 'pad' nor 'drop': all microbatches have one shape")
         self.dataset, self.kind, self.length = dataset, *_kind_and_length(dataset)
         if shuffle and self.kind != "map":
             raise UsageError(f"{_NAMES[self.kind]} cannot be shuffled: its samples come in its own order")
@@ -101,7 +95,6 @@ class Loader:
         self.reads, self.pair, self.collate, self.say = tuple(reads), pair, collate or default_collate, say
         self.shuffle, self.seed, self.workers, self.last = shuffle, seed, workers, last
         self.epoch = self.step = 0
-        self._said: set[str] = set()
         if self.length is not None:
             self._check_length(self.length)
             self._say_of_last(self.length % self.step_size)
@@ -171,13 +164,7 @@ class Loader:
         if self.kind == "function":
             return [Dealt([0] * self.microbatch_size, 0)] * self.microbatches
         indices = [int(index) for index in order[step * self.step_size : (step + 1) * self.step_size]]
-        return deal(indices, self.microbatch_size, self.microbatches, self.last == "fewer")
-
-    def say_once(self, line: str) -> None:
-        """A line that is worth to be read once."""
-        if line not in self._said:
-            self._said.add(line)
-            self.say(line)
+        return deal(indices, self.microbatch_size, self.microbatches)
 
     @contextmanager
     def watching(self, number: int) -> Iterator[None]:
@@ -185,7 +172,7 @@ class Loader:
         with watched(number & (number - 1) == 0) as drew:
             yield
             if drew():
-                self.say_once(DREW)
+                self.say(DREW)
 
     def _unchanging(self) -> dict[str, Any]:
         return {
@@ -212,12 +199,10 @@ class Loader:
     def _say_of_last(self, samples: int) -> None:
         """`samples` that the last step has, if it has not all."""
         if samples % self.step_size:
-            done = {"pad": "padded, weight 0", "drop": "dropped", "fewer": "smaller microbatches"}[self.last]
-            if self.last == "fewer" and samples < self.microbatches:
-                done += ", of weight 0 where there is no sample"
+            done = "padded, weight 0" if self.last == "pad" else "dropped"
             length = "" if self.length is None else f" of {self.length} samples"
             name = f"the {type(self.dataset).__name__}{length}"
-            self.say_once(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
+            self.say(f"{name}: the last step of an epoch has {samples} of {self.step_size}: {done}")
 
     def _microbatch(self, collated: Any, dealt: Dealt[Any], real: int) -> Microbatch:
         """`real`: samples of the step."""
@@ -260,7 +245,7 @@ class Loader:
                     break
                 if is_last := following == 0 or (drop and following < size):
                     self._say_of_last(following or here)
-                dealt = deal([None] * here, self.microbatch_size, self.microbatches, self.last == "fewer")
+                dealt = deal([None] * here, self.microbatch_size, self.microbatches)
                 mine = {number: self._microbatch(collated[number], dealt[number], here) for number in self.reads}
                 yield Batch(epoch, step, [one.real for one in dealt], mine, self), is_last
                 if is_last:
@@ -275,7 +260,7 @@ class Loader:
         workers = self.workers if ahead else 0
         data: DataLoader[Any] = DataLoader(
             dataset,
-            collate_fn=_itself,
+            collate_fn=lambda made: made,
             num_workers=workers,
             prefetch_factor=ahead // workers + 1 if workers else None,
             # A script needs neither a guard around what it does, nor data that can be pickled. Workers leave by _exit,
@@ -318,7 +303,7 @@ class _Samples(Dataset[Any]):
     def may_be_made_by_thread(self, drew: bool) -> bool:
         self.seeded = drew or self.drew
         if self.seeded:
-            self.loader.say_once(
+            self.loader.say(
                 "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
             )
         return not self.seeded
@@ -342,7 +327,7 @@ class _Stream(IterableDataset[Any]):
                 return
             with reading(), watching(number) if number else nullcontext():  # the first is looked at by `made_ahead`
                 following = list(islice(stream, size))
-                dealt = deal(here, loader.microbatch_size, loader.microbatches, loader.last == "fewer")
+                dealt = deal(here, loader.microbatch_size, loader.microbatches)
                 collated = {n: self._collate(self.first + number, n, dealt[n].samples) for n in loader.reads}
             yield len(here), len(following), collated
             here = following
@@ -360,10 +345,6 @@ class _Stream(IterableDataset[Any]):
                 "with workers=1 a process reads it"
             )
         return True
-
-
-def _itself(made: Any) -> Any:
-    return made
 
 
 def _kind_and_length(dataset: Any) -> tuple[str, int | None]:

@@ -38,17 +38,13 @@ def steps_in(length: int, step_size: int, drop: bool) -> int:
     return length // step_size if drop else -(-length // step_size)
 
 
-def deal(samples: Sequence[T], size: int, count: int, fewer: bool = False) -> list[Dealt[T]]:
+def deal(samples: Sequence[T], size: int, count: int) -> list[Dealt[T]]:
     """The `count` microbatches of a step with one sample at least and `size * count` at most.
 
-    All have `size` samples: the real ones fill the first microbatches, then the step's first samples are repeated. With
-    `fewer`, samples are dealt evenly, the first microbatches have one more; without any, one that does not count.
+    All have `size` samples: the real ones fill the first microbatches, then the step's first samples are repeated.
     """
     real = len(samples)
-    sizes = [max(1, (real + count - 1 - number) // count) for number in range(count)] if fewer else [size] * count
-    dealt, begin = [], 0
-    for own in sizes:
-        end = begin + own
-        dealt.append(Dealt([samples[place % real] for place in range(begin, end)], min(own, max(0, end - real))))
-        begin = end
-    return dealt
+    return [
+        Dealt([samples[place % real] for place in range(end - size, end)], min(size, max(0, end - real)))
+        for end in range(size, size * count + 1, size)
+    ]

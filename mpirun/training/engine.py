@@ -239,15 +239,12 @@ class Engine:
         last             what becomes of an epoch's last samples where they fill no step: "pad" or "drop"
         collate          makes a batch of a list of items; None: torch's default
         """
-        self._refuse(
-            last not in ("pad", "drop"), f"last: {last!r} is neither 'pad' nor 'drop': all microbatches have one shape"
-        )
         loader = together(
             self.comm,
             lambda: Loader(
-                dataset, microbatch_size, self._count, self.reads, self.model.pair, shuffle=shuffle,
-                seed=self.options.seed if seed is None else seed, workers=workers, last=last, collate=collate,
-                say=self._say,
+                dataset, microbatch_size, self._count, self.reads, self.model.pair, say=self._say,
+                shuffle=shuffle, seed=self.options.seed if seed is None else seed, workers=workers, last=last,
+                collate=collate,
             ),
         )  # fmt: skip
         lengths = self.comm.allgather(loader.length)

@@ -34,7 +34,7 @@ SHAPES = {
     "size": st.integers(1, 4),
     "count": st.integers(1, 5),
     "seed": st.integers(0, 3),
-    "last": st.sampled_from(["pad", "drop", "fewer"]),
+    "last": st.sampled_from(["pad", "drop"]),
     "data": st.data(),
 }
 
@@ -144,9 +144,8 @@ def test_every_sample_once(kind, shuffle, length, size, count, seed, last, data)
                 real = len(leaf) - microbatch.padding
                 assert (len(leaf), real) == (microbatch.size, of_all.samples[number])
                 assert microbatch.loss_divisor == (sum(of_all.samples) / real if real else math.inf)
-                assert last == "fewer" or len(leaf) == size
+                assert len(leaf) == size
                 assert last != "drop" or not microbatch.padding
-                assert last != "fewer" or (real or len(leaf) == 1)
                 weights += 1 / microbatch.loss_divisor
                 seen += leaf[:real]
             assert weights == pytest.approx(1)
@@ -156,14 +155,10 @@ def test_every_sample_once(kind, shuffle, length, size, count, seed, last, data)
 
 @given(real=st.integers(1, 20), size=st.integers(1, 5), count=st.integers(1, 4))
 def test_an_incomplete_step(real, size, count):
-    """Padded, the first microbatches are full; with fewer samples, sizes differ by one at most."""
+    """Padded, the first microbatches are full."""
     real = min(real, size * count)
     padded = deal(range(real), size, count)
     assert [one.real for one in padded] == [max(0, min(size, real - size * number)) for number in range(count)]
-    fewer = [len(one.samples) for one in deal(range(real), size, count, fewer=True)]
-    assert fewer == sorted(fewer, reverse=True)
-    assert fewer[0] - fewer[-1] <= 1
-    assert sum(fewer) == max(real, count)
 
 
 @given(kind=st.sampled_from([numbers, Stream, Noisy]), **SHAPES)
@@ -316,30 +311,26 @@ def test_a_broken_sample(workers):
     [
         ({"last": "pad"}, "the last step of an epoch has 5 of 8: padded, weight 0"),
         ({"last": "drop"}, "the last step of an epoch has 5 of 8: dropped"),
-        ({"last": "fewer"}, "the last step of an epoch has 5 of 8: smaller microbatches"),
         ({"last": "pad", "size": 7, "count": 1}, None),
-        (
-            {"last": "fewer", "size": 1, "count": 8},
-            "the last step of an epoch has 5 of 8: smaller microbatches, of weight 0 where there is no sample",
-        ),
     ],
     ids=lambda x: None if isinstance(x, dict) else str(x)[-10:],
 )
-def test_said_once(dataset, options, line):
-    said: list[str] = []
-    some = loader(dataset, **options, say=said.append)
+def test_what_becomes_of_the_last_step_is_said(dataset, options, line):
+    said: set[str] = set()
+    some = loader(dataset, **options, say=said.add)
     for _ in range(2):
         list(some)
     name = "the Stream" if isinstance(dataset, Stream) else f"the {type(dataset).__name__} of 21 samples"
-    assert said == ([f"{name}: {line}"] if line else [])
+    assert said == ({f"{name}: {line}"} if line else set())
 
 
-def test_random_samples_are_said(capsys):
+def test_random_samples_are_said():
     """A thread would share the generators with the model."""
-    some = Loader(Noisy(16), 2, 4, range(4), pair)
+    said: set[str] = set()
+    some = loader(Noisy(16), say=said.add)
     assert len(list(some)) == len(list(some)) == len(some)
     sentence = "samples draw random numbers, so they are made between the steps: with workers=1 a process makes them"
-    assert capsys.readouterr().err == f"mpirun: {sentence}\n"
+    assert said == {sentence}
 
 
 def drawing(draw):
@@ -365,20 +356,19 @@ DRAWS = {
 
 @pytest.mark.parametrize("of", DRAWS)
 def test_random_samples_behind_the_first_microbatch_are_said(of):
-    said: list[str] = []
-    some = Loader(drawing(DRAWS[of]), 2, 4, range(4), pair, say=said.append)
+    said: set[str] = set()
+    some = loader(drawing(DRAWS[of]), say=said.add)
     assert len(list(some)) == len(some)
-    assert said == ([] if of == "own" else [DREW])
+    assert said == (set() if of == "own" else {DREW})
 
 
 def test_streams_are_watched_too():
     def stream():
         yield from ((index, 0 if index < 32 else random.randrange(9)) for index in range(64))
 
-    said: list[str] = []
-    some = Loader(type("Late", (IterableDataset,), {"__iter__": lambda self: stream()})(), 2, 4, range(4), pair,
-                  say=said.append)  # fmt: skip
-    assert len(list(some)) == 8 and said == [DREW]
+    said: set[str] = set()
+    some = loader(type("Late", (IterableDataset,), {"__iter__": lambda self: stream()})(), say=said.add)
+    assert len(list(some)) == 8 and said == {DREW}
 
 
 class OneReader(Dataset):
@@ -402,7 +392,7 @@ class OneReader(Dataset):
 def test_two_loaders_do_not_read_one_dataset_at_once():
     """A file that both would move about in gives samples of other places."""
     data = OneReader()
-    train, test = (Loader(data, 2, 4, range(4), pair) for _ in range(2))
+    train, test = (loader(data) for _ in range(2))
     with torch.no_grad():
         for _ in train:
             assert len(list(test)) == 25
@@ -429,7 +419,7 @@ class WithoutLength(Dataset):
         (numbers(9), {"size": 0}, "the loader's microbatch_size is 0: it should be a whole number of 1 at least"),
         (numbers(9), {"workers": -1}, "the loader's workers is -1: it should be a whole number of 0 at least"),
         (numbers(9), {"seed": -1}, "the loader's seed is -1: it should be a whole number of 0 at least"),
-        (numbers(9), {"last": "skip"}, "the loader's last is 'skip': it should be one of pad, drop, fewer"),
+        (numbers(9), {"last": "skip"}, "last: 'skip' is neither 'pad' nor 'drop': all microbatches have one shape"),
         ([], {}, "the dataset is empty"),
         (Stream(0), {}, "the dataset is empty"),
         (Stream(0), {"last": "drop"}, "the dataset is empty"),
