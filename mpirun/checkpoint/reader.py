@@ -45,7 +45,7 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
     if not folders and save and Path(save).resolve() == directory.resolve():
         return None
     reason = "no checkpoint is whole" if folders else "there is no checkpoint"
-    raise Stop(f"resuming from {directory}: {reason}", 1, speaker=0)
+    raise Stop(f"resuming from {directory}: {reason}", 1)
 
 
 def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:

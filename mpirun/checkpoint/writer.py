@@ -10,7 +10,7 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,10 @@ from mpirun.checkpoint.gather import PARAMETER, Values, gather_parameters, writi
 from mpirun.checkpoint.lock import FolderLock
 from mpirun.checkpoint.reader import check_all_read, restore
 from mpirun.checkpoint.run_settings import differing_settings, other_threads, run_settings
-from mpirun.comm.fail_together import Stop, on_rank_0, say, together
+from mpirun.comm.fail_together import Stop, note, on_rank_0, say, together
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import Setup
 from mpirun.engine.stage import LocalStage
-from mpirun.watchdog import BEAT, PHASE, SAVING, TRAINING
 from schedgen.ir.header import Header
 from schedgen.util.errors import RefusedFile, UsageError
 
@@ -44,19 +43,20 @@ class CheckpointWriter:
         setup: Setup,
         stages: Mapping[int, LocalStage],
         optimizer: Optimizer,
-        state: memoryview,
+        beat: Callable[[], None],
         schedule: str,
     ) -> None:
-        """`state`: this rank's words for the watchdog; `schedule`: its SHA-256. Collective.
+        """`beat`: is called after each file; `schedule`: its SHA-256. Collective.
 
         UsageError where two parts of the model would be one entry, or a module keeps more than tensors.
         """
         self.comm, self.header, self.setup, self.stages, self.optimizer = comm, header, setup, stages, optimizer
-        self.state = state
+        self.beat = beat
         descriptions = [found for found in comm.allgather(optimizer.description()) if found is not None]
         self.settings = run_settings(header, setup, descriptions[0] if descriptions else ("", {}), schedule, comm.rank)
         self.settings["runs"] = [comm.bcast(secrets.token_hex(8))]  # those before this one first
-        own = [(entry, s) for s in stages if self._writing_rank(s) == comm.rank for entry in self._untrained(s)]
+        written = [stage for index, stage in stages.items() if writing_rank(header, index) == comm.rank]
+        own = [(entry, stage.index) for stage in written for entry in written_untrained(setup.model, stage)]
         untrained = [pair for of_rank in comm.allgather(own) for pair in of_rank]
         self.first_stage: dict[str, int] = {}  # of an untrained entry: the stage that it is written with
         for entry, stage in untrained:
@@ -83,7 +83,7 @@ class CheckpointWriter:
         """Restore all that this rank has of the model, and say which settings differ. Collective."""
         comm, setup, stages, optimizer = self.comm, self.setup, self.stages, self.optimizer
         name, options = self.settings["optimizer"], self.settings["options"]
-        own = together(comm, lambda: restore(manifest, setup, stages, optimizer, name, options, self._beat))
+        own = together(comm, lambda: restore(manifest, setup, stages, optimizer, name, options, self.beat))
         read = comm.gather(own)
         on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step
@@ -91,7 +91,7 @@ class CheckpointWriter:
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:
-                print(f"mpirun: note: the checkpoint was made with {words}", file=sys.stderr, flush=True)
+                note(comm, f"the checkpoint was made with {words}")
             for kept in ("runs", "threads"):
                 self.settings[kept] = [*manifest.settings[kept], *self.settings[kept]]
             self.settings["changed"] = [*manifest.settings["changed"], *differing]
@@ -132,7 +132,7 @@ class CheckpointWriter:
                 newest = max(newest, manifest.step)
         if newest > self.last:
             ahead = f"has a checkpoint of step {newest}, but this run went on from step {self.last}"
-            print(f"mpirun: note: {directory} {ahead}", file=sys.stderr, flush=True)
+            note(self.comm, f"{directory} {ahead}")
 
     def _is_of_this_run(self, saved: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of a run before this one, or of one that went on as this one does."""
@@ -152,7 +152,6 @@ class CheckpointWriter:
         comm, directory = self.comm, self.directory
         assert directory is not None
         together(comm, self.optimizer.check_saved)
-        self.state[PHASE] = SAVING
         begin = time.perf_counter()
         try:
             on_rank_0(comm, lambda: disk_format.begin(directory, step))
@@ -167,19 +166,11 @@ class CheckpointWriter:
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
                 say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
             return False
-        finally:
-            self.state[PHASE] = TRAINING
         self.last = step
         if comm.rank == 0:
             folder = disk_format.step_folder(directory, step)
             say(f"checkpoint of step {step}: {folder}, {time.perf_counter() - begin:.1f} s", sys.stdout)
         return True
-
-    def _writing_rank(self, stage: int) -> int:
-        return writing_rank(self.header, stage)
-
-    def _untrained(self, stage: int) -> Values:
-        return written_untrained(self.setup.model, self.stages[stage])
 
     def _gather_divided(self) -> dict[int, list[Values]]:
         """The values of every parameter, by stage that this rank writes and whose weights are divided. Collective."""
@@ -191,8 +182,8 @@ class CheckpointWriter:
             def kept(via: int) -> Sequence[Values]:
                 return self.optimizer.state((index, via)) or ()
 
-            root, stage = self._writing_rank(index), self.stages.get(index)
-            values = gather_parameters(self.comm, root, stage, shape.layout, kept, self._beat)
+            root, stage = writing_rank(self.header, index), self.stages.get(index)
+            values = gather_parameters(self.comm, root, stage, shape.layout, kept, self.beat)
             if root == self.comm.rank:
                 gathered[index] = values
         return gathered
@@ -202,7 +193,7 @@ class CheckpointWriter:
         weights: Values = {}
         kept: Values = {}
         for index, stage in self.stages.items():
-            if self._writing_rank(index) != self.comm.rank or self.setup.model.is_replica(index):
+            if writing_rank(self.header, index) != self.comm.rank or self.setup.model.is_replica(index):
                 continue
             if index in divided:
                 values = divided[index]
@@ -219,17 +210,14 @@ class CheckpointWriter:
         for kind, entries in (("weights", weights), ("optimizer", kept)):
             if entries:
                 files.append(disk_format.write_file(directory, step, kind, self.comm.rank, entries))
-                self._beat()
+                self.beat()
         return files
 
     def _cloned(self, stage: int) -> Iterable[tuple[str, Tensor]]:
         """The untrained entries that a stage writes: the format takes no views, nor tensors that share memory."""
-        for entry, value in self._untrained(stage).items():
+        for entry, value in written_untrained(self.setup.model, self.stages[stage]).items():
             if self.first_stage[entry] == stage:
                 yield entry, value.detach().clone(memory_format=torch.contiguous_format)
-
-    def _beat(self) -> None:
-        self.state[BEAT] += 1
 
 
 def _prepare(directory: Path) -> None:

@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End all ranks with this message, and where to read on."""
-        raise Stop(f"{message} (see {self.prog} --help)", 2, speaker=0)
+        raise Stop(f"{message} (see {self.prog} --help)")
 
 
 def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import check_writable, from_rank_0, on_rank_0, together, write_output
+from mpirun.comm.fail_together import check_writable, from_rank_0, note, on_rank_0, together, write_output
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.act import Act
 from mpirun.engine.build import build_interpreter
@@ -111,13 +111,13 @@ class Profile:
         seconds = self._seconds()
         alpha, beta = measure_link_speed(self.comm, self.setup.device, self.setup.crowded)
         if self.comm.size == 1:
-            print("mpirun: note: one rank has no links: alpha and beta are 0", file=sys.stderr)
-        elif not beta and self.comm.rank == 0:
-            print("mpirun: note: other programs disturbed the links: long messages took no longer than short ones, and "
-                  "beta is 0", file=sys.stderr)  # fmt: skip
-        if self.setup.crowded and self.comm.rank == 0:
-            print("mpirun: note: there are more ranks on a host than cores: jobs are as slow as when all compute, "
-                  "and plan cannot know that a rank which waits lends its core", file=sys.stderr)  # fmt: skip
+            note(self.comm, "one rank has no links: alpha and beta are 0")
+        elif not beta:
+            note(self.comm, "other programs disturbed the links: long messages took no longer than short ones, and "
+                 "beta is 0")  # fmt: skip
+        if self.setup.crowded:
+            note(self.comm, "there are more ranks on a host than cores: jobs are as slow as when all compute, and plan "
+                 "cannot know that a rank which waits lends its core")  # fmt: skip
         profile = {**seconds, "alpha": alpha, "beta": beta, **sizes}
         on_rank_0(self.comm, lambda: _write(self.options.output, profile))
         return 0

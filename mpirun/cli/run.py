@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from dataclasses import replace
 
 from mpi4py import MPI
@@ -11,7 +10,7 @@ from mpi4py import MPI
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
-from mpirun.comm.fail_together import check_writable, on_rank_0
+from mpirun.comm.fail_together import check_writable, note, on_rank_0
 from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory
 from mpirun.engine.read_schedule import read_schedule
@@ -26,7 +25,8 @@ class Run:
     def __init__(self, comm: MPI.Intracomm, options: RunOptions) -> None:
         """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
         self.comm, self.options, self.traceback = comm, options, options.traceback
-        on_rank_0(comm, self._check_outputs)
+        for option, path in (("--metrics", options.metrics), ("--trace", options.trace)):
+            on_rank_0(comm, lambda: check_writable(option, path))
         file = read_schedule(comm, options.file)
         if not options.trace:
             file = file._replace(all_ranks=None)  # now the rows of other ranks can go
@@ -49,16 +49,8 @@ class Run:
             session.checkpoints().open(options.save, options.resume)
         if checkpoint is not None:
             session.resume(checkpoint)
-        self.progress = on_rank_0(comm, self._progress)
+        self.progress = on_rank_0(comm, lambda: Progress(session.begun, setup.steps, options.metrics))
         session.handle_sigterm()
-
-    def _check_outputs(self) -> None:
-        for option, path in (("--metrics", self.options.metrics), ("--trace", self.options.trace)):
-            if path:
-                check_writable(option, path)
-
-    def _progress(self) -> Progress:
-        return Progress(self.session.begun, self.options.setup.steps, self.options.metrics)
 
     def position(self) -> str:
         """Where this rank is in its list; empty outside of a step."""
@@ -79,11 +71,11 @@ class Run:
                 trace.write(self.comm, session.schedule.all_ranks, options.trace)
             elif options.trace:
                 why = "none of its steps is done" if left else "no step is left"
-                self._note(f"--trace: {why}, so {options.trace} is not written")
+                note(self.comm, f"--trace: {why}, so {options.trace} is not written")
             self._print_memory()
             if left:
                 if options.verify:
-                    self._note("--verify: nothing is compared, for the run is not done")
+                    note(self.comm, "--verify: nothing is compared, for the run is not done")
                 session.leave(saved)
             code = session.verify()
             unsaved = options.save and begun < steps and not saved
@@ -109,10 +101,6 @@ class Run:
         if self.progress is not None:
             self.progress.close(session.header)
         return saved, left
-
-    def _note(self, words: str) -> None:
-        if self.comm.rank == 0:
-            print(f"mpirun: note: {words}", file=sys.stderr, flush=True)
 
     def _print_memory(self) -> None:
         if self.bytes is not None:

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -22,6 +21,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.cuda_graph import CudaGraph, memory_at
+from mpirun.comm.fail_together import note
 from mpirun.comm.gpu_trial import messages_arrive
 from mpirun.comm.local_gpu import local_rank
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords
@@ -293,10 +293,9 @@ def choose_device(comm: MPI.Intracomm, name: str, messages: str, words: bool = F
             raise UsageError("--stream-words: a CPU has no streams of kernels")
         if messages != "auto":
             raise UsageError(f"--gpu-messages {messages}: a CPU has no memory but the host's")
-        if name == "auto" and len(without) < comm.size and comm.rank == 0:
+        if name == "auto" and len(without) < comm.size:
             rank, host = without[0]
-            note = f"torch finds a GPU for some ranks, but none for rank {rank} on {host}: all take CPUs"
-            print(f"mpirun: note: {note}", file=sys.stderr, flush=True)
+            note(comm, f"torch finds a GPU for some ranks, but none for rank {rank} on {host}: all take CPUs")
         return Device()
     if words and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise UsageError("--stream-words: this MPI lets one thread in only, and another has to write the words")

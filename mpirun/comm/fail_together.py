@@ -32,7 +32,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 class Stop(Exception):
     """Every rank ends with this sentence and exit code; one of them, the speaker, prints the sentence."""
 
-    def __init__(self, sentence: str, code: int, speaker: int) -> None:
+    def __init__(self, sentence: str, code: int = 2, speaker: int = 0) -> None:
         """`speaker`: a rank; -1: nobody prints anything."""
         super().__init__(sentence)
         self.code, self.speaker = code, speaker
@@ -99,8 +99,14 @@ def print_notes(comm: MPI.Comm) -> Iterator[None]:
     for warning in caught:
         if not issubclass(warning.category, MpirunWarning):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        elif comm.rank == 0:
-            print(f"mpirun: note: {warning.message}", file=sys.stderr, flush=True)
+        else:
+            note(comm, warning.message)
+
+
+def note(comm: MPI.Comm, sentence: object) -> None:
+    """Rank 0 prints a line for the user."""
+    if comm.rank == 0:
+        print(f"mpirun: note: {sentence}", file=sys.stderr, flush=True)
 
 
 def say(line: str, stream: TextIO) -> bool:
@@ -119,9 +125,9 @@ def _write_nowhere(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def check_writable(option: str, path: str) -> None:
-    """UsageError if a file cannot be written there; "-" is standard output."""
-    if path == "-":
+def check_writable(option: str, path: str | None) -> None:
+    """UsageError if a file cannot be written there; "-" is standard output, None no file."""
+    if path in (None, "-"):
         return
     written, wrong = Path(os.path.realpath(path)).parent, None  # a file is written beside the old one, and renamed
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
-from mpirun.engine.job_graphs import JobGraphs
+from mpirun.engine.job_graphs import Job, JobGraphs
 from mpirun.engine.loss import MinibatchLoss, loss_divisor, loss_gradient
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, SavedForward
@@ -285,7 +285,7 @@ class ForwardBackward:
 
     def _job(self, i: Instruction, compute: Callable[..., Any]) -> Callable[..., Any]:
         """`compute`, or what captures it as a graph and replays that."""
-        return compute if self.graphs is None else self.graphs.job(i, self.stage_of(i).layer_rng, compute)
+        return compute if self.graphs is None else Job(self.graphs, i, self.stage_of(i).layer_rng, compute)
 
     def stage_of(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""

@@ -70,10 +70,6 @@ class JobGraphs:
         """Whether all refusals are known."""
         return self.passes >= LOOKED_AT[-1]
 
-    def job(self, i: Instruction, rng: LayerRng, compute: Callable[..., Any]) -> Job:
-        """What is called in place of `compute`; `rng`: of the stage's layers."""
-        return Job(self, i, rng, compute)
-
     def refusals(self) -> list[str]:
         """A line for each stage that is not captured."""
         return [f"--graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
@@ -90,7 +86,7 @@ class Job:
     """A job of a stage and microbatch: computed as always, looked at, captured, or replayed."""
 
     def __init__(self, graphs: JobGraphs, i: Instruction, rng: LayerRng, compute: Callable[..., Any]) -> None:
-        """`compute`: of pytrees of tensors, a pytree of tensors that are contiguous."""
+        """`rng`: of the stage's layers; `compute`: of pytrees of tensors, a pytree of tensors that are contiguous."""
         self.graphs, self.i, self.rng, self.compute = graphs, i, rng, compute
         self.device, self.name = graphs.device, f"{Op(i.op).name} of stage {i.stage}"
         self.draws: list[str] = []  # layers that draw, in the order of their forwards

@@ -121,7 +121,6 @@ class OptimizerStep:
                 f"the learning rate of step {context.position.step + 1} is not the same on all ranks: lr should depend "
                 "on the step alone",
                 1,
-                speaker=0,
             )
         norms = self.grad_norms.norms(numbers[:first_loss])
         metrics = [

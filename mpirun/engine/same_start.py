@@ -49,8 +49,6 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
         raise Stop(
             f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: what makes "
             "them should draw the same numbers on every rank, as by torch.manual_seed before it",
-            2,
-            speaker=0,
         )
 
 

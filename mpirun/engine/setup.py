@@ -71,8 +71,9 @@ class Setup(NamedTuple):
 def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
     """The setup of a command: its model has a name, and makes microbatches of a text. Collective; Stop as `set_up`."""
     host = use_host(comm, options.device, options.threads, options.gpu_messages, options.stream_words)
+    layers = header.scheme.get("layers")
     with print_notes(comm):
-        model = together(comm, lambda: _load_model(options, header))
+        model = together(comm, lambda: load_model(options.model, header.model_stages, options.seed, layers))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
     assert model.batch is not None  # load_model has refused it
     source = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
@@ -121,10 +122,6 @@ def set_up(
         model, unsharded_model, shapes_by_size[0], dataflows, source, text, options.seed, options.recipe,
         options.passes, options.canonical, host.device, autocast_dtype, host.crowded, options.graphs,
     )  # fmt: skip
-
-
-def _load_model(options: SetupOptions, header: Header) -> Model:
-    return load_model(options.model, header.model_stages, options.seed, header.scheme.get("layers"))
 
 
 def _check_options(model: Model, options: StepOptions, header: Header, device: Device) -> None:

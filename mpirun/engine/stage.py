@@ -35,10 +35,6 @@ class SavedForward(NamedTuple):
     inputs: list[Tensor]  # leaves of the graph
     outputs: list[GradientEdge | None]  # None: this output needs no gradient
 
-    def differentiable_inputs(self) -> list[Tensor]:
-        """The inputs that have a gradient."""
-        return [x for x in self.inputs if x.requires_grad]
-
     def take_gradients(self, wanted: Sequence[bool] | None = None) -> list[Tensor]:
         """The gradients of all inputs, or of those that are wanted, detached from them; zeros where there is none."""
         gradients = []
@@ -176,37 +172,32 @@ class LocalStage:
         specs      shapes and types of the outputs; None: those of the first microbatch
         """
         specs = specs or self.shape.outputs
-        compute = self._outputs if self.autocast_dtype is None else self._autocast_outputs
         if not save:
             with torch.no_grad():
-                return compute(arguments([x.detach() for x in values], leaves), loss, specs), None
+                return self._outputs(arguments([x.detach() for x in values], leaves), loss, specs), None
         inputs = [x.detach().requires_grad_(x.is_floating_point()) for x in values]
         outputs, edges = [], []
-        for x in compute(arguments(inputs, leaves), loss, specs):
+        for x in self._outputs(arguments(inputs, leaves), loss, specs):
             outputs.append(x.detach())
             edges.append(_gradient_edge(x))
         return outputs, SavedForward(inputs, edges)
 
     def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Those of the module, or their loss, with the graph that leads to them."""
-        if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
-            arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        output = self.module(*arguments)
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        for tensor, (size, dtype) in zip(outputs, specs, strict=True):
-            if tensor.shape != size or tensor.dtype is not dtype:
-                raise RuntimeError(
-                    f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                    f"but on the first microbatch {dtype} of shape {size}"
-                )
-        for index in self.shape.aliased_outputs:
-            outputs[index] = outputs[index].clone()
-        return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
-
-    def _autocast_outputs(self, *arguments: Any) -> list[Tensor]:
-        """As `_outputs`, in mixed precision."""
         with autocast(self.device.kind, self.autocast_dtype):
-            return self._outputs(*arguments)
+            if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
+                arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
+            output = self.module(*arguments)
+            outputs = [output] if isinstance(output, Tensor) else list(output)
+            for tensor, (size, dtype) in zip(outputs, specs, strict=True):
+                if tensor.shape != size or tensor.dtype is not dtype:
+                    raise RuntimeError(
+                        f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                        f"but on the first microbatch {dtype} of shape {size}"
+                    )
+            for index in self.shape.aliased_outputs:
+                outputs[index] = outputs[index].clone()
+            return [x.contiguous() for x in outputs] if loss is None else [loss(outputs)]
 
     def backward(self, saved: SavedForward, gradients: Sequence[Tensor | None]) -> None:
         """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""
@@ -222,7 +213,7 @@ class LocalStage:
         roots, root_gradients = _differentiable_outputs(saved, gradients)
         if not roots:
             return None
-        leaves = saved.differentiable_inputs()
+        leaves = [x for x in saved.inputs if x.requires_grad]
         grads, half = input_half(roots, root_gradients, leaves, self.parameters)
         taken = {x.untyped_storage().data_ptr() for x in root_gradients}  # where others will be received
         for leaf, grad in zip(leaves, grads, strict=True):

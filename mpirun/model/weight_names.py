@@ -16,9 +16,9 @@ def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") 
 
     `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
     """
+    names: dict[str, list[str]] = {name: [] for name in own_tensors(module)} | parameter_aliases(module)
     return {
-        name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *others)])
-        for name, others in _names(module).items()
+        name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *others)]) for name, others in names.items()
     }
 
 
@@ -28,11 +28,6 @@ def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
     known += [untied.entry_name(*place) for tie in model.tied if (stage, names[0]) in tie for place in tie]
     known += [untied.entry_name(stage, name) for name in names]
     return list(dict.fromkeys([*known, *(alias for name in known for alias in model.aliases.get(name, ()))]))
-
-
-def _names(module: nn.Module) -> dict[str, list[str]]:
-    """By parameter and buffer, its other names in the module."""
-    return {name: [] for name in own_tensors(module)} | parameter_aliases(module)
 
 
 def lack(names: Sequence[str], where: str) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, chunk, plain, sample_count
 from mpirun.model.contract import Model, Pair
@@ -80,8 +77,3 @@ def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
         number: Microbatch(list(leaves), target, float(count), size) for number, (leaves, target) in enumerate(pairs)
     }
     return Batch(0, 0, [size] * count, microbatches)
-
-
-def to_cpu(tree: Any) -> Any:
-    """A copy of its tensors in host memory, nested as they are."""
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), tree)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
-from mpirun.comm.fail_together import Stop, on_rank_0, print_notes, together
+from mpirun.comm.fail_together import Stop, note, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
@@ -53,7 +52,7 @@ from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.prepared import Prepared
 from mpirun.training.session import Result, Session
 from mpirun.training.shapes import Shapes, check_buckets, check_padding
-from mpirun.watchdog import IN_SCRIPT
+from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, SETTING_UP
 from schedgen.util.errors import UsageError
 
 P = ParamSpec("P")
@@ -185,10 +184,10 @@ class Engine:
         file = read_schedule(self.comm, schedule)
         header = file.program.header
         if microbatches not in (None, header.microbatches):
-            raise Stop(f"{schedule} has {header.microbatches} microbatches, not {microbatches}", 2, speaker=0)
+            raise Stop(f"{schedule} has {header.microbatches} microbatches, not {microbatches}")
         count = header.model_stages
         if stages not in (None, count):
-            raise Stop(f"{schedule} has {count} stages of the model, not {stages}", 2, speaker=0)
+            raise Stop(f"{schedule} has {count} stages of the model, not {stages}")
         self._take(model, loss, count, header.scheme.get("layers"))
         return file
 
@@ -249,7 +248,7 @@ class Engine:
         )  # fmt: skip
         lengths = self.comm.allgather(loader.length)
         if len(set(lengths)) > 1:
-            raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}", 2, speaker=0)
+            raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}")
         if loader.kind != "stream":
             on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it is one of all ranks
         self.loaders.add(loader)
@@ -265,7 +264,7 @@ class Engine:
         session = self._running
         batch = self._batch(batch)
         if self.prepared.verifies and batch.loader is not None and batch.loader.kind == "stream":
-            raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it", 2, 0)
+            raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
         of_shape = self.prepared.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         if batch.loader is not None and batch.loader.kind == "function":
             batch = batch._replace(samples=[of_shape.example.size] * len(batch.samples))
@@ -289,8 +288,7 @@ class Engine:
         In the middle of the loader's epoch, too, over all of it; the loader stays where it is. A list of batches, as
         of pairs (input, target), may take its place. A loader of a function has no end: it needs `batches`.
         """
-        with self._running.watchdog.evaluating():
-            return self._over(loader, batches, evaluate, scores=True)
+        return self._over(loader, batches, evaluate, scores=True)
 
     @_collective
     def predict(
@@ -302,10 +300,9 @@ class Engine:
         then nothing is gathered. The target may be None where microbatches of the shape have been trained on or
         evaluated: with the first one the loss is tried.
         """
-        with self._running.watchdog.evaluating():
-            return self._over(
-                loader, batches, lambda session, given: predict(session, given, self.rebuild, each), scores=False
-            )
+        return self._over(
+            loader, batches, lambda session, given: predict(session, given, self.rebuild, each), scores=False
+        )
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
@@ -416,7 +413,7 @@ class Engine:
     @property
     def _running(self) -> Session:
         if self.session is None:
-            raise Stop("the Engine is closed", 2, speaker=0)
+            raise Stop("the Engine is closed")
         return self.session
 
     @property
@@ -442,16 +439,16 @@ class Engine:
         together(self.comm, look)
 
     def _say(self, sentence: str) -> None:
-        if self.comm.rank == 0 and sentence not in self.said:
+        if sentence not in self.said:
             self.said.add(sentence)
-            print(f"mpirun: note: {sentence}", file=sys.stderr, flush=True)
+            note(self.comm, sentence)
 
     def _batch(self, batch: Any) -> Batch:
         """What a script gives, as a Batch; Stop where it has not the microbatches of a step."""
         if not isinstance(batch, Batch):
             return together(self.comm, lambda: whole_batch(batch, self._count, self.model.pair))
         if len(batch.samples) != self._count:
-            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}", 2, speaker=0)
+            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
         if batch.loader is not None and batch.loader not in self.loaders:
             others = batch.loader.reads != tuple(self.reads)
             self._refuse(others, "the loader is another Engine's, whose ranks read other microbatches")
@@ -496,7 +493,8 @@ class Engine:
 
         found = evaluators()
         whole = loader.from_the_begin() if isinstance(loader, Loader) else contextlib.nullcontext()
-        with whole, contextlib.closing(found):
+        before = session.watchdog.state[PHASE]
+        with session.watchdog.phase(before if before == SETTING_UP else EVALUATING), whole, contextlib.closing(found):
             first = next(found, None)
             self._refuse(first is None, "there is no batch to evaluate")
             assert first is not None

@@ -22,7 +22,7 @@ from mpirun.engine.read_schedule import share_program
 from mpirun.engine.setup import Host, StepOptions, set_up
 from mpirun.model.loss import loss_and_metrics, without_padding
 from mpirun.model.rng import LOSS, derived_seed
-from mpirun.training.batches import StepBatches, to_cpu
+from mpirun.training.batches import StepBatches
 from mpirun.training.session import Session
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
@@ -92,7 +92,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
     """
     model = session.setup.model
     if model.loss_of == "minibatch":
-        raise Stop("evaluate: the model's loss is of the whole minibatch", 2, speaker=0)
+        raise Stop("evaluate: the model's loss is of the whole minibatch")
     sums: dict[int, tuple[float, dict[str, float], int]] = {}  # by microbatch
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
@@ -109,12 +109,12 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
     counted = [everything[key] for key in sorted(everything) if everything[key][2]]
     samples = sum(count for _, _, count in counted)
     if not samples:
-        raise Stop("evaluate: there are no samples", 2, speaker=0)
+        raise Stop("evaluate: there are no samples")
     names = counted[0][1].keys()
     for _, values, _ in counted:
         if values.keys() != names:
             found = f"{sorted(values)}, but {sorted(names)} for the first microbatch"
-            raise Stop(f"evaluate: the loss returned the metrics {found}", 2, speaker=0)
+            raise Stop(f"evaluate: the loss returned the metrics {found}")
     means = {name: sum(values[name] * count for _, values, count in counted) / samples for name in names}
     return Evaluation(sum(loss * count for loss, _, count in counted) / samples, means, samples)
 
@@ -138,7 +138,7 @@ def predict(
             if batch.padding:
                 own = without_padding("output", own, batch)
             if each is None:
-                outputs[number] = to_cpu(own)
+                outputs[number] = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), own)
             else:
                 each(number, own)
 

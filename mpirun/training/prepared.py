@@ -69,7 +69,7 @@ class Prepared:
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
         if of_shape.uncut is not None and batch.loader is not None and batch.loader.pads_in_part:
-            raise Stop(of_shape.uncut, 2, speaker=0)
+            raise Stop(of_shape.uncut)
         self.session.use(of_shape.interpreter)
         return of_shape
 
@@ -85,7 +85,7 @@ class Prepared:
             self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
         evaluator = self.evaluators[shape]
         if padded and (why := _uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
-            raise Stop(why, 2, speaker=0)
+            raise Stop(why)
         return evaluator
 
     def build(self, batch: Batch, shape: Shape) -> None:

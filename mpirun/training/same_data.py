@@ -22,5 +22,4 @@ def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward, step: int) -> No
             f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: it should "
             "depend on the step and the microbatch alone, and be drawn with the generator that is given",
             1,
-            speaker=0,
         )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
-from mpirun.comm.fail_together import Stop, on_rank_0, together
+from mpirun.comm.fail_together import Stop, note, on_rank_0, together
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
@@ -33,7 +33,7 @@ from mpirun.model.dataflow import unread_outputs
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.training.same_data import check_same_data, is_compared
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import BEAT, ENDING, NOTHING, OTHERS, PHASE, ROW, VERIFYING, WAIT
+from mpirun.watchdog import ASKED, BEAT, ENDING, NOTHING, OTHERS, PHASE, ROW, SAVING, TRYING, VERIFYING, WAIT
 from mpirun.watchdog.rank_side import Watchdog
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
@@ -94,7 +94,7 @@ class Session:
         `on_nan`: stop or skip; `verify`: record what is done, for `verify`, which allows a difference of `tolerance`.
         """
         self.setup, self.on_nan = setup, on_nan
-        with self.watchdog.trying_messages():
+        with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state
@@ -104,19 +104,18 @@ class Session:
         self.tokens = setup.microbatches.tokens
         if verify:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
-        if self.comm.rank == 0:
-            if self.setup.device.description:
-                print(self.setup.device.description, flush=True)
-            self._say_what_is_in_vain()
+        if self.comm.rank == 0 and self.setup.device.description:
+            print(self.setup.device.description, flush=True)
+        self._say_what_is_in_vain()
 
     def _say_what_is_in_vain(self) -> None:
         if not any(shape.parameter_names for shape in self.setup.shapes):
-            print("mpirun: note: no parameter needs a gradient: steps change nothing", file=sys.stderr, flush=True)
+            note(self.comm, "no parameter needs a gradient: steps change nothing")
         dataflow = self.setup.dataflows[0]
         unread = unread_outputs(dataflow.reads, dataflow.outputs, self.header)
         for stage in sorted({value.stage for value in unread}):
             outputs = " and ".join(str(value.output) for value in unread if value.stage == stage)
-            print(f"mpirun: note: no stage reads output {outputs} of stage {stage}", file=sys.stderr, flush=True)
+            note(self.comm, f"no stage reads output {outputs} of stage {stage}")
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
         """One for microbatches of another shape, which the model, the optimizer and all else in `setup` fit."""
@@ -148,7 +147,7 @@ class Session:
 
     def _leave_at_once(self, *_: object) -> None:
         """SIGTERM ends this rank, as it does by itself; the watchdog says so, and ends the others."""
-        self.watchdog.show_asked()
+        self.watchdog.state[ASKED] = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
 
@@ -166,7 +165,7 @@ class Session:
             self.writer = together(
                 self.comm,
                 lambda: CheckpointWriter(
-                    self.comm, self.header, self.setup, stages, optimizer, self.watchdog.state, self.schedule.sha256
+                    self.comm, self.header, self.setup, stages, optimizer, self.beat, self.schedule.sha256
                 ),
             )
         return self.writer
@@ -188,7 +187,8 @@ class Session:
     def save(self, keep: int) -> bool:
         """Write a checkpoint to the open directory, where the newest `keep` stay; whether that succeeded."""
         self.share_buffers()
-        return self.checkpoints().save(self.steps, keep)
+        with self.watchdog.phase(SAVING):
+            return self.checkpoints().save(self.steps, keep)
 
     def share_buffers(self) -> None:
         """Every rank gets the model's running statistics."""
@@ -212,7 +212,7 @@ class Session:
             for module, buffers in before:
                 set_buffers(module, buffers)
         if self.verification is not None:
-            self.verification.add_losses(result.losses)
+            self.verification.record.losses.append(result.losses)
         names = result.metrics[0] if result.metrics else ()
         metrics = {name: mean([of_mb[name] for of_mb in result.metrics], self.weights) for name in names}
         loss = mean(result.losses, self.weights)
@@ -224,10 +224,9 @@ class Session:
         if graphs is None or graphs.told or not graphs.looked:
             return
         graphs.told = True
-        lines = self.comm.gather(graphs.refusals())
-        if lines is not None:
-            for line in sorted({line for of_rank in lines for line in of_rank}):
-                print(f"mpirun: note: {line}", file=sys.stderr, flush=True)
+        lines = self.comm.gather(graphs.refusals()) or ()
+        for line in sorted({line for of_rank in lines for line in of_rank}):
+            note(self.comm, line)
 
     def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Copies of the buffers that forwards change, where a step may have to change nothing."""
@@ -258,7 +257,7 @@ class Session:
         self.restore_sigterm()
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
-        raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT, speaker=0)
+        raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
 
     def _not_finite(self, step: int, result: StepResult) -> None:
         """Stop, or say that the step has changed nothing; the rank speaks on which it began."""

@@ -44,20 +44,20 @@ class Shapes:
             for shape in own - {expected}:
                 sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: declare sizes with buckets="
                 if batch.loader is None or self.comm.size == 1:  # all ranks have got it
-                    raise Stop(sentence, 2, speaker=0)
+                    raise Stop(sentence)
                 raise UsageError(sentence)
             return expected
         shapes = sorted(set().union(*self.comm.allgather(own)), key=repr)
         shape = shapes[0]
         if len(shapes) > 1:
             words = " and ".join(map(_words, shapes))
-            raise Stop(f"the microbatches of {name} have shapes {words}: those of one step must have one", 2, speaker=0)
+            raise Stop(f"the microbatches of {name} have shapes {words}: those of one step must have one")
         size = next((leaf[1] for leaf in shape if leaf is not None and len(leaf) > 1), None) if self.buckets else None
         if self.buckets and size not in self.buckets:
-            raise Stop(f"{_has(name, shape)}: declare sizes: buckets={self.buckets}", 2, speaker=0)
+            raise Stop(f"{_has(name, shape)}: declare sizes: buckets={self.buckets}")
         expected = self.by_size.setdefault(size, shape)
         if shape != expected:
-            raise Stop(f"{_has(name, shape)}, but before they had {_words(expected)} for size {size}", 2, speaker=0)
+            raise Stop(f"{_has(name, shape)}, but before they had {_words(expected)} for size {size}")
         return shape
 
 
@@ -76,15 +76,15 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
 def check_new_shape(header: Header) -> None:
     """Stop where a schedule can step by microbatches of one shape only, and these have another."""
     if not header.has_flush:
-        raise Stop("this schedule updates stages one by one: evaluate first what has its shape", 2, speaker=0)
+        raise Stop("this schedule updates stages one by one: evaluate first what has its shape")
 
 
 def check_padding(model: Model, header: Header) -> None:
     """Stop where a microbatch that has padding would count as much as the others."""
     if not header.has_flush:
-        raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"', 2, 0)
+        raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
     if model.loss_of == "minibatch":
-        raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"', 2, 0)
+        raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"')
 
 
 def _shape(microbatch: Microbatch) -> Shape:

@@ -41,10 +41,6 @@ class Verification:
     def _buffers(self) -> Parameters:
         return own_buffers(self.program, self.setup, self.interpreter.stages, self.comm.rank)
 
-    def add_losses(self, losses: list[float]) -> None:
-        """Record the losses of a step, by microbatch."""
-        self.record.losses.append(losses)
-
     def _add_gradients(self, totals: dict[Unit, Tensor]) -> None:
         """Record the gradients of what this rank is first owner of."""
         self.record.gradients.append({})

@@ -23,22 +23,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.watchdog import (
-    ASKED,
-    CALL,
-    DONE,
-    EVALUATING,
-    FAILED,
-    IN_SCRIPT,
-    METHODS,
-    NOTHING,
-    PHASE,
-    ROW,
-    SETTING_UP,
-    TRYING,
-    WAIT,
-    WORDS,
-)
+from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, PHASE, ROW, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import RefusedFile
 
@@ -114,25 +99,12 @@ class Watchdog:
         finally:
             self.state[IN_SCRIPT] = True
 
-    def show_asked(self) -> None:
-        """Show that SIGTERM ends this rank."""
-        self.state[ASKED] = True
-
     @contextlib.contextmanager
-    def trying_messages(self) -> Iterator[None]:
-        """Show that a death may be MPI's, of GPU memory."""
-        self.state[PHASE] = TRYING
+    def phase(self, phase: int) -> Iterator[None]:
+        """Show what this rank does in the block; behind it, unless that has changed, what it did before."""
+        before, self.state[PHASE] = self.state[PHASE], phase
         yield
-        self.state[PHASE] = SETTING_UP
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Show that this rank evaluates, if it is set up."""
-        before = self.state[PHASE]
-        if before != SETTING_UP:
-            self.state[PHASE] = EVALUATING
-        yield
-        if self.state[PHASE] == EVALUATING:
+        if self.state[PHASE] == phase:
             self.state[PHASE] = before
 
     def end(self, kind: object, error: BaseException | None, trace: object) -> None:
