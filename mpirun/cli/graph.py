@@ -6,9 +6,7 @@ from mpi4py import MPI
 
 from mpirun.cli.options import GraphOptions
 from mpirun.comm.fail_together import check_writable, on_rank_0, print_notes, write_output
-from mpirun.model.dataflow import model_graph
 from mpirun.model.load_model import load_model
-from schedgen.ir.stage_graph import chain
 
 
 class Graph:
@@ -30,9 +28,5 @@ class Graph:
 
     def _write(self) -> None:
         check_writable("--output", self.options.output)
-        stages = range(self.options.stages)
-        model = load_model(self.options.model, len(stages), seed=0, needs_batch=False)
-        producers = [[p for p, c in chain(len(stages)) if c == stage] for stage in stages]
-        reads = model.resolved_reads(producers, 1)
-        graph = model_graph(reads, ([stage for stage, _ in tie] for tie in model.tied), model.split)
-        write_output("--output", self.options.output, graph.text().encode())
+        model = load_model(self.options.model, self.options.stages, seed=0, needs_batch=False)
+        write_output("--output", self.options.output, model.graph().text().encode())

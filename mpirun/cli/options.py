@@ -93,11 +93,7 @@ def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> RunOptions:
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="a schedule, written by schedgen compile")
     _common(parser)
-    _run_steps(parser)
-    _comparison(parser)
-    _checkpoints(parser)
-    _failures(parser)
-    _records(parser)
+    _of_run(parser)
     values = _values(comm, parser, arguments, file="FILE", model="--model")
     _check_momentum(parser, values)
     _check_company(parser, values)
@@ -168,95 +164,48 @@ def _common(parser: Parser) -> None:
     add("--weight-decay", type=_fraction, default=0.01, metavar="X", help="default: 0.01")
     add("--autocast", choices=("bf16",), help="forwards in mixed precision; weights stay as they are")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where every rank has one")
-    add(
-        "--gpu-messages",
-        choices=("auto", "direct", "host"),
-        default="auto",
+    add("--gpu-messages", choices=("auto", "direct", "host"), default="auto",
         help="messages from GPU memory as it is, or by way of the host's; default: as it is where MPI can and a trial "
-        "shows that it does",
-    )
-    add(
-        "--stream-words",
-        action="store_true",
-        help="words in memory order a GPU's kernels and messages, in place of events",
-    )
+        "shows that it does")  # fmt: skip
+    add("--stream-words", action="store_true", help="words in memory order a GPU's kernels and messages, not events")
     add("--clip", type=_positive, metavar="X", help="largest norm of the whole gradient; default: no limit")
     add("--threads", type=_threads, default=0, metavar="N", help="of torch on each rank; default: cores / ranks")
 
 
-def _run_steps(parser: Parser) -> None:
-    """Add the options of the steps of a run."""
-    add = parser.add_argument
+def _of_run(parser: Parser) -> None:
+    """Add the options that a run alone has."""
+    add, lr = parser.add_argument, SetupOptions.lr
+    # Steps
     add("--steps", type=_count, default=SetupOptions.steps, metavar="N", help="of the optimizer; default: 20")
-    add(
-        "--seed",
-        type=_count,
-        metavar="N",
-        help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's",
-    )
-    lr = SetupOptions.lr
+    add("--seed", type=_count, metavar="N",
+        help="of the weights and of the microbatches' places in the text; default: 0, or the checkpoint's")  # fmt: skip
     add("--lr", type=_positive, default=lr, metavar="X", help=f"learning rate; default: {lr}")
     add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
     add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
     add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
-    add(
-        "--graphs",
-        action="store_true",
-        help="capture the kernels of each job once, on a GPU, and replay them",
-    )
-
-
-def _comparison(parser: Parser) -> None:
-    """Add the options of the comparison with one process."""
-    add = parser.add_argument
+    add("--graphs", action="store_true", help="capture the kernels of each job once, on a GPU, and replay them")
+    # The comparison with one process
     add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")
-    add(
-        "--tolerance",
-        type=_fraction,
-        metavar="X",
+    add("--tolerance", type=_fraction, metavar="X",
         help="relative difference that --verify allows; default: 1e-5, 1e-2 with --autocast, 5e-2 where parameters "
-        "are narrower than float32",
-    )
+        "are narrower than float32")  # fmt: skip
     add("--canonical", action="store_true", help="add gradients in microbatch order: the bits of one process")
-
-
-def _checkpoints(parser: Parser) -> None:
-    """Add the options of checkpoints."""
-    add = parser.add_argument
+    # Checkpoints
     add("--save", metavar="DIR", help="write checkpoints there")
     add("--every", type=_positive_count, metavar="N", help="steps between two; default: 100")
     add("--keep", type=_positive_count, metavar="K", help="so many, the newest; default: 3")
     add("--resume", metavar="DIR", help="go on from the newest whole checkpoint there; --steps counts from the first")
-
-
-def _failures(parser: Parser) -> None:
-    """Add the options of what goes wrong."""
-    add = parser.add_argument
-    add(
-        "--on-nan",
-        choices=("stop", "skip"),
-        default="stop",
+    # What goes wrong
+    add("--on-nan", choices=("stop", "skip"), default="stop",
         help="what to do about a loss or a gradient that is not finite: stop, or leave out the optimizer's step; "
-        "default: stop",
-    )
-    add(
-        "--timeout",
-        type=_fraction,
-        default=600.0,
-        metavar="S",
-        help="seconds after which a run in which nothing moves is ended; 0: never; default: 600",
-    )
-
-
-def _records(parser: Parser) -> None:
-    """Add the options of what a run leaves beside its checkpoints."""
-    add = parser.add_argument
+        "default: stop")  # fmt: skip
+    add("--timeout", type=_fraction, default=600.0, metavar="S",
+        help="seconds after which a run in which nothing moves is ended; 0: never; default: 600")  # fmt: skip
+    # Records
     add("--memory", action="store_true", help="say the most bytes of tensors on each rank; slow on a CPU")
-    add(
-        "--metrics",
-        metavar="FILE",
-        help="one JSON object a step: step, loss, grad_norm, seconds, tokens; - is standard output",
-    )
+    add("--metrics", metavar="FILE",
+        help="one JSON object a step: step, loss, grad_norm, seconds, tokens, and the loss's metrics; - is standard "
+        "output")  # fmt: skip
     add("--trace", metavar="FILE", help="when ranks did what, for Perfetto and schedgen stats --measured")
     add("--trace-steps", type=_positive_count, metavar="K", help="trace the last K steps; default: 1")
 

@@ -1,7 +1,7 @@
 """The microbatches of a step: each made by itself, or chunks of a minibatch that is made as a whole.
 
-In: the training text, and the run's seed, the step and the microbatch's number. A microbatch depends on nothing else,
-so that any rank can make it. Out: a `Microbatch`, the leaves of its input and its target.
+In, for the command line: the training text, and the run's seed, the step and the microbatch's number. A microbatch
+depends on nothing else, so that any rank can make it. Out: a `Microbatch`, the leaves of its input and its target.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from schedgen.util.errors import UsageError, clip
 
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
+Shape = tuple[tuple[int, ...] | None, ...]  # of an input's leaves; None: no tensor
 Dims = Any  # an int or None, or a pytree of them: each stands for a leaf, or for all leaves of a part, of the minibatch
 
 
@@ -47,6 +48,11 @@ class Microbatch(NamedTuple):
     loss_divisor: float  # minibatch's samples / this one's samples: its loss counts 1 / loss_divisor in the mean
     size: int = 0  # its samples with padding, where a loader made it
     padding: int = 0  # how many of them, the last ones, do not count
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of its input."""
+        return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in self.leaves)
 
 
 class MicrobatchSource(ABC):
@@ -75,12 +81,9 @@ class MicrobatchSource(ABC):
         return [1 / divisor for divisor in divisors] * (self.count // len(divisors))
 
     @property
-    def input_shapes(self) -> list[list[Any]]:
-        """By microbatch of a step, the shapes of its input's leaves; None of one that is no tensor."""
-        shapes = [
-            [tuple(x.shape) if isinstance(x, Tensor) else None for x in microbatch.leaves]
-            for microbatch in self.examples()
-        ]
+    def input_shapes(self) -> list[Shape]:
+        """By microbatch of a step, the shape of its input."""
+        shapes = [microbatch.shape for microbatch in self.examples()]
         return shapes * (self.count // len(shapes))
 
 

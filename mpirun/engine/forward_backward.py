@@ -13,7 +13,7 @@ from mpirun.data.microbatches import Microbatch, digest, to_device
 from mpirun.engine.act import Act
 from mpirun.engine.context import Context
 from mpirun.engine.job_graphs import Job, JobGraphs
-from mpirun.engine.loss import MinibatchLoss, loss_divisor, loss_gradient
+from mpirun.engine.loss import MinibatchLoss, loss_gradient
 from mpirun.engine.split_backward import WeightHalf
 from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
@@ -111,7 +111,7 @@ class ForwardBackward:
         score = self._score(i, save) if has_loss else None
         records = has_loss and i.op == Op.FWD and header.is_first_shard(i.stage)
         wait_value, position, seed = self.buffers.wait_value, self.position, self.setup.seed
-        divisor, draws = loss_divisor(header), bool(stage.shape.random_layers) or (has_loss and stage.shape.loss_draws)
+        has_flush, draws = header.has_flush, bool(stage.shape.random_layers) or (has_loss and stage.shape.loss_draws)
         losses, metrics, microbatches, device = self.losses, self.metrics, header.microbatches, self.device
 
         def compute(
@@ -146,7 +146,8 @@ class ForwardBackward:
                 if found:
                     metrics[mb] = found
             if save and has_loss and batch is not None:
-                pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor(batch.loss_divisor), device)
+                divisor = batch.loss_divisor if has_flush else 1  # without a flush STEP divides
+                pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, device)
             return outputs
 
         return forward
@@ -156,7 +157,7 @@ class ForwardBackward:
         names, function = set(self.setup.shapes[-1].metrics), self.setup.model.loss
         draws, rng = self.setup.shapes[-1].loss_draws, self.stage_of(i).layer_rng
         # That of most losses is made here, before a step, so that none counts among what a forward keeps.
-        loss_gradient(torch.float32, loss_divisor(self.header)(self.setup.microbatches.count), self.device)
+        loss_gradient(torch.float32, self.setup.microbatches.count if self.header.has_flush else 1, self.device)
 
         def score(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
             if draws:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
@@ -54,7 +54,6 @@ class ForwardList:
             self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
             if block is not None:
                 self.moved.append((run.stages[index], self.stages[index]))
-        self.training: dict[nn.Module, bool] = {}  # the modes of modules in the run, while they are here
         self.device = setup.device
         self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)
         self.position = Position(setup.passes)
@@ -77,32 +76,27 @@ class ForwardList:
         weights = [i for i in instructions if i.op == Op.SEND and i.kind == Kind.W]
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
-    def begin(self) -> None:
-        """Put modules into eval mode, and point them to this list's memory."""
+    def execute(self, step: int) -> None:
+        """All microbatches of a step: the list once for every accumulation pass. Then the run has its modules again."""
         self.device.use_words(ready=False)
+        modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         for stage in self.stages.values():
-            self.training |= {module: module.training for module in stage.module.modules()}
             stage.module.eval()
         for _, here in self.moved:
             here.use_weights()
-
-    def end(self) -> None:
-        """Give modules back to the run."""
-        for in_run, _ in self.moved:
-            in_run.use_weights()
-        for module, training in self.training.items():
-            module.training = training
-        self.training.clear()
-
-    def execute(self, step: int) -> None:
-        """All microbatches of a step: the list once for every accumulation pass."""
-        self.position.step = step
-        for number in range(self.position.passes):
-            self.position.accumulation_pass = number
-            for act in self.code:
-                act()
-        for weights in self.sent_weights:
-            self.buffers.wait_sent(weights)
+        try:
+            self.position.step = step
+            for number in range(self.position.passes):
+                self.position.accumulation_pass = number
+                for act in self.code:
+                    act()
+            for weights in self.sent_weights:
+                self.buffers.wait_sent(weights)
+        finally:
+            for in_run, _ in self.moved:
+                in_run.use_weights()
+            for module, training in modes:
+                module.training = training
 
 
 class _Forwards(ForwardBackward):

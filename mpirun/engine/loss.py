@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -32,14 +32,6 @@ from schedgen.util.errors import UsageError, raised
 def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
     """The gradient of a loss divided by `divisor`, with respect to the loss; the same tensor whenever it is asked."""
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
-
-
-def loss_divisor(header: Header) -> Callable[[float], float]:
-    """What gives the divisor of a microbatch's loss for its backward, of the minibatch's size in such microbatches.
-
-    Without a flush it is 1: a STEP divides the gradients of its own microbatches.
-    """
-    return (lambda count: count) if header.has_flush else (lambda count: 1)
 
 
 def check_minibatch_loss(header: Header, passes: int) -> None:

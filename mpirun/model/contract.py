@@ -13,8 +13,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from mpirun.data.microbatches import MakeBatch, Minibatch, input_and_target
-from mpirun.model.dataflow import Input, Reads, Value
+from mpirun.model.dataflow import Input, Reads, Value, model_graph
 from mpirun.model.parallel_layers import UNSHARDED, Shard
+from schedgen.ir.graph_file import ModelGraph
 
 Layers = Mapping[str, Callable[[], nn.Module]]
 StageEntry = Layers | Callable[[], nn.Module] | nn.Module
@@ -96,6 +97,11 @@ class Model(NamedTuple):
             return self.reads
         inputs = [Input(index) for index in range(leaves)]
         return [[Value(p, 0) for p in stages] or inputs for stages in producers]
+
+    def graph(self) -> ModelGraph:
+        """What a schedule must know of the stages, which are a chain where `reads` is None."""
+        reads = self.resolved_reads([[stage - 1] if stage else [] for stage in range(len(self.stages))], 1)
+        return model_graph(reads, ([stage for stage, _ in tie] for tie in self.tied), self.split)
 
     def model_stage(self, stage: int) -> int:
         """The function's stage that a stage is a shard or a replica of; without shards it is that."""

@@ -67,22 +67,10 @@ def take_model(
     return (model if weights is None else model._replace(weights=Pretrained(weights))), rebuild
 
 
-def weights_directory(weights: object) -> Path | None:
-    """The directory that weights are read from; UsageError where that is no name, as a state_dict."""
-    if weights is None:
-        return None
-    if not isinstance(weights, str | os.PathLike):
-        kind = type(weights).__name__
-        raise UsageError(
-            f"weights should be a directory of safetensors files, not a {kind}: a module may have them itself"
-        )
-    return Path(weights)
-
-
-def directory_of(method: str, name: object) -> Path:
-    """The directory that a method is given; UsageError where that is no name."""
+def directory_of(what: str, name: object) -> Path:
+    """The directory that a method or an argument is given; UsageError where that is no name, as a state_dict."""
     if not isinstance(name, str | os.PathLike):
-        raise UsageError(f"{method}: give the name of a directory, not a {type(name).__name__}")
+        raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
     return Path(name)
 
 

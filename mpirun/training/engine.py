@@ -43,7 +43,6 @@ from mpirun.training.arguments import (
     make_recipe,
     take_model,
     tell_nobody,
-    weights_directory,
 )
 from mpirun.training.batches import read_by, whole_batch
 from mpirun.training.compiled import compile_for
@@ -149,7 +148,7 @@ class Engine:
             if self.comm.size > 1:
                 self.ending.callback(end_on_uncaught(self.comm, self._failing))
             self.shapes = together(self.comm, lambda: Shapes(self.comm, buckets))
-            self.source = together(self.comm, lambda: weights_directory(weights))
+            self.source = together(self.comm, lambda: None if weights is None else directory_of("weights", weights))
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(
                 self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)

@@ -49,7 +49,6 @@ class Evaluator:
 
     def __init__(self, session: Session, example: Microbatch, options: StepOptions, host: Host) -> None:
         """`example`: what a microbatch looks like. Collective."""
-        self.comm, self.session = session.comm, session
         comm, count = session.comm, session.header.microbatches * options.passes
         program = on_rank_0(comm, lambda: _forwards(session))
         follow_eval = from_rank_0(comm, session.setup.unsharded_model.check_eval)  # the same on every rank
@@ -62,27 +61,19 @@ class Evaluator:
             if follow_eval is not None:
                 follow_eval(module)
 
-        self.schedule = share_program(comm, program)
+        forwards = share_program(comm, program).program
         self.batches = StepBatches(example, count)
         model = session.setup.unsharded_model
-        header = self.schedule.program.header
-        setup = set_up(comm, header, model, self.batches, options, host, prepare=in_eval)
-        self.setup = setup
-        self.list = ForwardList(comm, self.schedule.program, setup, session.interpreter.context, self._outcome)
+        self.setup = set_up(comm, forwards.header, model, self.batches, options, host, prepare=in_eval)
+        run = session.interpreter.context
+        self.list = ForwardList(comm, forwards, self.setup, run, lambda *found: self.each(*found))
         self.each: Each = lambda number, output, batch: None
-
-    def _outcome(self, number: int, output: Any, batch: Microbatch) -> None:
-        self.each(number, output, batch)
 
     def run(self, step: int, batch: Batch, each: Each) -> None:
         """The forwards of a batch; `each` is called for each microbatch on the rank that has the output."""
         self.each = each
         self.batches.give(step, batch)
-        self.list.begin()
-        try:
-            self.list.execute(step)
-        finally:
-            self.list.end()
+        self.list.execute(step)
 
 
 def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
@@ -103,9 +94,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Ev
         sums[number] = float(loss), values, batch.size - batch.padding
 
     _run(session, batches, add)
-    everything: dict[int, tuple[float, dict[str, float], int]] = {}
-    for of_rank in session.comm.allgather(sums):
-        everything |= of_rank
+    everything = {key: value for of_rank in session.comm.allgather(sums) for key, value in of_rank.items()}
     counted = [everything[key] for key in sorted(everything) if everything[key][2]]
     samples = sum(count for _, _, count in counted)
     if not samples:
@@ -151,9 +140,7 @@ def predict(
 
 def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
     """The outputs of all microbatches, by rank and number, as one; UsageError where they do not fit together."""
-    everything: dict[int, Any] = {}
-    for of_rank in of_ranks:
-        everything |= of_rank
+    everything = {number: output for of_rank in of_ranks for number, output in of_rank.items()}
     ordered = [everything[number] for number in sorted(everything)]
     if not ordered:
         return None

@@ -12,7 +12,7 @@ import torch
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.comm.fail_together import Stop, on_rank_0, print_notes
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, tokens
+from mpirun.data.microbatches import Microbatch, Shape, tokens
 from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Host, Setup, StepOptions, set_up
 from mpirun.model.check_weights import check_weights
@@ -21,7 +21,7 @@ from mpirun.model.loss import uncut
 from mpirun.training.batches import StepBatches
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
-from mpirun.training.shapes import Shape, check_new_shape
+from mpirun.training.shapes import check_new_shape
 
 
 class OfShape(NamedTuple):

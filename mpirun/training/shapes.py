@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mpi4py import MPI
-from torch import Tensor
 
 from mpirun.comm.fail_together import Stop
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Shape
 from mpirun.model.contract import Model
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
-
-Shape = tuple[tuple[int, ...] | None, ...]  # of the input's leaves; None: no tensor
 
 
 class Shapes:
@@ -38,7 +35,7 @@ class Shapes:
         Stop, or UsageError on a rank that reads such a microbatch, where they have several or one that they may not.
         `name`: of the batch, for the sentence.
         """
-        own = {_shape(microbatch) for microbatch in batch.microbatches.values()}
+        own = {microbatch.shape for microbatch in batch.microbatches.values()}
         if not self.buckets and self.by_size:
             expected = self.by_size[None]
             for shape in own - {expected}:
@@ -85,10 +82,6 @@ def check_padding(model: Model, header: Header) -> None:
         raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
     if model.loss_of == "minibatch":
         raise Stop('the loss is of the whole minibatch, so no microbatch may be padded: last="drop"')
-
-
-def _shape(microbatch: Microbatch) -> Shape:
-    return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in microbatch.leaves)
 
 
 def _words(shape: Shape) -> str:
