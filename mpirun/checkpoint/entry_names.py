@@ -43,12 +43,12 @@ def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
 
 
 def untrained_entries(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """Those by the entry that has them or, of a share, the whole."""
+    """The same by entry; a share is under the entry of the whole."""
     return {model.entry_name(stage.index, name): value for name, value in untrained_tensors(stage).items()}
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """Those by the entry that they are written as: of what all shards have alike, the first shard's."""
+    """What is written of them, by entry: every share, and of what all shards have alike the first shard's."""
     entries: dict[str, Tensor] = {}
     for name, value in untrained_tensors(stage).items():
         entry = model.entry_name(stage.index, name)

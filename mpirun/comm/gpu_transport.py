@@ -91,8 +91,9 @@ class Transfer:
 
 
 class QueuedTransport(Transport):
-    """Transfers begin in the order of the calls, those of what is summed and others. What arrives in one place goes
-    through one place of the host's.
+    """Transfers begin when the GPU has come to them, in the order of the calls: one order for sums, one for all else.
+
+    What arrives in one place of the GPU goes through one place of the host.
     """
 
     def __init__(self, device: Device, *arguments: Any) -> None:

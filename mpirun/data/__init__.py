@@ -1,1 +1,4 @@
-"""The samples of a step: the training text, and the microbatches made from it. No MPI: every rank makes its own."""
+"""Microbatches: of a script's datasets, by loaders, and of the command line's text.
+
+No MPI: every rank makes its own.
+"""

@@ -41,8 +41,9 @@ def build_interpreter(
 
     program, instructions  this rank's list, as rows and one by one
     state                  the words that the watchdog looks at; None: there is no watchdog
-    other                  of the same list, for microbatches of another shape, never used at the same time. Weights,
-                           modules, optimizer, the gradients of what the rank owns, and memory slots are the same
+    other                  an interpreter of the same list for another shape, never in use at the same time; the new
+                           one takes over its weights, modules, optimizer, memory slots, and the gradients of what the
+                           rank owns
     """
     header = program.header
     if setup.model.loss_of == "minibatch":

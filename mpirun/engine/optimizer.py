@@ -187,7 +187,7 @@ def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.P
 
 
 def _divided_along(model: Model, stage: LocalStage, part: int, count: int) -> list[ShardedDim | None]:
-    """By parameter of a unit, `count` of them, how it is a tensor shard's share; None: it is whole, or a flat piece."""
+    """By parameter of a unit, `count` of them, how tensor shards divide it; None: they do not, or it is a piece."""
     if part >= 0 or model.shard_of(stage.index).count == 1:
         return [None] * count
     return [stage.shape.sharded_dims.get(name) for name in stage.names]

@@ -1,7 +1,7 @@
-"""What every rank knows of all stages without building them: shapes and types, memory, which layers draw.
+"""What every rank knows of all stages: shapes and types, memory, which layers draw.
 
-`infer_shapes` runs all stages once on fake tensors, which have shapes but no data: it sends no messages and needs
-little memory. They are on the run's device, because autocast has another list of operations for GPUs than for CPUs.
+Rank 0 finds it by running all stages once on fake tensors, which have shapes but no data and need little memory. They
+are on the run's device, because autocast has another list of operations for GPUs than for CPUs.
 """
 
 from __future__ import annotations

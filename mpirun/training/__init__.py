@@ -1,1 +1,1 @@
-"""Training as a library: `Engine`, which a script drives, and which the command line drives too."""
+"""Training as a library: `Engine`, which scripts drive, on a `Session`, which the command line drives, too."""

@@ -39,7 +39,7 @@ class Statistics(NamedTuple):
     left_out: Mapping[int, str]
 
     def of_microbatch(self, modules: Sequence[nn.Module], calls: Sequence[Module], mb: int) -> list[Module]:
-        """`calls`, which call these modules, of a microbatch of the list: with buffers left alone where it should."""
+        """`calls` of these modules on microbatch `mb`; such as change no buffer, where the run's did not see it."""
         return [
             partial(_frozen, module, call) if mb not in self.seen.get(stage, (mb,)) else call
             for stage, (module, call) in enumerate(zip(modules, calls, strict=True))

@@ -11,18 +11,22 @@ All but `rank_side` import Python's own library only, so that a watchdog is ther
 A rank shows `WORDS` 64-bit words. These are their indices:
 """
 
-PHASE, STEP, ROW, WAIT, BEAT, CALL, IN_SCRIPT, ASKED = range(8)
 WORDS = 8
+PHASE = 0
+STEP = 1
+ROW = 2  # the instruction that the rank executes, or NOTHING
+WAIT = 3  # the row of the transfer or sum that it waits for, or NOTHING, or OTHERS: what all ranks take part in
+BEAT = 4  # counts up where no row changes for long
+# The number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because
+# two would change one after the other.
+CALL = 5
+IN_SCRIPT = 6  # whether the script does something of its own, between two calls
+ASKED = 7  # whether SIGTERM ends this rank now
 # Values of PHASE, and how messages call them.
 SETTING_UP, TRAINING, SAVING, VERIFYING, DONE, FAILED, EVALUATING, TRYING, ENDING = range(9)
 PHASES = (
     "setting up", "training", "saving a checkpoint", "verifying", "done", "failed", "evaluating",
     "trying messages between GPUs", "at the end of its run",
 )  # fmt: skip
-# ROW: the instruction that the rank executes, or NOTHING. WAIT: the row of the transfer or sum that it waits for, or
-# NOTHING, or OTHERS: something that all ranks take part in. BEAT: counts up where no row changes for long. CALL: the
-# number of the calls of a script so far, times len(METHODS), and the last one's place in METHODS: one word, because two
-# would change one after the other. IN_SCRIPT: whether the script does something of its own, between two calls. ASKED:
-# whether SIGTERM ends this rank now.
 NOTHING, OTHERS = -1, -2
 METHODS = ("", "loader", "step", "evaluate", "predict", "save", "resume", "export", "verify", "close")
