@@ -81,7 +81,7 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def save_tensors(entries: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+def save_tensors(entries: Mapping[str, Tensor], file: Path, metadata: dict[str, str] | None) -> None:
     """Write a safetensors file, and wait until it is on the disk. RefusedFile where that fails."""
     with refusing(file):
         try:

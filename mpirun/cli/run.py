@@ -44,7 +44,7 @@ class Run:
         made = set_up_command(comm, setup, session.header)
         self.memory = contextlib.ExitStack()
         self.bytes = self.memory.enter_context(track_memory(made.device.torch)) if options.memory else None
-        session.build(made, setup.on_nan, options.verify, options.tolerance)
+        session.build(made, options.verify, options.tolerance)
         if options.save:
             session.checkpoints().open(options.save, options.resume)
         if checkpoint is not None:
@@ -85,11 +85,12 @@ class Run:
     def _steps(self, trace: StepTrace | None, traced: int) -> tuple[bool, bool]:
         """All steps, of which the last `traced` are traced; whether the end is saved, and whether SIGTERM made it."""
         session, options, saved, left = self.session, self.options, False, False
-        steps = options.setup.steps
+        steps, source = options.setup.steps, session.setup.microbatches
+        weights, tokens = source.loss_weights, source.tokens
         while session.steps < steps and not left:
             if trace is not None and session.steps == steps - traced:
                 trace.begin()
-            result = session.step()
+            result = session.step(weights, tokens)
             if self.progress is not None:
                 self.progress.step(session.steps - 1, result)
             last = session.steps == steps

@@ -131,10 +131,8 @@ class Transport:
 
     def wait(self, done: Done, row: int = NO_ROW) -> None:
         """Return when a transfer is done; `row`: of the instruction that started it."""
-        if not done():
-            self._wait(done, row)
-
-    def _wait(self, done: Done, row: int) -> None:
+        if done():
+            return
         begin = time.perf_counter()
         self.on_wait(row)
         spin_then_sleep(done, self.poll, self.spin)

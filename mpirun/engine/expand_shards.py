@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpirun.model.build_stage import stage_without_values
-from mpirun.model.contract import Layers, Model
+from mpirun.model.contract import Model, StageEntry
 from mpirun.model.dataflow import Source, Value, how_to_compile
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.parallel_layers import Shard, sharded_dims
@@ -42,7 +42,7 @@ def check_shards(model: Model, header: Header) -> None:
 
 
 def expanded_model(unsharded_model: Model, header: Header) -> Model:
-    """The model with shards; UsageError if it ties stages that the schedule does not, which forwards alone need not."""
+    """The model with shards. UsageError if it ties stages that the schedule does not; a list of forwards need not."""
     model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
@@ -58,7 +58,7 @@ def expand_model(model: Model, count: int) -> Model:
     """The model with `count` shards or replicas of every stage. UsageError if a stage cannot be split."""
     if count == 1:
         return model
-    stages: list[Layers | Callable[[], nn.Module] | nn.Module] = []
+    stages: list[StageEntry] = []
     for stage, entry in enumerate(model.stages):
         stages += _shards(model, stage, entry, count) if stage in model.split else [entry] * count
     reads = None
@@ -71,9 +71,7 @@ def expand_model(model: Model, count: int) -> Model:
     return expanded._replace(tied=ties)
 
 
-def _shards(
-    model: Model, stage: int, entry: Layers | Callable[[], nn.Module] | nn.Module, count: int
-) -> list[Layers | Callable[[], nn.Module]]:
+def _shards(model: Model, stage: int, entry: StageEntry, count: int) -> list[StageEntry]:
     """What builds the shards of a stage."""
     if isinstance(entry, nn.Module):
         raise UsageError(f"stage {stage} of the model is split, but it is a module, not what builds one")

@@ -125,7 +125,7 @@ class GradBuffers:
         stages: Mapping[int, LocalStage],
         slots: MemorySlots,
         rank: int,
-        others: GradBuffers | None = None,
+        others: GradBuffers | None,
     ) -> None:
         """`stages`: by number, those that this rank owns or computes or whose gradients it passes on.
 

@@ -30,13 +30,13 @@ class Interpreter:
     """A rank's list, prepared, and the loop that executes it."""
 
     def __init__(
-        self, context: Context, state: memoryview, under_way: Sequence[int], progress: MessageProgress | None = None
+        self, context: Context, state: memoryview, under_way: Sequence[int], progress: MessageProgress | None
     ) -> None:
         """Prepare all instructions. Collective.
 
         state      the words that the watchdog looks at
         under_way  by row, the bytes that MPI has to move meanwhile
-        progress   of an interpreter with the same modules
+        progress   that of another interpreter with the same modules; None: a new one
         """
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
         self.transport, self.position, self.optimizer = context.transport, context.position, context.optimizer
@@ -146,7 +146,7 @@ class Interpreter:
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""
-        if self.transport.moves_alone or self.graphs is not None:  # nor is a rank in a job for long that is replayed
+        if self.transport.moves_alone or self.graphs is not None:  # a rank is never long inside a replayed job
             return
         last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch: a backward is of its layers
         for row, i in enumerate(self.context.instructions):

@@ -57,19 +57,14 @@ def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
             sha256 = stored_hash(source)
     except OSError as error:
         raise RefusedFile(f"{name}: {error.strerror}") from None
-    check_ranks(comm, program, name)
+    workers = program.header.workers
+    if workers != comm.size:
+        alone = comm.size == 1
+        hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
+        raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
     if program.header.is_forward:
         raise UsageError(f"{name} has forwards alone: nothing can be trained by it")
     check(Program(program.header, program.rows), name)  # a twin, for what is computed of it to go with it
     if fault:
         raise RefusedFile(fault)
     return program, sha256
-
-
-def check_ranks(comm: MPI.Comm, program: Program, name: str) -> None:
-    """UsageError where a program, which messages call `name`, is for another number of ranks."""
-    workers = program.header.workers
-    if workers != comm.size:
-        alone = comm.size == 1
-        hint = " (start it by mpiexec; if that was done, it belongs to another MPI than mpi4py does)" if alone else ""
-        raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -30,27 +30,30 @@ from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
 
 
-class Host(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Host:
     """What a rank has of its host."""
 
     device: Device
     crowded: bool  # there are more ranks on this host than cores
 
 
-class StepOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
     """What a run's steps do, whatever model, data and schedule."""
 
     recipe: Recipe
     seed: int = 0
     passes: int = 1  # accumulation passes through the list, a step
     canonical: bool = False
-    autocast_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None  # the type that autocast computes in
     on_nan: str = "stop"  # or "skip"
     graphs: bool = False  # jobs are captured and replayed
 
 
-class Setup(NamedTuple):
-    """The same on all ranks, except for the device."""
+@dataclass(frozen=True, kw_only=True)
+class Setup(StepOptions, Host):
+    """The same on all ranks, except for the device and whether the host is crowded."""
 
     model: Model  # with the shards of tensor parallelism
     unsharded_model: Model
@@ -58,14 +61,6 @@ class Setup(NamedTuple):
     dataflows: Sequence[Dataflow]  # by microbatch of a list, the first the largest
     microbatches: MicrobatchSource
     text: Tensor | None  # that the command line's microbatches are made of
-    seed: int
-    recipe: Recipe
-    passes: int  # accumulation passes through the list, a step
-    canonical: bool
-    device: Device
-    autocast_dtype: torch.dtype | None  # the type that autocast computes in
-    crowded: bool  # there are more ranks on this host than cores
-    graphs: bool = False  # jobs are captured and replayed
 
 
 def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
@@ -77,11 +72,10 @@ def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
     assert model.batch is not None  # load_model has refused it
     source = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
-    autocast_dtype = torch.bfloat16 if options.autocast else None
-    recipe = command_line_recipe(options)
     steps = StepOptions(
-        recipe, options.seed, options.accumulate, options.canonical, autocast_dtype, options.on_nan, options.graphs
-    )
+        recipe=command_line_recipe(options), seed=options.seed, passes=options.accumulate, canonical=options.canonical,
+        autocast_dtype=torch.bfloat16 if options.autocast else None, on_nan=options.on_nan, graphs=options.graphs,
+    )  # fmt: skip
     return set_up(comm, header, model, source, steps, host, text)
 
 
@@ -119,8 +113,8 @@ def set_up(
     if model.loss_of == "minibatch":
         on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype, device))
     return Setup(
-        model, unsharded_model, shapes_by_size[0], dataflows, source, text, options.seed, options.recipe,
-        options.passes, options.canonical, host.device, autocast_dtype, host.crowded, options.graphs,
+        **vars(options), **vars(host), model=model, unsharded_model=unsharded_model, shapes=shapes_by_size[0],
+        dataflows=dataflows, microbatches=source, text=text,
     )  # fmt: skip
 
 
@@ -186,4 +180,5 @@ def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, 
     ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])
     cores = sum(Fraction(1, ranks[core]) for core in own)
     torch.set_num_threads(threads or max(1, int(cores)))
-    return Host(together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words)), cores < 1)
+    chosen = together(comm, lambda: choose_device(comm, device, gpu_messages, stream_words))
+    return Host(device=chosen, crowded=cores < 1)

@@ -91,7 +91,7 @@ class Dataflow:
 
     def __init__(self, reads: Reads, header: Header, outputs: Sequence[Sequence[TensorSpec]]) -> None:
         """`outputs`: by stage."""
-        self.header, self.graph, self.reads, self.outputs = header, header.graph, reads, outputs
+        self.graph, self.reads, self.outputs = header.graph, reads, outputs
         self.outputs_read = outputs_read(reads)
 
     @cached_property
@@ -139,7 +139,8 @@ class Arguments:
         """`positions`, by argument, among `values` values and then the leaves."""
         self.positions = positions
         self.reads_input = any(position >= values for position in positions)
-        self.first = len(positions) if list(positions) == list(range(len(positions))) else 0  # they are the first ones
+        # How many arguments there are, where they are simply the first values in order; else 0.
+        self.first = len(positions) if list(positions) == list(range(len(positions))) else 0
 
     def __call__(self, values: Sequence[Tensor], leaves: Sequence[Any]) -> list[Any]:
         """The arguments, in their order."""

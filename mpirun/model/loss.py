@@ -67,13 +67,13 @@ def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
 
     UsageError where a tensor has not the samples in dimension 0; `what` they are: output or target.
     """
-    if (why := uncut(what, tree, batch.size)) is not None:
+    if (why := why_uncut(what, tree, batch.size)) is not None:
         raise UsageError(why)
     real = batch.size - batch.padding
     return tree_map_only(Tensor, lambda x: x[:real], tree)
 
 
-def uncut(what: str, tree: Any, size: int) -> str | None:
+def why_uncut(what: str, tree: Any, size: int) -> str | None:
     """Why padding cannot be taken off these tensors of a microbatch of `size` samples, a sentence; None: it can."""
     for x in tree_leaves(tree):
         if isinstance(x, Tensor) and not (x.dim() and len(x) == size):

@@ -107,7 +107,7 @@ def make_recipe(
     return Recipe(factory, rate, scheduler, clip, "", {"clip": clip})
 
 
-def checked_type(
+def checked_options(
     autocast: str | None, accumulate: int, on_nan: str, device: str, gpu_messages: str, seed: int, timeout: float
 ) -> torch.dtype | None:
     """The type that autocast computes in; UsageError where one of these is not what it may be."""

@@ -37,7 +37,7 @@ from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
     Models,
-    checked_type,
+    checked_options,
     directory_of,
     make_log,
     make_recipe,
@@ -151,12 +151,15 @@ class Engine:
             self.source = together(self.comm, lambda: None if weights is None else directory_of("weights", weights))
             recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
             dtype = together(
-                self.comm, lambda: checked_type(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)
+                self.comm, lambda: checked_options(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)
             )
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
             self.host = use_host(self.comm, device, 0, gpu_messages, stream_words)
-            self.options = StepOptions(recipe, seed, accumulate, canonical, dtype, on_nan, graphs)
+            self.options = StepOptions(
+                recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, autocast_dtype=dtype, on_nan=on_nan,
+                graphs=graphs,
+            )  # fmt: skip
             file = self._load(schedule, model, loss, stages, microbatches)
             self.session = session = Session(self.comm, file, timeout)
             session.end_with_script()
@@ -271,9 +274,7 @@ class Engine:
         if min(batch.samples) < self.prepared.batches.example.size:
             check_padding(self.model, self._running.header)
         self.prepared.batches.give(session.steps, batch, self.prepared.verifies)
-        session.weights = [count / total for count in batch.samples]
-        session.tokens = total * of_shape.tokens
-        result = session.step()
+        result = session.step([count / total for count in batch.samples], total * of_shape.tokens)
         numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.metrics}
         self.log(session.steps, numbers)
         if result.leave:

@@ -5,6 +5,7 @@ A shape is that of a microbatch's input; there is one in a run, or one for each 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from mpirun.engine.interpreter import Interpreter
 from mpirun.engine.setup import Host, Setup, StepOptions, set_up
 from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
-from mpirun.model.loss import uncut
+from mpirun.model.loss import why_uncut
 from mpirun.training.batches import StepBatches
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.session import Session
@@ -29,7 +30,7 @@ class OfShape(NamedTuple):
 
     interpreter: Interpreter
     tokens: int  # elements of the target, a sample
-    uncut: str | None  # why padding cannot be taken off a microbatch
+    why_uncut: str | None  # why padding cannot be taken off a microbatch
     example: Microbatch
 
 
@@ -65,11 +66,11 @@ class Prepared:
                     self.session.comm, self.session.header, self.model, StepBatches(example, self.count),
                     self.options, self.host,
                 )  # fmt: skip
-                made = self.session.add_interpreter(setup._replace(microbatches=self.batches))
+                made = self.session.add_interpreter(replace(setup, microbatches=self.batches))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
-        if of_shape.uncut is not None and batch.loader is not None and batch.loader.pads_in_part:
-            raise Stop(of_shape.uncut)
+        if of_shape.why_uncut is not None and batch.loader is not None and batch.loader.pads_in_part:
+            raise Stop(of_shape.why_uncut)
         self.session.use(of_shape.interpreter)
         return of_shape
 
@@ -84,7 +85,7 @@ class Prepared:
             example = self.of_shape[shape].example if shape in self.of_shape else self._example(batch)
             self.evaluators[shape] = Evaluator(self.session, example, self.options, self.host)
         evaluator = self.evaluators[shape]
-        if padded and (why := _uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
+        if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
             raise Stop(why)
         return evaluator
 
@@ -95,7 +96,7 @@ class Prepared:
         with print_notes(session.comm):
             on_rank_0(session.comm, lambda: check_weights(self.model))
             setup = set_up(session.comm, session.header, self.model, self.batches, self.options, self.host)
-            session.build(setup, self.options.on_nan, self.verifies)
+            session.build(setup, self.verifies)
         self.of_shape[shape] = _of_shape(session.interpreter, setup, example)
         session.handle_sigterm()
         if self.resumed is not None:
@@ -117,11 +118,12 @@ class Prepared:
 
 
 def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> OfShape:
-    why = _uncut(setup, example, scores=True)
+    why = _why_uncut(setup, example, scores=True)
     return OfShape(interpreter, tokens(example) // max(1, example.size), why, example)
 
 
-def _uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
+def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
     """Why padding cannot be taken off a microbatch; `scores`: off its target, too."""
     outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
-    return uncut("output", outputs, example.size) or (uncut("target", example.target, example.size) if scores else None)
+    of_target = why_uncut("target", example.target, example.size) if scores else None
+    return why_uncut("output", outputs, example.size) or of_target

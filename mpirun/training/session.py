@@ -78,30 +78,27 @@ class Session:
         self.end.callback(self._end_saving)
         self.end.callback(self._give_back_sigterm)
         self.sigterm_before = signal.getsignal(signal.SIGTERM)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if self.sigterm_before is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._leave_at_once)
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
-        self.on_nan = "stop"
         self.writer: CheckpointWriter | None = None
         self.verification: Verification | None = None
         self.asked: float | None = None  # when this rank was asked to leave
         self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
 
-    def build(self, setup: Setup, on_nan: str, verify: bool, tolerance: float | None = None) -> None:
+    def build(self, setup: Setup, verify: bool, tolerance: float | None = None) -> None:
         """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
 
-        `on_nan`: stop or skip; `verify`: record what is done, for `verify`, which allows a difference of `tolerance`.
+        `verify`: record what is done, for `verify`, which allows a difference of `tolerance`.
         """
-        self.setup, self.on_nan = setup, on_nan
+        self.setup = setup
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: Interpreter = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state
         )
         self.interpreters.append(self.interpreter)
-        self.weights = setup.microbatches.loss_weights  # of the microbatches' losses in that of a step
-        self.tokens = setup.microbatches.tokens
         if verify:
             self.verification = Verification(self.comm, self.program, setup, self.interpreter, tolerance)
         if self.comm.rank == 0 and self.setup.device.description:
@@ -194,8 +191,11 @@ class Session:
         """Every rank gets the model's running statistics."""
         share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
 
-    def step(self) -> Result:
-        """The next step. Stop where a number is not finite, unless such steps are skipped."""
+    def step(self, weights: list[float], tokens: int) -> Result:
+        """The next step. Stop where a number is not finite, unless such steps are skipped.
+
+        `weights`: of the microbatches' losses in that of the step; `tokens`: elements of its targets.
+        """
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         jobs = self.interpreter.forward_backward
         compared = is_compared(step - self.begun)
@@ -214,9 +214,9 @@ class Session:
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
         names = result.metrics[0] if result.metrics else ()
-        metrics = {name: mean([of_mb[name] for of_mb in result.metrics], self.weights) for name in names}
-        loss = mean(result.losses, self.weights)
-        return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, self.tokens, result.leave)
+        metrics = {name: mean([of_mb[name] for of_mb in result.metrics], weights) for name in names}
+        loss = mean(result.losses, weights)
+        return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
 
     def _say_without_graphs(self) -> None:
         """Once it is known, which stages are not captured, and why."""
@@ -230,7 +230,7 @@ class Session:
 
     def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
         """Copies of the buffers that forwards change, where a step may have to change nothing."""
-        if self.on_nan == "stop":
+        if self.setup.on_nan == "stop":
             return []
         changed = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
         return [(module, buffer_copies(module)) for module in changed]
@@ -261,7 +261,7 @@ class Session:
 
     def _not_finite(self, step: int, result: StepResult) -> None:
         """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
-        rank, stop = self.comm.rank, self.on_nan == "stop"
+        rank, stop = self.comm.rank, self.setup.on_nan == "stop"
         first = find_nonfinite(self.header, self.instructions, self.setup.shapes, rank, result)
         sentence = ""
         if first is not None:

@@ -46,7 +46,7 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
         for stage in header.first_shards
     ]
     dataflows = [Dataflow(reads, plain, [shape.outputs for shape in shapes])] * len(setup.dataflows)
-    return setup._replace(model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
+    return replace(setup, model=setup.unsharded_model, shapes=shapes, dataflows=dataflows), plain
 
 
 def _statistics_of_model(header: Header, statistics: Statistics) -> Statistics:

@@ -75,6 +75,8 @@ def main() -> None:
             schedgen.write(schedgen.compile(load("1f1b", sizes), sizes), out)
     WORLD.Barrier()
     command = Run(WORLD, run_options(WORLD, [str(file), "--model", f"{__name__}:model", "--timeout", "0"]))
+    source = command.session.setup.microbatches
+    weights, tokens = source.loss_weights, source.tokens
     run = mpirun.Engine(str(file), model, timeout=0)
     kinds = ((0.0, 0), (0.0, WORKERS), (SLEEP, WORKERS))
     loaders = [run.loader(Pieces(320, seconds), SEQUENCES, workers=workers) for seconds, workers in kinds]
@@ -82,7 +84,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"command": [], "script": [], "workers": [], "slow": []}
     for number in range(rounds):
         steps = {
-            "command": command.session.step,
+            "command": lambda: command.session.step(weights, tokens),
             "script": lambda: run.step(next(by_script)),
             "workers": lambda: run.step(next(by_workers)),
             "slow": lambda: run.step(next(by_slow)),
