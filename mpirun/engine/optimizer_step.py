@@ -7,10 +7,10 @@ numbers are finite. A STEP to a version of the weights is in `weight_versions`.
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,14 @@ class OptimizerStep:
         self.metric_names = setup.shapes[-1].metrics
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
+        # Where the numbers lie that NORM exchanges: those of the norms, a loss for every microbatch, who wants to
+        # leave, the learning rate, whether all ranks have the same, and the metrics of every microbatch.
+        count = context.header.microbatches
+        sizes = [self.grad_norms.length, count, 1, 1, EQUAL, count * len(self.metric_names)]
+        self.ends = list(accumulate(sizes, initial=0))
+        self.norms_at, self.losses_at, self.leave_at, self.rate_at, self.equal_at, self.metrics_at = (
+            slice(*ends) for ends in pairwise(self.ends)
+        )
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
     def norm(self, row: int, i: Instruction) -> Act:
@@ -88,59 +96,48 @@ class OptimizerStep:
         return act
 
     def _tell(self, group: int, contributors: Sequence[Callable[[np.ndarray], None]]) -> None:
-        """Exchange the numbers of all ranks; `contributors`: put in those of the norms.
-
-        These are, in this order, the numbers of the norms, a loss for every microbatch, who wants to leave, the
-        learning rate, three sums that tell whether all ranks have the same, and the metrics of every microbatch.
-        """
-        context, first_loss = self.context, self.grad_norms.length
-        leave = first_loss + context.header.microbatches
-        rate, first_metric, names = leave + 1, leave + 2 + EQUAL, self.metric_names
-        length = first_metric + context.header.microbatches * len(names)
+        """Exchange the numbers of all ranks; `contributors`: put in those of the norms."""
+        context, names = self.context, self.metric_names
         # One rank gives a number, or all give whole ones: their sums are exact.
-        values, sums = np.zeros(length), np.empty(length)
+        values, sums = np.zeros(self.ends[-1]), np.empty(self.ends[-1])
+        metrics, sums_of_metrics = (
+            numbers[self.metrics_at].reshape(context.header.microbatches, len(names)) for numbers in (values, sums)
+        )
         for contribute in contributors:
             contribute(values)
         if self.losses:
-            values[[first_loss + mb for mb in self.losses]] = torch.stack(list(self.losses.values())).tolist()
+            values[self.losses_at][list(self.losses)] = torch.stack(list(self.losses.values())).tolist()
         self.losses.clear()
-        values[leave] = self.leave_requested
+        values[self.leave_at] = self.leave_requested
         if context.transport.comm.rank == self.rate_from:
-            values[rate] = context.optimizer.rate(context.position.step)
-        equality = self._for_equality()
-        values[rate + 1 : rate + 1 + len(equality)] = equality
-        for mb, values_by_name in self.metrics.items():
-            first = first_metric + mb * len(names)
-            for name, value in values_by_name.items():
-                values[first + names.index(name)] = float(value)
+            values[self.rate_at] = context.optimizer.rate(context.position.step)
+        values[self.equal_at] = self._for_equality()
+        for mb, found in self.metrics.items():
+            metrics[mb] = [float(found[name]) for name in names]
         self.metrics.clear()
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
-        numbers = sums.tolist()
-        if not _are_equal(*numbers[rate + 1 : first_metric]):
+        if not _are_equal(*sums[self.equal_at].tolist()):
             raise Stop(
                 f"the learning rate of step {context.position.step + 1} is not the same on all ranks: lr should depend "
                 "on the step alone",
                 1,
             )
-        norms = self.grad_norms.norms(numbers[:first_loss])
-        metrics = [
-            dict(zip(names, numbers[first : first + len(names)], strict=True))
-            for first in range(first_metric, length, max(1, len(names)))
-        ]
-        losses = numbers[first_loss:leave]
-        self.result = StepResult(losses, total_norm(norms), norms, numbers[leave] > 0, metrics, numbers[rate])
+        norms, losses = self.grad_norms.norms(sums[self.norms_at].tolist()), sums[self.losses_at].tolist()
+        (leave,), (rate,) = sums[self.leave_at].tolist(), sums[self.rate_at].tolist()
+        by_name = [dict(zip(names, of_mb, strict=True)) for of_mb in sums_of_metrics.tolist()]
+        self.result = StepResult(losses, total_norm(norms), norms, leave > 0, by_name, rate)
         begins = context.position.accumulation_pass == 0
-        self.finite = (self.finite or begins) and all(map(math.isfinite, numbers[:leave]))
+        self.finite = (self.finite or begins) and bool(np.isfinite(sums[: self.losses_at.stop]).all())
 
     def _for_equality(self) -> Sequence[int]:
         """Numbers whose sums over ranks tell whether all have the same learning rate, up to a hash of 20 bits."""
         optimizer = self.context.optimizer
         if optimizer.recipe.rate is None or not optimizer.by_unit:  # groups may have rates of their own
-            return ()
+            return 0, 0, 0
         try:
             value = optimizer.rate(self.context.position.step)
         except Exception:  # raised again by this rank's STEP, if no other rank ends the run before
-            return ()
+            return 0, 0, 0
         number = zlib.crc32(struct.pack("d", value)) % 2**20
         return 1, number, number * number
 
