@@ -153,7 +153,7 @@ class Cuda(Device):
     kind: ClassVar[str] = "cuda"
     has_graphs = True
 
-    def __init__(self, comm: MPI.Intracomm, messages: str, words: bool = False) -> None:
+    def __init__(self, comm: MPI.Intracomm, messages: str, words: bool) -> None:
         """`messages`: one of WAYS; `words`: of streams, in place of events. Collective."""
         self.words = None
         self.torch = torch.device("cuda", number_on_host(comm) % torch.cuda.device_count())

@@ -27,7 +27,7 @@ Sums = NDArray[np.float64]
 Node = tuple[int, int]  # of the tree: its height above the lines, and its number among the nodes of that height
 
 
-def tensor_norms(gradients: Sequence[Tensor], canonical: bool = False) -> list[float]:
+def tensor_norms(gradients: Sequence[Tensor], canonical: bool) -> list[float]:
     """The 2-norm of each tensor, summed up in float32 at least."""
     if not gradients:
         return []

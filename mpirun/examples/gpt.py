@@ -43,30 +43,6 @@ class Embedding(nn.Module):
         return self.byte(tokens) + self.place.weight[: tokens.shape[1]]
 
 
-class Block(nn.Module):
-    """Causal attention and an MLP, each behind a norm and beside a skip connection."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        """`heads` divides `width`; the MLP is 4 times as wide."""
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (sequences, length, width), as the result."""
-        sequences, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(sequences, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = nnf.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(sequences, length, width))
-        return x + self.down(nnf.gelu(self.up(self.norm2(x))))
-
-
 class AttentionPart(nn.Module):
     """The first half of a block, attention, as a layer that can be a split stage by itself; or a shard of it."""
 
@@ -96,6 +72,14 @@ class MLPPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: (sequences, length, width), as the result."""
         return skip(x, self.down(nnf.gelu(self.up(self.norm(x)))), self.shard)
+
+
+class Block(nn.Sequential):
+    """Causal attention and an MLP, each behind a norm and beside a skip connection."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        """`heads` divides `width`; the MLP is 4 times as wide."""
+        super().__init__(AttentionPart(width, heads), MLPPart(width))
 
 
 class Head(nn.Module):

@@ -102,7 +102,7 @@ def test_weights_depend_on_the_seed_and_not_on_what_was_built_before(name):
 
 def test_two_layers_of_one_shape_begin_with_different_weights():
     blocks = parameters(modules(gpt.tiny(8)))
-    assert not torch.equal(blocks["block1.qkv.weight"], blocks["block2.qkv.weight"])
+    assert not torch.equal(blocks["block1.0.attention.qkv.weight"], blocks["block2.0.attention.qkv.weight"])
 
 
 @BOTH
