@@ -147,12 +147,12 @@ class Engine:
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
                 self.ending.callback(end_on_uncaught(self.comm, self._failing))
-            self.shapes = together(self.comm, lambda: Shapes(self.comm, buckets))
-            self.source = together(self.comm, lambda: None if weights is None else directory_of("weights", weights))
-            recipe = together(self.comm, lambda: make_recipe(optimizer, lr, scheduler, clip))
-            dtype = together(
-                self.comm, lambda: checked_options(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout)
-            )
+            self.shapes, self.source, recipe, dtype = together(self.comm, lambda: (
+                Shapes(self.comm, buckets),
+                None if weights is None else directory_of("weights", weights),
+                make_recipe(optimizer, lr, scheduler, clip),
+                checked_options(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout),
+            ))  # fmt: skip
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
             self.host = use_host(self.comm, device, 0, gpu_messages, stream_words)
