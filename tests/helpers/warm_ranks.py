@@ -133,11 +133,13 @@ class Server:
         if self.listener not in select.select([0, self.listener], [], [])[0]:
             sys.exit()
         atexit.register(keep_inherited)  # the first, which is called last
+        gc.disable()
         warm_up()
         make(calls)
         end_here()
         gc.collect()
         gc.freeze()
+        gc.enable()
         self.ended, end = os.pipe()  # somebody has
         os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
