@@ -8,8 +8,12 @@ waits until that has arrived.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
 from mpirun.engine.act import Act, in_order
@@ -44,6 +48,7 @@ class Interpreter:
         self.progress = progress or MessageProgress(transport.comm, transport.poll, device)
         self.under_way = under_way
         self.timed = False  # whether it has done its first step
+        self.reached: set[tuple[int, str]] = set()  # stages' parameters whose gradient it computed in its first step
         self.versions = StageVersions(context)
         blocks, rank = context.slots.blocks, transport.comm.rank
         self.graphs = JobGraphs(device, rank, blocks) if context.setup.graphs else None
@@ -139,10 +144,19 @@ class Interpreter:
 
         pairs = zip(acts, self.context.instructions, strict=True)
         self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
-        result = self.run(step)
+        stages = {self.forward_backward.stage_of(i) for i in self.context.instructions if i.op in (Op.BWD, Op.BWD_W)}
+        with contextlib.ExitStack() as hooks:
+            for stage in stages:
+                for name, parameter in zip(stage.names, stage.parameters, strict=True):
+                    seen = partial(self._reach, stage.index, name)
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(seen).remove)
+            result = self.run(step)
         self.code, self.timed = acts, True
         self._let_mpi_go_on(seconds)
         return result
+
+    def _reach(self, stage: int, name: str, _: Tensor) -> None:
+        self.reached.add((stage, name))
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""

@@ -31,6 +31,7 @@ from mpirun.engine.running_statistics import share_buffers
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import unread_outputs
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
+from mpirun.model.weight_names import listed
 from mpirun.training.same_data import check_same_data, is_compared
 from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import ASKED, BEAT, ENDING, NOTHING, OTHERS, PHASE, ROW, SAVING, TRYING, VERIFYING, WAIT
@@ -201,7 +202,7 @@ class Session:
         compared = is_compared(step - self.begun)
         if compared:
             jobs.digests = {}
-        result = self.interpreter.run(step) if self.interpreter.timed else self.interpreter.run_first(step)
+        result = self.interpreter.run(step) if self.interpreter.timed else self._first_step(step)
         if compared:
             check_same_data(self.comm, jobs, step)
         self._say_without_graphs()
@@ -217,6 +218,22 @@ class Session:
         metrics = {name: mean([of_mb[name] for of_mb in result.metrics], weights) for name in names}
         loss = mean(result.losses, weights)
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
+
+    def _first_step(self, step: int) -> StepResult:
+        """The interpreter's; in that of the run, it is said which parameters got no gradient."""
+        result = self.interpreter.run_first(step)
+        if step != self.begun:
+            return result
+        model, shapes = self.setup.model, self.setup.shapes
+        trained = {model.entry_name(s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names}
+        reached = self.comm.gather({model.entry_name(*parameter) for parameter in self.interpreter.reached}) or ()
+        if self.comm.rank == 0 and (unreached := sorted(trained.difference(*reached))):
+            note(
+                self.comm,
+                f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay "
+                "changes them, where torch would not: requires_grad_(False) keeps them as they are",
+            )
+        return result
 
     def _say_without_graphs(self) -> None:
         """Once it is known, which stages are not captured, and why."""

@@ -922,6 +922,33 @@ def test_weights_that_an_evaluation_sends_have_been_sent_when_it_ends(launch):
     assert (done.code, done.out) == (0, "[0, 0]\n"), done.err
 
 
+UNREACHED = """
+import torch, mpirun
+from torch.nn.functional import mse_loss
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.never, self.shared = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    def forward(self, x):
+        return self.used(x)
+torch.manual_seed(0)
+first, second = Half(), Half()
+second.used = first.shared
+run = mpirun.Engine("zb-h1", [first, second, torch.nn.Linear(4, 4)], stages=3, microbatches=3, loss=mse_loss)
+x = torch.ones(6, 4)
+run.step((x, x))
+run.step((x, x))
+"""
+
+
+def test_parameters_without_a_gradient_are_named_once(launch):
+    """A parameter that two stages share has one where one of them computes with it."""
+    done = launch(3, program=("-c", UNREACHED))
+    (note,) = [line for line in done.err.splitlines() if "note:" in line]
+    assert done.code == 0 and "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
+
+
 OF_OTHER_TYPES = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
