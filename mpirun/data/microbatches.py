@@ -174,6 +174,8 @@ def plain(collated: Any) -> Any:
     def known(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
             return plain(dict(leaf))
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise UsageError(f"the samples have a tensor of layout {leaf.layout}, which cannot be cut: give dense ones")
         if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
             return leaf
         raise UsageError(

@@ -1,28 +1,37 @@
 """What every rank knows of all stages: shapes and types, memory, which layers draw.
 
 Rank 0 finds it by running all stages once on fake tensors, which have shapes but no data and need little memory. They
-are on the run's device, because autocast has another list of operations for GPUs than for CPUs.
+are on the run's device, because autocast has another list of operations for GPUs than for CPUs. Where a stage asks for
+values, as one does that routes tokens to experts, rank 0 runs all stages on the microbatch itself, one after the other.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)  # fmt: skip
 
 from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.model.autocast import autocast
-from mpirun.model.build_stage import stage_without_values
+from mpirun.model.build_stage import build_stage, stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, all_outputs
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
 from mpirun.model.rng import RandomLayerFinder, generator_states
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
 
@@ -81,7 +90,7 @@ def infer_shapes(
     device: torch.device = CPU,
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> list[StageShape]:
-    """By stage, its shape on this microbatch, found by running all stages on fake tensors, and the loss on zeros.
+    """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros.
 
     `prepare`: what is done to every stage's module before; None: it is in train mode, as it is built.
     UsageError where a stage, or the loss, cannot take what it reads, or does not return what the contract says.
@@ -91,19 +100,42 @@ def infer_shapes(
             if isinstance(source, Input) and source.leaf >= len(batch.leaves):
                 raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(batch.leaves)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
-    fake = fake_mode()
+    try:
+        shapes = _stage_shapes(model, reads, batch, autocast_dtype, device, prepare, fake_mode())
+    except _NeedsValues:
+        shapes = _stage_shapes(model, reads, batch, autocast_dtype, device, prepare, None)
+    if model.loss_of == "minibatch":  # its outputs are those of all microbatches
+        return shapes
+    before = generator_states(device)
+    loss, metrics = _zero_loss(model, shapes[-1].outputs, to_device(batch, device), autocast_dtype, device)
+    size, draws, last = loss.element_size(), generator_states(device) != before, shapes[-1].model_stage
+    return [
+        shape._replace(loss_bytes=size, metrics=metrics, loss_draws=draws) if shape.model_stage == last else shape
+        for shape in shapes
+    ]
+
+
+def _stage_shapes(
+    model: Model,
+    reads: Reads,
+    batch: Microbatch,
+    autocast_dtype: torch.dtype | None,
+    device: torch.device,
+    prepare: Callable[[nn.Module], object] | None,
+    fake: FakeTensorMode | None,
+) -> list[StageShape]:
+    """As `infer_shapes`, without the loss; `fake`: None: the stages and the microbatch have their values."""
     outputs: list[Sequence[Tensor]] = []
     shapes: list[StageShape] = []
     for stage, entry in enumerate(model.stages):
-        module = stage_without_values(model, stage, fake)
+        module = _real_stage(model, stage) if fake is None else stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
         if prepare is not None:
             prepare(module)
-        with fake, torch.no_grad():
+        with fake or nullcontext(), torch.no_grad():
             finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))
-            inputs = [_argument(source, outputs, batch.leaves, stage) for source in sources]
-            inputs = [fake.from_tensor(x) if isinstance(x, Tensor) and not fake.is_our_fake(x) else x for x in inputs]
+            inputs = [_input(_argument(source, outputs, batch.leaves, stage), fake) for source in sources]
             if device != CPU:
                 inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
                 module.to(device)
@@ -123,15 +155,23 @@ def infer_shapes(
         )
         if (shard := model.shard_of(stage)).count > 1:
             _check_shard(shard.index, shapes)
-    if model.loss_of == "minibatch":  # its outputs are those of all microbatches
-        return shapes
-    before = generator_states(device)
-    loss, metrics = _zero_loss(model, shapes[-1].outputs, to_device(batch, device), autocast_dtype, device)
-    size, draws, last = loss.element_size(), generator_states(device) != before, shapes[-1].model_stage
-    return [
-        shape._replace(loss_bytes=size, metrics=metrics, loss_draws=draws) if shape.model_stage == last else shape
-        for shape in shapes
-    ]
+    return shapes
+
+
+class _NeedsValues(Exception):
+    """A stage asks for values, which fake tensors lack."""
+
+
+def _lacks_values(error: Exception) -> bool:
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    asks = (".numpy() is not supported for tensor subclasses", "its data is not allocated yet")
+    return isinstance(error, kinds) or any(words in str(error) for words in asks)
+
+
+def _real_stage(model: Model, stage: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MpirunWarning)  # who trains it says the same
+        return build_stage(model, stage, seed=0)
 
 
 def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Any], stage: int) -> Any:
@@ -150,6 +190,15 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
     return produced[source.output]
 
 
+def _input(x: Any, fake: FakeTensorMode | None) -> Any:
+    """What a stage is called with for x, which it may change."""
+    if not isinstance(x, Tensor):
+        return x
+    if fake is None:
+        return x.clone()
+    return x if fake.is_our_fake(x) else fake.from_tensor(x)
+
+
 def _write_counts(values: Iterable[Any]) -> list[int]:
     """By tensor, how often it has been changed in place."""
     return [x._version for x in values if isinstance(x, Tensor)]
@@ -163,6 +212,8 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
+        if isinstance(error, Exception) and _lacks_values(error):
+            raise _NeedsValues from None
         raise UsageError(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     if not isinstance(outputs, (list, tuple)) or not outputs or not all(isinstance(x, Tensor) for x in outputs):

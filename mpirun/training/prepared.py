@@ -5,6 +5,7 @@ A shape is that of a microbatch's input; there is one in a run, or one for each 
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -111,9 +112,11 @@ class Prepared:
 
     def _example(self, batch: Batch) -> Microbatch:
         """A microbatch of the batch, the same on all ranks."""
-        own = next(iter(batch.microbatches.values()), None)
-        root = self.session.comm.allgather(own is not None).index(True)
-        example: Microbatch = self.session.comm.bcast(own, root)
+        comm, own, saved = self.session.comm, next(iter(batch.microbatches.values()), None), io.BytesIO()
+        root = comm.allgather(own is not None).index(True)
+        if comm.rank == root:
+            torch.save(own, saved)  # pickle does not know all types
+        example: Microbatch = torch.load(io.BytesIO(comm.bcast(saved.getvalue(), root)), weights_only=False)
         return example
 
 

@@ -230,8 +230,8 @@ class Session:
         if self.comm.rank == 0 and (unreached := sorted(trained.difference(*reached))):
             note(
                 self.comm,
-                f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay "
-                "changes them, where torch would not: requires_grad_(False) keeps them as they are",
+                f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay and "
+                "momentum change them, where torch would not; freeze what is never used (requires_grad_(False))",
             )
         return result
 

@@ -931,14 +931,14 @@ class Half(torch.nn.Module):
         self.used, self.never, self.shared = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
         self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
     def forward(self, x):
-        return self.used(x)
+        return self.used(x.float())
 torch.manual_seed(0)
 first, second = Half(), Half()
 second.used = first.shared
 run = mpirun.Engine("zb-h1", [first, second, torch.nn.Linear(4, 4)], stages=3, microbatches=3, loss=mse_loss)
 x = torch.ones(6, 4)
-run.step((x, x))
-run.step((x, x))
+run.step((x.to(torch.uint16), x))  # no type that pickle knows
+run.step((x.to(torch.uint16), x))
 """
 
 
@@ -947,6 +947,59 @@ def test_parameters_without_a_gradient_are_named_once(launch):
     done = launch(3, program=("-c", UNREACHED))
     (note,) = [line for line in done.err.splitlines() if "note:" in line]
     assert done.code == 0 and "step 1 gives no gradient to stage0.never.weight, stage1.never.weight, stage1.sh" in note
+
+
+ASKING_FOR_VALUES = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 3), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    def forward(self, x):
+        scores, y = self.gate(x).softmax(-1), torch.zeros_like(x)
+        best = scores.argmax(-1)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(best == number)[0]
+            y = y.index_add(0, rows, expert(x[rows]) * scores[rows, number, None])
+        return y
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1) + torch.from_numpy(x.detach().numpy().cumsum(0))
+class Packed(nn.GRU):
+    def forward(self, x):
+        rows = nn.utils.rnn.pack_padded_sequence(x.unsqueeze(1).expand(-1, 3, -1), 3 - torch.arange(len(x)) % 3,
+                                                 batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(super().forward(rows)[0], batch_first=True)[0].mean(1)
+def model():
+    torch.manual_seed(0)
+    return [nn.Linear(6, 6), Experts(), Scaled(6, 6), Packed(6, 6, batch_first=True)]
+x = torch.randn(3, 16, 6, generator=torch.Generator().manual_seed(1))
+plain = nn.Sequential(*model())
+optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+for batch in x:
+    optimizer.zero_grad()
+    for piece in batch.chunk(4):
+        (mse_loss(plain(piece), piece) / 4).backward()
+    optimizer.step()
+expected = sum(mse_loss(plain(piece), piece).item() for piece in x[0].chunk(4)) / 4
+with mpirun.Engine("zb-v", model(), stages=4, microbatches=4, loss=mse_loss,
+                   optimizer=lambda named: torch.optim.SGD([one.parameter for one in named], 0.1)) as run:
+    for batch in x:
+        run.step((batch, batch))
+    found = run.evaluate([(x[0], x[0])]).loss
+if run.rank == 0:
+    print(expected, found)
+"""
+
+
+def test_stages_may_ask_for_values(launch):
+    """Experts whose tokens are chosen, a branch on a number, NumPy, packed sequences: as a plain loop trains them."""
+    done = launch(2, program=("-c", ASKING_FOR_VALUES))
+    assert done.code == 0, done.err
+    expected, found = map(float, done.out.split())
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 OF_OTHER_TYPES = """
