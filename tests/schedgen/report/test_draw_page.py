@@ -7,7 +7,10 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
 import time
+from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from schedgen.simulator.time_breakdown import SHARES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRIVER = shutil.which("chromedriver")
+NODE = shutil.which("node")
+TRACES = Path(__file__).parents[3] / "traces"
 CONTROL = 2  # of CDP's modifiers
 
 
@@ -73,6 +78,21 @@ def test_the_page_has_the_simulation_s_times(page, schedules, scheme):
     for row in range(len(program)):
         at = scene["line"] + row + 2 * int(program.rows.rank[row])
         assert lines[at - 1].strip().rstrip(",") == str(program.instruction(row))
+
+
+@pytest.mark.skipif(not NODE, reason="no node on PATH")
+@pytest.mark.parametrize("scheme", ["1f1b-tensor", "1f1b-tied", "fsdp-sharded", "pipedream", "zb-v"])
+def test_the_page_writes_every_instruction_as_the_file_does(page, scheme):
+    numbers, (columns,) = unpacked(page(TRACES / f"{scheme}.json"))
+    program = checked(str(TRACES / f"{scheme}.json"))
+    scene = {name: columns[name].tolist() for name in ("op", "kind", "stage", "mb", "via", "peer")}
+    script = f"const kinds = {json.dumps(numbers['kinds'])}, operands = {json.dumps(numbers['operands'])};"
+    script += (resources.files("schedgen.report.draw") / "web/format.js").read_text()
+    script += (
+        f"const scene = {json.dumps(scene)}; scene.op.forEach((_, row) => console.log(instructionText(scene, row)))"
+    )
+    said = subprocess.run([NODE], input=script, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == [str(program.instruction(row)) for row in range(len(program))]
 
 
 def test_the_page_needs_no_network_and_is_closed_properly(page, schedules):

@@ -1,15 +1,22 @@
 // Text: instructions as they stand in the file, times, bytes, counts.
 
+/** The name of the buffer in a row. */
 function bufferName(scene, row) {
-  const parts = [scene.stage[row], scene.mb[row], scene.via[row]].filter((part, i) => i === 0 || part >= 0);
-  return [kinds[scene.kind[row]], ...parts].join(".");
+  const kind = kinds[scene.kind[row]], stage = scene.stage[row], via = scene.via[row];
+  if (via >= 0 && ["w", "dw"].includes(kind)) return `${kind}.${stage}/${via}`;
+  const parts = [scene.mb[row], via].filter(part => part >= 0);
+  const version = operands[scene.op[row]][0] === "FREE" && scene.peer[row] >= 0 ? `@${scene.peer[row]}` : "";
+  return [kind, stage, ...parts].join(".") + version;
 }
 
-/** The instruction in a row, as it stands in the file. */
+/** The instruction in a row, as it stands in the file: a shard and a version only where it has one. */
 function instructionText(scene, row) {
   const [name, fields] = operands[scene.op[row]];
-  const values = { stage: scene.stage[row], mb: scene.mb[row], buf: `"${bufferName(scene, row)}"` };
-  return `{"op": "${name}"` + fields.map(f => `, "${f}": ${f in values ? values[f] : scene.peer[row]}`).join("") + "}";
+  const buf = `"${bufferName(scene, row)}"`;
+  const named = { stage: scene.stage[row], mb: scene.mb[row], shard: scene.via[row], buf };
+  const values = fields.map(field => [field, field in named ? named[field] : scene.peer[row]]);
+  const written = values.filter(([field, value]) => value >= 0 || !["shard", "version"].includes(field));
+  return `{"op": "${name}"` + written.map(([field, value]) => `, "${field}": ${value}`).join("") + "}";
 }
 
 /** The line of a row in the file, in which each rank's list has two lines around it. */
