@@ -43,7 +43,7 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
     first = next(iter(owned))
     layout, size = flat_layout(views[first])
     # Each stage counts once: its first owner contributes it.
-    members = header.ties.sharers(i.tie)
+    members = header.sharers(i.tie)
     keys = [[stage for stage in stages if header.owners[stage][0] == member] for member in members]
     contributed = keys[group.rank]
     rows = owned[first].data.new_zeros((len(contributed), size))

@@ -28,7 +28,7 @@ from schedgen.checker.tensor_shards import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile, UsageError
-from schedgen.util.progress import steps
+from schedgen.util.progress import counted
 
 __all__ = ["RULES", "Memory", "check", "check_compiled"]
 
@@ -37,12 +37,15 @@ def check(program: Program, name: str = "program") -> Memory:
     """Prove the eleven rules for a projected program; `name` stands in errors. Gives the exact peak memory."""
     proof = Proof(program, name)
     rules = (rule_1, rule_9, ties_entered_once, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
-    with steps("check", len(rules) + 2) as step:
+    with counted("check", len(rules) + 2, "step") as done:
         for rule in rules:
-            step(rule, proof)
+            rule(proof)
+            done(1)
         proof.analysis.forget_accesses()
-        step(rule_4, proof, proof.analysis.waits)
-        step(rule_11, proof)
+        rule_4(proof, proof.analysis.waits)
+        done(1)
+        rule_11(proof)
+        done(1)
     return proof.analysis.memory
 
 

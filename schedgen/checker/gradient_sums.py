@@ -18,9 +18,9 @@ from schedgen.ir.instructions import Ints, Kind, Numbers, Op
 def ties_entered_once(proof: Proof) -> None:
     """Refuse a rank that enters a tie twice: to be proved before buffers are followed, which leave that out."""
     rows = _ties(proof)
-    entries = proof.rank[rows].astype(np.int64) * len(proof.header.ties) + proof.stage[rows]
-    for row in np.delete(rows, np.unique(entries, return_index=True)[1])[:1]:
-        proof.refuse(5, int(row), "this tie is summed twice")
+    entries = proof.rank[rows].astype(np.int64) * len(proof.header.tied) + proof.stage[rows]
+    again = np.delete(rows, np.unique(entries, return_index=True)[1])
+    proof.refuse_any(5, again, "this tie is summed twice")
 
 
 def rule_5(proof: Proof) -> None:
@@ -28,13 +28,12 @@ def rule_5(proof: Proof) -> None:
 
     Where there are forwards alone, rule 1 has refused all that could be.
     """
-    header, owner = proof.header, proof.owner
+    header, owner = proof.header, proof.header.is_owner
     if header.is_forward or not header.has_flush:
         return
     stage_of = header.weight_shards.stage_of
     several = np.array(header.several_owners)[stage_of]
-    groups = {ranks: group for group, ranks in enumerate(header.groups)}
-    group_of = np.array([groups.get(ranks, -1) for ranks in header.owners])[stage_of]
+    group_of = np.array([header.group_numbers.get(ranks, -1) for ranks in header.owners])[stage_of]
     adds = proof.touches(Buffer.DW, Effect.ADD)
     reduced = proof.op[adds.rows] == Op.ALLREDUCE
     parts, sums = adds.by(~reduced), adds.by(reduced & (proof.kind[adds.rows] == Kind.DW))
@@ -57,8 +56,7 @@ def rule_5(proof: Proof) -> None:
         (steps, steps.rows < of(last_step, steps), "this stage steps twice"),
         (steps, steps.rows < np.maximum(of(last_part, steps), of(last_sum, steps)), "this sum is not complete here"),
     ):
-        for row in touches.rows[wrong][:1]:
-            proof.refuse(5, int(row), words)
+        proof.refuse_any(5, touches.rows[wrong], words)
     for missing, words in (
         (owner & (last_step < 0), "STEP of w.{} is missing" if header.weight_shards else "STEP of stage {} is missing"),
         (owner & several & (last_sum < 0), "ALLREDUCE of dw.{} is missing"),
@@ -71,8 +69,8 @@ def rule_5(proof: Proof) -> None:
     _sums_of_ties(proof, last_of_sum, norm)
     uses = proof.touches(Buffer.W, Effect.READ, Effect.SEND, Effect.RECEIVE, Effect.END)
     stepped = of(last_step, uses)
-    for row in uses.rows[(stepped >= 0) & (stepped < uses.rows)][:1]:
-        proof.refuse(5, int(row), "this stage has stepped: its weights are the next step's")
+    late = uses.rows[(stepped >= 0) & (stepped < uses.rows)]
+    proof.refuse_any(5, late, "this stage has stepped: its weights are the next step's")
 
 
 def _ties(proof: Proof) -> Numbers:
@@ -100,8 +98,8 @@ def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
     for rank in np.flatnonzero(norm < 0)[:1]:
         proof.refuse_rank(5, int(rank), "NORM is missing")
     forwards = proof.rows_of(Op.FWD)
-    for row in forwards[forwards > norm[proof.rank[forwards]]][:1]:
-        proof.refuse(5, int(row), "this forward, and its loss, stand behind NORM")
+    late = forwards[forwards > norm[proof.rank[forwards]]]
+    proof.refuse_any(5, late, "this forward, and its loss, stand behind NORM")
     for rank, unit in np.argwhere(last_sum > norm[:, None])[:1].tolist():
         proof.refuse(5, int(last_sum[rank, unit]), f"this adds to dw.{_said(proof, unit)} behind NORM")
     for rank, unit in np.argwhere((last_step >= 0) & (last_step < norm[:, None]))[:1]:
@@ -113,14 +111,14 @@ def _sums_of_ties(proof: Proof, last_sum: Ints, norm: Numbers) -> None:
     """Every owner of a tied stage enters each of its ties, behind its sums of the tie's stages and before NORM."""
     header, rows = proof.header, _ties(proof)
     rows = rows[np.argsort(proof.stage[rows], kind="stable")]
-    bounds = np.searchsorted(proof.stage[rows], np.arange(len(header.ties) + 1))
+    bounds = np.searchsorted(proof.stage[rows], np.arange(len(header.tied) + 1))
     for k, stages in enumerate(header.tied):
-        at, sharers, entered = list(stages), header.ties.sharers(k), set[int]()
+        at, sharers, entered = list(stages), header.sharers(k), set[int]()
         of_tie = rows[bounds[k] : bounds[k + 1]]
         right = {group: header.groups[group] == sharers for group in np.unique(proof.peer[of_tie]).tolist()}
         for row in of_tie.tolist():
             rank = int(proof.rank[row])
-            complete = last_sum[rank, at][proof.owner[rank, at]].max(initial=-1)
+            complete = last_sum[rank, at][header.is_owner[rank, at]].max(initial=-1)
             for wrong, words in (
                 (not right[int(proof.peer[row])], "this is not the group of the tie's owners"),
                 (row < complete, "the sums of the tie's stages are not complete here"),

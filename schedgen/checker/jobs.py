@@ -13,15 +13,13 @@ def rule_1(proof: Proof) -> None:
     compute = proof.header.compute
     if proof.header.is_forward:
         trains = ~np.isin(proof.op, FORWARD_OPS) | ~np.isin(proof.kind, FORWARD_KINDS)
-        for row in np.flatnonzero(trains)[:1]:
-            proof.refuse(1, int(row), "a list of forwards trains nothing")
+        proof.refuse_any(1, np.flatnonzero(trains), "a list of forwards trains nothing")
         _once(proof, (Op.FWD,), compute[F], every=True)
         return
     split = len(compute) == 3
     wanted = (Op.FWD, Op.BWD_I, Op.BWD_W) if split else (Op.FWD, Op.BWD)
     if not split:
-        for row in proof.rows_of(Op.BWD_I, Op.BWD_W)[:1]:
-            proof.refuse(1, int(row), "the backward is not split in this file")
+        proof.refuse_any(1, proof.rows_of(Op.BWD_I, Op.BWD_W), "the backward is not split in this file")
     for d, op in enumerate(wanted):
         # A BWD stands for its two halves.
         _once(proof, (op, Op.BWD) if d else (op,), compute[d], every=True)
@@ -55,5 +53,5 @@ def _redone_behind_forward(proof: Proof) -> None:
     forward = np.zeros(proof.header.compute.shape[1:], np.int64)
     forward[proof.stage[forwards], proof.mb[forwards]] = forwards
     row = forward[proof.stage[redone], proof.mb[redone]]
-    for late in row[(row > redone) & (proof.rank[row] == proof.rank[redone])][:1]:
-        proof.refuse(1, int(late), "this forward stands behind its RECOMPUTE")
+    late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
+    proof.refuse_any(1, late, "this forward stands behind its RECOMPUTE")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import numpy as np
 
 from schedgen.analysis.messages import entries
@@ -17,27 +15,20 @@ def rule_3(proof: Proof) -> None:
     """Refuse a message to oneself, and the first channel whose SENDs and receives do not name the same buffers."""
     rank, peer, kind = proof.rank, proof.peer, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
-        for row in rows[peer[rows] == rank[rows]][:1]:
-            proof.refuse(3, int(row), "a rank does not send to itself")
+        proof.refuse_any(3, rows[peer[rows] == rank[rows]], "a rank does not send to itself")
     messages = proof.analysis.messages
     if messages.complete:
         return
-    send, receive = (rows[messages.matched : messages.matched + 1] for rows in messages[:2])
-    if len(send) and len(receive):
-        a, b = int(send[0]), int(receive[0])
-        if (rank[a], peer[a], kind[a]) == (peer[b], rank[b], kind[b]):
-            proof.refuse(3, b, f"the next message of this kind from rank {peer[b]} is line {proof.where(a)}")
-    _unmatched(proof, send, receive)
-
-
-def _unmatched(proof: Proof, send: Numbers, receive: Numbers) -> NoReturn:
-    """One channel has run out of partners: the earlier channel of the two."""
-    rank, peer, kind = proof.rank, proof.peer, proof.kind
-    send_channels = [(rank[row], peer[row], kind[row]) for row in send]
-    receive_channels = [(peer[row], rank[row], kind[row]) for row in receive]
-    if not receive_channels or (send_channels and send_channels < receive_channels):
-        proof.refuse(3, int(send[0]), f"rank {peer[send[0]]} never receives this")
-    proof.refuse(3, int(receive[0]), f"rank {peer[receive[0]]} never sends this")
+    send, receive = (rows[messages.matched : messages.matched + 1].tolist() for rows in messages[:2])
+    sent = [(rank[row], peer[row], kind[row]) for row in send]  # the channel; none where all are matched
+    received = [(peer[row], rank[row], kind[row]) for row in receive]
+    if sent == received:
+        words = f"the next message of this kind from rank {rank[send[0]]} is line {proof.where(send[0])}"
+        proof.refuse(3, receive[0], words)
+    # One channel has run out of partners: the earlier of the two.
+    if not received or (sent and sent < received):
+        proof.refuse(3, send[0], f"rank {peer[send[0]]} never receives this")
+    proof.refuse(3, receive[0], f"rank {peer[receive[0]]} never sends this")
 
 
 def rule_6(proof: Proof) -> None:

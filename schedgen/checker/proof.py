@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from schedgen.analysis import analyse
 from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import Ints, Numbers, Op
+from schedgen.ir.instructions import AnyInts, Ints, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile
 
@@ -68,11 +68,6 @@ class Proof:
         rows = accesses.row[at]
         return Touches(rows, self.rank[rows], accesses.number[at])
 
-    @property
-    def owner(self) -> NDArray[np.bool_]:
-        """Whether a rank owns a unit, a stage or one part of its weights; shape (workers, units)."""
-        return self.header.is_owner
-
     def where(self, row: int) -> str:
         """Line, rank and text of an instruction."""
         return f"{line_of(self.program, row)}: rank {self.rank[row]}: {self.program.instruction(row)}"
@@ -80,6 +75,11 @@ class Proof:
     def refuse(self, rule: int, row: int, reason: str) -> NoReturn:
         """Raise RefusedFile for an instruction that breaks a rule."""
         raise RefusedFile(f"{self.name}:{self.where(row)}: {reason} (rule {rule}: {RULES[rule]})", rule)
+
+    def refuse_any(self, rule: int, rows: AnyInts, reason: str) -> None:
+        """Refuse the first of these rows, if there is one."""
+        for row in rows[:1].tolist():
+            self.refuse(rule, row, reason)
 
     def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
         """Raise RefusedFile for a rank that lacks an instruction; the line is that of its list's end."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import EXCHANGED, B, F, Kind, Numbers, Op, buffer_name
+from schedgen.ir.instructions import B, F, Kind, Numbers, Op, buffer_name
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
@@ -33,9 +33,7 @@ def rule_10(proof: Proof) -> None:
     """Refuse a part of a sum that is not summed, not by all shards, or used before."""
     header = proof.header
     if not header.tensor_parallel:
-        sums = proof.rows_of(Op.ALLREDUCE)
-        for row in sums[np.isin(proof.kind[sums], EXCHANGED)][:1]:
-            proof.refuse(10, int(row), "stages have no shards here")
+        proof.refuse_any(10, proof.program.exchanges(), "stages have no shards here")
         return
     split = header.tensor_parallel.split
     _check_summed(proof, Buffer.X, F, np.flatnonzero(split), np.full(split.sum(), -1), np.flatnonzero(split))
@@ -58,20 +56,16 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
     rank = header.compute[d][giver]  # of every part and microbatch
     sums = proof.touches(buffer, Effect.CHANGE)
     part, mb = part_of[sums.number // header.microbatches], sums.number % header.microbatches
-    for row in sums.rows[part < 0][:1]:
-        proof.refuse(10, int(row), "the job that gives this is not split: it is no part of a sum")
-    for row in sums.rows[rank[part, mb] != sums.rank][:1]:
-        proof.refuse(10, int(row), "this rank does not give it")
+    proof.refuse_any(10, sums.rows[part < 0], "the job that gives this is not split: it is no part of a sum")
+    proof.refuse_any(10, sums.rows[rank[part, mb] != sums.rank], "this rank does not give it")
     shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # their ranks
     groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
     right = (groups[proof.peer[sums.rows]] == shards[giver[part] // T, :, mb]).all(axis=1)
-    for row in sums.rows[~right][:1]:
-        proof.refuse(10, int(row), "this is not the group of the stage's shards")
+    proof.refuse_any(10, sums.rows[~right], "this is not the group of the stage's shards")
     summed = np.full(rank.shape, -1, np.int64)  # by part and microbatch: the row
     summed[part, mb] = sums.rows
     last = summed[part, mb]
-    for row in last[last != sums.rows][:1]:
-        proof.refuse(10, int(row), "this is summed twice")
+    proof.refuse_any(10, last[last != sums.rows], "this is summed twice")
 
     def name(k: int, b: int) -> str:
         return buffer_name(Kind.X if buffer == Buffer.X else Kind.G, int(stage[k]), b, int(consumer[k]))

@@ -1,9 +1,9 @@
 """Rule 5 where weights change without a flush, and rule 9: which version of its weights every job uses.
 
 A stage takes microbatches m k to m k + m - 1 to its update k, which makes version k + 1; m is the number of its owners,
-or with two buffers (2bw) that of the header. On every owner
-stand, update by update, its backwards of these microbatches, the ALLREDUCE if there are several owners, and STEP: so
-every gradient is in exactly one update, at every owner.
+or with two buffers (2bw) that of the header. On every owner stand, update by update, its backwards of these
+microbatches, the ALLREDUCE if there are several owners, and STEP: so every gradient is in exactly one update, at every
+owner.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Steps:
     def __init__(self, proof: Proof) -> None:
         """Refuse unless every owner has all its updates, in their order, and nobody else has one."""
         header, rows = proof.header, proof.rows_of(Op.STEP)
-        owned = np.argwhere(proof.owner)
+        owned = np.argwhere(header.is_owner)
         self.pair = np.full((header.workers, header.stages), -1, np.int64)  # number of the pair; -1: no owner
         self.pair[tuple(owned.T)] = np.arange(len(owned))
         self.stages = owned[:, 1]  # by pair
@@ -32,15 +32,13 @@ class Steps:
         self.begin = np.concatenate([[0], np.cumsum(self.counts)])
         self.length = len(proof.program)
         pair = self.pair[proof.rank[rows], proof.stage[rows]]
-        for row in rows[pair < 0][:1]:
-            proof.refuse(5, int(row), "this rank does not own the stage")
+        proof.refuse_any(5, rows[pair < 0], "this rank does not own the stage")
         order = np.argsort(pair, kind="stable")
         rows, pair = rows[order], pair[order]
         place = np.arange(len(rows)) - np.searchsorted(pair, pair)  # within its pair
         for i in np.flatnonzero(proof.peer[rows] != place + 1)[:1]:
             proof.refuse(5, int(rows[i]), f"the next step of this stage here makes version {place[i] + 1}")
-        for row in rows[place >= self.counts[pair]][:1]:
-            proof.refuse(5, int(row), "no gradient is left for this step")
+        proof.refuse_any(5, rows[place >= self.counts[pair]], "no gradient is left for this step")
         for missing in np.flatnonzero(np.bincount(pair, minlength=len(self.counts)) < self.counts)[:1]:
             rank, stage = owned[missing].tolist()
             proof.refuse_rank(5, rank, f"STEP of stage {stage} to version {self.counts[missing]} is missing")
@@ -71,8 +69,8 @@ def rule_9(proof: Proof) -> None:
             name = header.directions[d]
             proof.refuse_rank(9, rank, f"{name}({s}, {b}) is away from its weights or from its forward")
     moves = proof.rows_of(*SENDERS, *RECEIVERS, Op.ADD)
-    for row in moves[np.isin(proof.kind[moves], (Kind.W, Kind.DW))][:1]:
-        proof.refuse(9, int(row), "weights that have versions do not travel, nor do their gradients")
+    moves = moves[np.isin(proof.kind[moves], (Kind.W, Kind.DW))]
+    proof.refuse_any(9, moves, "weights that have versions do not travel, nor do their gradients")
     steps = Steps(proof)
     _rounds(proof, steps)
     _versions(proof, steps)
@@ -87,20 +85,16 @@ def _rounds(proof: Proof, steps: Steps) -> None:
     for i in np.flatnonzero(made != update)[:1]:
         proof.refuse(5, int(backwards[i]), f"this gradient belongs to the step to version {update[i] + 1}")
     sums, several = proof.rows_of(Op.ALLREDUCE), np.array(proof.header.several_owners)
-    for wrong, words in (
-        (steps.pairs(proof, sums) < 0, "this rank does not own the stage"),
-        (~several[proof.stage[sums]], "this stage has one owner"),
-    ):
-        for row in sums[wrong][:1]:
-            proof.refuse(5, int(row), words)
+    proof.refuse_any(5, sums[steps.pairs(proof, sums) < 0], "this rank does not own the stage")
+    proof.refuse_any(5, sums[~several[proof.stage[sums]]], "this stage has one owner")
     for row in sums.tolist():
         if proof.header.groups[proof.peer[row]] != proof.header.owners[proof.stage[row]]:
             proof.refuse(5, row, "this is not the group of the stage's owners")
     sums = sums[np.argsort(steps.pairs(proof, sums), kind="stable")]
     pair = steps.pairs(proof, sums)
     place = np.arange(len(sums)) - np.searchsorted(pair, pair)
-    for row in sums[(steps.before(pair, sums) != place) | (place >= steps.counts[pair])][:1]:
-        proof.refuse(5, int(row), "one ALLREDUCE belongs to each step of this stage")
+    wrong = (steps.before(pair, sums) != place) | (place >= steps.counts[pair])
+    proof.refuse_any(5, sums[wrong], "one ALLREDUCE belongs to each step of this stage")
     wanted = np.where(several[steps.stages], steps.counts, 0)
     for missing in np.flatnonzero(np.bincount(pair, minlength=len(wanted)) < wanted)[:1]:
         rank, stage = np.argwhere(steps.pair == missing)[0].tolist()
@@ -109,8 +103,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
     # Behind the backwards of its update: no backward of it stands between the sum and its step.
     last = np.full(len(steps.rows), -1, np.int64)
     np.maximum.at(last, steps.begin[steps.pairs(proof, backwards)] + update, backwards)
-    for row in sums[sums < last[steps.begin[pair] + place]][:1]:
-        proof.refuse(5, int(row), "this sum is not complete here")
+    proof.refuse_any(5, sums[sums < last[steps.begin[pair] + place]], "this sum is not complete here")
     ends = np.full((proof.header.workers, proof.header.stages), -1, np.int32)
     np.maximum.at(ends, (proof.rank[steps.rows], proof.stage[steps.rows]), steps.rows)
     norms(proof, ends, np.full_like(ends, -1))
@@ -124,14 +117,13 @@ def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
     frees = proof.rows_of(Op.FREE)
     weights, frees = (frees[proof.kind[frees] == kind] for kind in (Kind.W, Kind.DW))
     pair = steps.pairs(proof, weights)
-    for row in weights[(pair >= 0) & (proof.peer[weights] == steps.counts[pair])][:1]:
-        proof.refuse(7, int(row), "no step follows: these weights stay")
+    newest = (pair >= 0) & (proof.peer[weights] == steps.counts[pair])
+    proof.refuse_any(7, weights[newest], "no step follows: these weights stay")
     frees = frees[steps.pairs(proof, frees) >= 0]
     frees = frees[np.argsort(steps.pairs(proof, frees), kind="stable")]
     pair = steps.pairs(proof, frees)
     place = np.arange(len(frees)) - np.searchsorted(pair, pair)
-    for row in frees[steps.before(pair, frees) <= place][:1]:
-        proof.refuse(5, int(row), "this sum has not been stepped with")
+    proof.refuse_any(5, frees[steps.before(pair, frees) <= place], "this sum has not been stepped with")
     keys = pair * (steps.length + 1) + frees
     pair = steps.pairs(proof, adds)
     freed = np.searchsorted(keys, pair * (steps.length + 1) + adds) - np.searchsorted(keys, pair * (steps.length + 1))

@@ -79,6 +79,6 @@ def header_of(placed: PlacedScheme) -> Header:
     groups = shard_groups(placed)
     if not header.is_forward:
         groups |= {ranks for ranks, several in zip(header.owners, header.several_owners, strict=True) if several}
-        groups |= {header.ties.sharers(tie) for tie in range(len(header.ties))}
+        groups |= {header.sharers(tie) for tie in range(len(header.tied))}
         groups |= {tuple(range(placed.workers))}
     return replace(header, groups=tuple(sorted(groups, key=lambda group: (-len(group), group))))

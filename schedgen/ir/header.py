@@ -1,8 +1,8 @@
 """The header of a schedule: what it is, apart from its instructions.
 
 Each concept that a schedule may have is a value with its own methods: `graph`, `weight_shards`,
-`weight_versions`, `tensor_parallel`, `ties`. What most callers ask of them the header answers itself: which of the
-model's stages a stage is, who owns a unit of weights, whether there is a flush.
+`weight_versions`, `tensor_parallel`. What most callers ask of them the header answers itself: which of the model's
+stages a stage is, who owns a unit of weights, whether there is a flush.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.tensor_parallel import TensorParallel
-from schedgen.ir.tied_stages import TiedStages
 from schedgen.ir.weight_shards import WeightShards
 from schedgen.ir.weight_versions import FLUSH, WeightVersions
 
@@ -44,7 +43,7 @@ class Header:
     n: str  # name of the order
     cost: Mapping[str, float]  # duration of each direction that ordered the jobs
     # weight_slots, fan_out, prefetch, recompute, and memory_limit if there is one: `compiler.options`;
-    # updates, one of UPDATES, unless flush
+    # updates, one of UPDATES, unless flush; accumulated with 2bw
     lowering: Mapping[str, Any]
     graph: StageGraph
     groups: tuple[tuple[int, ...], ...]  # ranks of each collective
@@ -113,10 +112,9 @@ class Header:
         per_consumer = {self.model_stage(stage) for stage in self.graph.per_consumer}
         return StageGraph(self.model_stages, tuple(sorted(edges)), tuple(sorted(per_consumer)))
 
-    @cached_property
-    def ties(self) -> TiedStages:
-        """The stages that share parameters."""
-        return TiedStages(self.tied, self.owners)
+    def sharers(self, tie: int) -> tuple[int, ...]:
+        """The owners of the stages of a tie, ascending: who enters its ALLREDUCE."""
+        return tuple(sorted({rank for stage in self.tied[tie] for rank in self.owners[stage]}))
 
     @property
     def unsharded_ties(self) -> tuple[tuple[int, ...], ...]:
@@ -135,6 +133,11 @@ class Header:
         if self.part_owners:
             return tuple(tuple(sorted(set(ranks))) for ranks in self.part_owners)
         return owners_of(self.weights)
+
+    @cached_property
+    def group_numbers(self) -> dict[tuple[int, ...], int]:
+        """By the ranks of a collective, the number of their group."""
+        return {ranks: number for number, ranks in enumerate(self.groups)}
 
     @cached_property
     def several_owners(self) -> tuple[bool, ...]:

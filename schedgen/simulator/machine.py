@@ -38,11 +38,6 @@ class Machine(NamedTuple):
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
 
-    @property
-    def has_free_messages(self) -> bool:
-        """Whether messages take no time."""
-        return self.alpha == self.beta == 0
-
 
 PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by field
 

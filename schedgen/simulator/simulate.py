@@ -19,7 +19,7 @@ import numpy as np
 
 from schedgen.analysis import Memory, Waits, analyse
 from schedgen.ir.cost import DIRECTION, Amount, by_stage, durations, redo_duration
-from schedgen.ir.instructions import Ints, Numbers, Op, Small
+from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_bytes, summed_bytes
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
@@ -27,7 +27,7 @@ from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.timeline import Timeline, Times
 from schedgen.util.errors import UsageError
-from schedgen.util.progress import steps
+from schedgen.util.progress import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,26 @@ class Simulation:
         """When each row ends."""
         end: Times = self.start + np.where(self.program.rows.op == Op.SEND, 0.0, self.lasts)
         return end
+
+    @cached_property
+    def busy(self) -> Times:
+        """By rank: the time that its jobs take."""
+        jobs, ranks = self.program.rows_of(*COMPUTE), self.program.header.workers
+        return np.bincount(self.program.rows.rank[jobs], (self.end - self.start)[jobs], minlength=ranks).astype(float)
+
+    @cached_property
+    def windows(self) -> tuple[Times, Times]:
+        """By rank: when its first job starts, and when its last one ends; infinity and 0 where it has none."""
+        jobs, ranks = self.program.rows_of(*COMPUTE), self.program.header.workers
+        first, last = np.full(ranks, np.inf), np.zeros(ranks)
+        np.minimum.at(first, self.program.rows.rank[jobs], self.start[jobs])
+        np.maximum.at(last, self.program.rows.rank[jobs], self.end[jobs])
+        return first, last
+
+    @property
+    def latency(self) -> float:
+        """When the last job ends."""
+        return float(self.windows[1].max())
 
     @cached_property
     def message_bytes(self) -> Numbers:
@@ -76,7 +96,7 @@ class Simulation:
 
     @cached_property
     def footprint(self) -> Footprint:
-        """The bytes that each rank waits."""
+        """The bytes that each rank needs."""
         return footprint(self.program, self.sizes)
 
     def timeline(self, unit: float = 1.0) -> Timeline:
@@ -93,17 +113,20 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
     machine, header, table = machine or Machine(), program.header, program.rows
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     _check_sizes(program, sizes)
-    with steps("simulate", 3) as step:
+    with counted("simulate", 3, "step") as done:
         analysis = analyse(program)
-        waits = step(lambda: analysis.waits)
-        lasts = step(_durations, program, cost, machine, sizes)
+        waits = analysis.waits
+        done(1)
+        lasts = _durations(program, cost, machine, sizes)
+        done(1)
         partner = waits.receiver.copy()
         partner[analysis.messages.receives] = analysis.messages.sends
         listed = Listed(table.op, table.kind, table.peer, program.bounds)
         waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
         run = new_run(program, waits.members)
-        step(execute.sized(4 * len(program)), listed, waiting, lasts, _rings(program, waits, sizes, machine),
-             machine.has_free_messages, run)  # fmt: skip
+        rings, free = _rings(program, waits, sizes, machine), machine.alpha == machine.beta == 0
+        execute.sized(4 * len(program))(listed, waiting, lasts, rings, free, run)
+        done(1)
         np.maximum(run.arrival, 0.0, out=run.arrival)
     return Simulation(program, sizes, run.start, run.arrival, run.idle, run.cause, lasts)
 

@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 PATIENCE = 2.0  # seconds that a command may take without a bar
@@ -30,7 +29,7 @@ def allow(quiet: bool) -> None:
 def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
     """Yields a function to call with the amount of `unit` just done; `total` is None where nobody knows it."""
     if _earliest is None:
-        yield _ignore
+        yield lambda _: None
         return
     from tqdm import tqdm
 
@@ -40,27 +39,6 @@ def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int]
         desc=label, total=total, unit=unit, unit_scale=unit != "step", delay=delay, miniters=1, leave=False
     ) as bar:
         yield bar.update
-
-
-class Steps:
-    """Calls functions, each of which is one step of a bar."""
-
-    def __init__(self, done: Callable[[int], object]) -> None:
-        """`done` is what `counted` yields."""
-        self.done = done
-
-    def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function and count one step."""
-        result = function(*args, **kwargs)
-        self.done(1)
-        return result
-
-
-@contextmanager
-def steps(label: str, total: int) -> Iterator[Steps]:
-    """Yields a `Steps` for `total` calls."""
-    with counted(label, total, "step") as done:
-        yield Steps(done)
 
 
 def over(items: Iterable[T], label: str, total: int) -> Iterable[T]:
@@ -73,7 +51,3 @@ def _counted_items(items: Iterable[T], label: str, total: int) -> Iterator[T]:
         for item in items:
             yield item
             done(1)
-
-
-def _ignore(_: int) -> None:
-    pass

@@ -68,13 +68,7 @@ def _earlier_compute(
 def next_compute(program: Program, row: RowNumbers, rank: Ints | None = None) -> RowNumbers:
     """The next compute row behind a row on its rank (or on `rank`); the program's last row if there is none."""
     rank = program.rows.rank[row] if rank is None else rank
-    keys, length = _compute_keys(program)
+    compute, length = program.rows_of(*COMPUTE), len(program) + 1
+    keys = np.sort(program.rows.rank[compute].astype(np.int64) * length + compute)
     following = np.append(keys, -1)[np.searchsorted(keys, rank.astype(np.int64) * length + row, side="right")]
     return np.where(following // length == rank, following % length, len(program) - 1)
-
-
-def _compute_keys(program: Program) -> tuple[RowNumbers, int]:
-    """rank * length + row of every compute row, ascending; and `length`."""
-    compute = program.rows_of(*COMPUTE)
-    length = len(program) + 1
-    return np.sort(program.rows.rank[compute].astype(np.int64) * length + compute), length

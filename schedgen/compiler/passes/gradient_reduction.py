@@ -12,8 +12,6 @@ its nearest neighbours upwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from schedgen.compiler.passes.find_rows import next_compute, rows_at_end, serving_owner
@@ -21,35 +19,23 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
-
-@dataclass
-class Insertions:
-    """Instructions to be inserted, as columns of lists."""
-
-    rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # op, rank, stage, part, peer
-    after: list[int] = field(default_factory=list)  # the row behind which each stands
-    order: list[tuple[int, int]] = field(default_factory=list)  # behind one row, where weights are divided
-    last_adds: list[int] = field(default_factory=list)  # owners' last ADDs, which stand behind a job still to be found
-
-    def add(self, op: Op, rank: int, stage: int, part: int, peer: int, after: int, order: tuple[int, int]) -> None:
-        """One instruction more."""
-        self.rows.append((op, rank, stage, part, peer))
-        self.after.append(after)
-        self.order.append(order)
+# An instruction to be inserted: op, rank, stage, part, peer, the row behind which it stands, and its place among others
+# there where weights are divided, by depth and then distance.
+Fields = tuple[Op, int, int, int, int, int, int, int]
 
 
 def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     """The program with the SENDs, RECVs, ADDs and ALLREDUCEs of all weight gradients."""
     header, table, shards = program.header, program.rows, program.header.weight_shards
-    groups = {group: index for index, group in enumerate(header.groups)}
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     final[table.stage[backwards], table.rank[backwards]] = backwards  # they ascend: the last stays
     ends = np.where(final < 0, -1, rows_at_end(program, final))
-    new = Insertions()
+    new: list[Fields] = []
+    last_adds: list[int] = []  # owners' last ADDs, which stand behind a job still to be found
     sums: list[tuple[int, int, slice]] = []  # ALLREDUCEs, the row behind which owners' own are there, and last ADDs
     for stage, owners in enumerate(header.owners):
-        first_add, parts, own_ends = len(new.last_adds), shards.parts(stage), ends[stage].tolist()
+        first_add, parts, own_ends = len(last_adds), shards.parts(stage), ends[stage].tolist()
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
         for part in parts:
             senders: dict[int, list[int]] = {owner: [] for owner in shards.holders(stage, part)}
@@ -58,31 +44,33 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
                     owner = serving_owner(program, rank, stage) if part < 0 else header.part_owners[stage][part]
                     senders[owner].append(rank)
             for owner, ranks in senders.items():
-                fan_out = placed.options.fan_out * len(parts)
-                _gather(new, stage, part, owner, ranks, own_ends, fan_out)
+                if ranks:
+                    _gather(new, stage, part, owner, ranks, own_ends, placed.options.fan_out * len(parts))
+                    last_adds.append(len(new) - 1)
         if header.several_owners[stage]:
-            own, adds = int(ends[stage, list(owners)].max()), slice(first_add, len(new.last_adds))
+            own, adds = int(ends[stage, list(owners)].max()), slice(first_add, len(last_adds))
             for owner in owners:
-                sums.append((len(new.after), own, adds))
-                new.add(Op.ALLREDUCE, owner, stage, -1, groups[owners], -1, (0, 0))
-    op, rank_, stage_, part_, peer = np.array(new.rows, np.int64).reshape(-1, 5).T
-    after, last = np.array(new.after, np.int64), np.array(new.last_adds, np.int64)
+                sums.append((len(new), own, adds))
+                new.append((Op.ALLREDUCE, owner, stage, -1, header.group_numbers[owners], -1, 0, 0))
+    op, rank_, stage_, part_, peer, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
+    last = np.array(last_adds, np.int64)
     # An owner has time, but a worker that passes a sum on has not.
     after[last] = next_compute(program, after[last], rank_[last].astype(np.int32))
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
     inserted = rows(op, rank_, kind=Kind.DW, stage=stage_, part=part_, peer=peer)
     if header.part_owners:
-        depth, distance = np.array(new.order, np.int64).reshape(-1, 2).T
         order = np.lexsort((distance, depth, after))
         inserted, after = inserted.take(order), after[order]
     return program.insert(inserted, after=after)
 
 
 def _gather(
-    new: Insertions, stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
+    new: list[Fields], stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
 ) -> None:
     """Sums of `ranks` to `owner` through a tree; ends[rank]: the row behind which the rank's own gradient is there.
+
+    The last of them is the owner's last ADD.
 
     Behind one row senders far from the owner come first, so that sums are complete when they are passed on, and
     among those at one distance the nearest neighbours.
@@ -99,13 +87,11 @@ def _gather(
         arrivals = sorted((ready[j], distance[tree[j]], tree[j]) for j in branches)
         waiting = -1  # the sender whose sum is not added yet
         for row, near, sender in arrivals:
-            new.add(Op.SEND, sender, stage, part, to, row, (depth[i], near))
-            new.add(Op.RECV, to, stage, part, sender, row, (depth[i], near))
+            new.append((Op.SEND, sender, stage, part, to, row, depth[i], near))
+            new.append((Op.RECV, to, stage, part, sender, row, depth[i], near))
             if waiting >= 0:
-                new.add(Op.ADD, to, stage, part, waiting, row, (depth[i], near))
+                new.append((Op.ADD, to, stage, part, waiting, row, depth[i], near))
             waiting = sender
         if arrivals:
             ready[i] = max(arrivals[-1][0], ready[i])
-            if i == 0:
-                new.last_adds.append(len(new.after))
-            new.add(Op.ADD, to, stage, part, waiting, ready[i], (depth[i], len(ends)))
+            new.append((Op.ADD, to, stage, part, waiting, ready[i], depth[i], len(ends)))

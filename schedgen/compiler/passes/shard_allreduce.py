@@ -63,9 +63,8 @@ def _sums(program: Program, kind: Kind, d: int, buffers: RowNumbers, job: RowNum
     giver, stage, consumer = (column[order].reshape(-1, 1, T) for column in buffers)
     mb = np.arange(header.microbatches)[None, :, None]
     rank = header.compute[d][giver, mb]
-    groups = {group: index for index, group in enumerate(header.groups)}
     members, number = np.unique(np.sort(rank.reshape(-1, T), axis=1), axis=0, return_inverse=True)
-    group = np.array([groups[tuple(ranks)] for ranks in members.tolist()], np.int64)[number]
+    group = np.array([header.group_numbers[tuple(ranks)] for ranks in members.tolist()], np.int64)[number]
     after = job[giver, mb].max(axis=2, keepdims=True)
     columns = (rank, stage, mb, consumer, group.reshape(*rank.shape[:2], 1), after)
     rank_, stage_, mb_, consumer_, group_, after_ = (np.broadcast_to(column, rank.shape).ravel() for column in columns)

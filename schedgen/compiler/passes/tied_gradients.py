@@ -26,10 +26,9 @@ def tied_gradients(program: Program, _: PlacedScheme) -> Program:
     np.maximum.at(complete, table.stage[sums], sums)
     # Ascending: every rank enters its ties in the order of their numbers.
     after_tie = np.maximum.accumulate([complete[list(stages)].max() for stages in header.tied])
-    groups = {group: index for index, group in enumerate(header.groups)}
     fields = []
     for tie in range(len(header.tied)):
-        sharers = header.ties.sharers(tie)
-        fields += [(rank, tie, groups[sharers], after_tie[tie]) for rank in sharers]
+        sharers = header.sharers(tie)
+        fields += [(rank, tie, header.group_numbers[sharers], after_tie[tie]) for rank in sharers]
     rank_, tie_, group, after = np.array(fields, np.int64).T
     return program.insert(rows(Op.ALLREDUCE, rank_, kind=Kind.T, tie=tie_, group=group), after=after)

@@ -177,11 +177,11 @@ def _fetches(
         first = int(np.searchsorted(time, then))
         relays: dict[int, int] = {}  # by rank: behind which row it can send
 
-        def send_row(server: int, then: float = then, first: int = first, room: int = copy.room) -> int:
+        def send_row(server: int) -> int:
             """Behind which row `server` can send the copy in time."""
             before = bisect_left(begins[server], then)
             busy = before and ends[server][before - 1] > then
-            return max((job_rows[server][before - 1] if busy else first) - 1, room)
+            return max((job_rows[server][before - 1] if busy else first) - 1, copy.room)
 
         for part, owner in sources[copy.rank, copy.stage]:
             alive = servers.setdefault((copy.stage, part, owner), Servers())

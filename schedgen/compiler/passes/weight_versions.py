@@ -52,18 +52,17 @@ def weight_versions(program: Program, _: PlacedScheme) -> Program:
     used = {VERTICAL: _entered, TWO_BUFFERS: _delayed}.get(header.weight_versions.updates)
     program = _with_versions(program, used(header, newest) if used else newest)
     last_uses = _last_uses(program, updates)
-    groups = {group: index for index, group in enumerate(header.groups)}
     fields: list[Fields] = []
     for (rank, stage), (sums, steps) in updates.items():
         owners = header.owners[stage]
         for k, (summed, stepped) in enumerate(zip(sums.tolist(), steps.tolist(), strict=True)):
             if len(owners) > 1:
-                fields.append((Op.ALLREDUCE, rank, Kind.DW, stage, groups[owners], summed))
+                fields.append((Op.ALLREDUCE, rank, Kind.DW, stage, header.group_numbers[owners], summed))
             fields.append((Op.STEP, rank, Kind.NONE, stage, k + 1, stepped))
             fields.append((Op.FREE, rank, Kind.DW, stage, -1, stepped))
             if last_uses[rank, stage][k] > stepped:
                 fields.append((Op.FREE, rank, Kind.W, stage, k, last_uses[rank, stage][k]))
-    everyone = groups[tuple(range(header.workers))]
+    everyone = header.group_numbers[tuple(range(header.workers))]
     fields += [(Op.NORM, rank, Kind.NONE, -1, everyone, len(program) - 1) for rank in range(header.workers)]
     op, rank_, kind, stage_, peer, after = np.array(fields, np.int64).T
     return program.insert(rows(op, rank_, kind=kind, stage=stage_, peer=peer), after=after)

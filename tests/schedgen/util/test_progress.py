@@ -71,7 +71,3 @@ def test_quiet_and_no_terminal_have_none(on_terminal, run, monkeypatch, tmp_path
 
 def test_a_bar_counts_every_step():
     assert list(progress.over(range(3), "x", 3)) == [0, 1, 2]
-    counts = []
-    step = progress.Steps(counts.append)
-    assert step(divmod, 7, 2) == (3, 1) and step(int, "12", base=3) == 5
-    assert counts == [1, 1]
