@@ -1,4 +1,4 @@
-"""Commands that make schedules or schemes: compile, compare, plan, new, schemes.
+"""Commands that make schedules or schemes: compile, compare, plan, search, new, schemes.
 
 Each takes its options, prints or writes what was asked for, and returns the exit code.
 """
@@ -17,21 +17,22 @@ from schedgen.checker import check, check_compiled
 from schedgen.cli.options import CompareOptions, CompileOptions, NewOptions, PlanOptions, SchemesOptions, SearchOptions
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options, Redone
-from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both
+from schedgen.ir.cost import DEFAULT_COST, REDO, Amount, has_both, without_redo
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph
 from schedgen.ir.program import Program
+from schedgen.ir.stage_graph import chain
 from schedgen.planner import tables
 from schedgen.planner.layer_downsets import all_downsets
-from schedgen.planner.layer_profile import read_layers
+from schedgen.planner.layer_profile import Layers, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.found_order import FoundOrder, Limits, Ties
+from schedgen.planner.order_search.found_order import FoundOrder, Limits, Question
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.recompute import search_with_recompute
-from schedgen.planner.order_search.schedules import compile_own, mean_ratios, own_costs
+from schedgen.planner.order_search.schedules import compile_own, with_own_costs
 from schedgen.planner.order_search.table import search_table
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
-from schedgen.planner.partition import hierarchy, partition
+from schedgen.planner.partition import Level, hierarchy, partition
 from schedgen.planner.pipedream import pipedream
 from schedgen.planner.placement_search.families import FREE, free_scheme
 from schedgen.planner.placement_search.search_placement import search_placement
@@ -42,7 +43,7 @@ from schedgen.schemes import describe, load
 from schedgen.schemes.csv_scheme import scheme_from_csv
 from schedgen.schemes.scheme import Scheme, Sizes, no_order
 from schedgen.schemes.template import new
-from schedgen.simulator.machine import Machine, read_profile
+from schedgen.simulator.machine import read_profile
 from schedgen.util.errors import SlowScheme, UsageError
 from schedgen.util.files import display_name, is_standard_output, open_output, read_text
 
@@ -115,7 +116,7 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
 
 def _parts(graph: ModelGraph, stages: int, name: str) -> int:
     """How many of the model's stages each stage of the scheme stands for; UsageError where that is no number."""
-    if stages != graph.stages and not graph.is_chain:
+    if stages != graph.stages and graph.edges not in (None, chain(graph.stages)):
         raise UsageError(f"{name} has {graph.stages} stages, which are no chain, so a scheme cannot have {stages}")
     if graph.stages % stages:
         raise UsageError(f"{name} has {graph.stages} stages, which is no multiple of the scheme's {stages}")
@@ -164,38 +165,23 @@ def run_compare(options: CompareOptions) -> int:
 
 def run_plan(options: PlanOptions) -> int:
     """Print where to cut a model and the schedules that no other beats; write the fastest."""
-    layers = read_layers(options.profile)
-    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
     if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     if options.search and options.partition_only:
         raise UsageError("plan --partition-only searches nothing: leave --search out")
     if options.schemes and options.partition_only:
         raise UsageError("plan --partition-only compiles PipeDream's scheme alone: leave --schemes out")
-    numbers: dict[str, Any] = {}
-    lines: list[str] = []
-    downsets = all_downsets(layers)
-    if not downsets.complete:
-        most = "more ways to cut the layers than can be tried: only those along one order are"
-        print(f"schedgen: note: {display_name(options.profile)}: {most}", file=sys.stderr)
-    try:
-        numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
-        lines += tables.partition_as_text(numbers)
-    except UsageError as error:
-        if options.partition_only:
-            raise
-        print(f"schedgen: note: {error}", file=sys.stderr)
-    program = None
-    if options.microbatches is not None:
-        if not options.partition_only:
-            best = search(
-                layers, levels, options.microbatches, options.memory, schemes=options.schemes, budget=options.search
-            )
-            numbers |= tables.search_as_json(best)
-            lines += ["", *tables.search_as_text(best)]
-            program = best.program
-        elif options.output:
-            program = pipedream(layers, levels, options.microbatches, options.memory)
+    layers = read_layers(options.profile)
+    levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
+    numbers, lines = _partition(options, layers, levels)
+    microbatches, program = options.microbatches or 0, None  # given where a schedule is made
+    if not options.partition_only:
+        best = search(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
+        numbers |= tables.search_as_json(best)
+        lines += ["", *tables.search_as_text(best)]
+        program = best.program
+    elif options.output:
+        program = pipedream(layers, levels, microbatches, options.memory)
     if program is not None and options.output:
         _write_checked(program, options.output)
     if not is_standard_output(options.output):
@@ -203,21 +189,28 @@ def run_plan(options: PlanOptions) -> int:
     return 0
 
 
-def _say_if_untried(scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount]) -> None:
-    """A note where a search could not begin with a user's own order, because it is none."""
+def _partition(options: PlanOptions, layers: Layers, levels: Sequence[Level]) -> tuple[dict[str, Any], list[str]]:
+    """Where to cut the model, as numbers and as lines; a note where that is not all, or nothing fits."""
+    downsets = all_downsets(layers)
+    if not downsets.complete:
+        most = "more ways to cut the layers than can be tried: only those along one order are"
+        print(f"schedgen: note: {display_name(options.profile)}: {most}", file=sys.stderr)
     try:
-        compile_own(scheme, sizes, mean_ratios(own_costs(scheme, cost), sizes))
+        numbers = tables.partition_as_json(layers, downsets, levels, partition(downsets, levels, options.memory))
     except UsageError as error:
-        print(f"schedgen: note: the order of {scheme.name} itself was not tried: {error}", file=sys.stderr)
+        if options.partition_only:
+            raise
+        print(f"schedgen: note: {error}", file=sys.stderr)
+        return {}, []
+    return numbers, list(tables.partition_as_text(numbers))
 
 
 def run_search(options: SearchOptions) -> int:
     """Print what the best order takes and the bound; write it."""
     graph = _graph(options.graph)
-    stages = _searched_stages(options, graph)
+    _check_search(options, graph)
+    stages = graph.stages if graph else options.stages or 0
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
-    if options.scheme.endswith(".csv"):
-        raise UsageError("search takes no CSV, whose order is fixed: give a scheme, a FILE.py or free")
     scheme = free_scheme(sizes) if options.scheme == FREE else load(options.scheme, sizes)
     if scheme.n is no_order and options.objective == "memory":
         raise UsageError(f"--objective memory compares with the scheme's own order: {options.scheme} defines no n")
@@ -230,15 +223,17 @@ def run_search(options: SearchOptions) -> int:
         cost, machine = read_profile(read_text(options.profile), display_name(options.profile), stages, edges)
     if set(cost) <= {"F", REDO}:
         raise UsageError("search orders backwards, too: --cost must give F and B, or F, I and W")
+    limits = Limits(options.objective, options.memory_limit, options.memory)
+    question = Question(scheme, sizes, cost, machine, limits, graph.tied if graph else ())
     begin = time.perf_counter()
-    best = _searched(options, scheme, sizes, cost, machine, graph.tied if graph else ())
+    best = _searched(options, question)
     seconds = time.perf_counter() - begin
     if has_both(cost) and options.objective == "memory":
         kind = "split" if scheme.split else "whole"
         note = f"with --objective memory all backwards are {kind}, as {scheme.name} has them"
         print(f"schedgen: note: {note}", file=sys.stderr)
     if options.scheme.endswith(".py") and scheme.n is not no_order:
-        _say_if_untried(scheme, sizes, cost)
+        _say_if_untried(question)
     check_compiled(best.program)
     if options.output:
         _write_checked(best.program, options.output)
@@ -249,37 +244,45 @@ def run_search(options: SearchOptions) -> int:
     return 0
 
 
-def _searched(
-    options: SearchOptions, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, tied: Ties
-) -> FoundOrder:
-    """What is found for the objective and the limits; UsageError where options do not go together."""
-    limits = Limits(options.objective, options.memory_limit, options.memory)
-    durations = {name: time for name, time in cost.items() if name != REDO}
-    if options.scheme == FREE and (options.objective == "memory" or options.recompute):
-        raise UsageError(
-            f"{FREE} redoes nothing and has no latency of its own: leave --recompute and --objective memory out"
-        )
-    if options.objective == "memory":
-        if options.memory_limit is not None or options.memory is not None or options.recompute:
-            raise UsageError(
-                "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
-            )
-        return least_memory(scheme, sizes, durations, machine, options.budget, tied)
-    if options.recompute:
-        return search_with_recompute(scheme, sizes, cost, machine, limits, options.budget, tied)
-    if options.scheme == FREE:
-        return search_placement(scheme, sizes, durations, machine, limits, options.budget, tied)
-    return search_whole_or_split(scheme, sizes, durations, machine, limits, options.budget, tied)
-
-
-def _searched_stages(options: SearchOptions, graph: ModelGraph | None) -> int:
-    """The number of stages, which a graph says, too; UsageError where it says another, or nothing says any."""
+def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
+    """UsageError where options do not go together, or do not say how many stages there are."""
     if options.stages is None and graph is None:
         raise UsageError("search needs --stages or --graph (see schedgen search --help)")
     if options.stages and graph and options.stages != graph.stages:
         name = display_name(options.graph or "-")
         raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
-    return options.stages or (graph.stages if graph else 0)
+    if options.scheme.endswith(".csv"):
+        raise UsageError("search takes no CSV, whose order is fixed: give a scheme, a FILE.py or free")
+    for_memory = options.objective == "memory"
+    if options.scheme == FREE and (for_memory or options.recompute):
+        raise UsageError(
+            f"{FREE} redoes nothing and has no latency of its own: leave --recompute and --objective memory out"
+        )
+    if for_memory and (options.memory_limit is not None or options.memory is not None or options.recompute):
+        raise UsageError(
+            "--objective memory looks for the least limit: leave --memory-limit, --memory and --recompute out"
+        )
+
+
+def _searched(options: SearchOptions, question: Question) -> FoundOrder:
+    """What is found for the objective and the limits."""
+    if options.recompute:
+        return search_with_recompute(question, options.budget)
+    question = question._replace(cost=without_redo(question.cost))
+    if options.objective == "memory":
+        return least_memory(question, options.budget)
+    if options.scheme == FREE:
+        return search_placement(question, options.budget)
+    return search_whole_or_split(question, options.budget)
+
+
+def _say_if_untried(question: Question) -> None:
+    """A note where a search could not begin with a user's own order, because it is none."""
+    try:
+        compile_own(with_own_costs(question))
+    except UsageError as error:
+        name = question.scheme.name
+        print(f"schedgen: note: the order of {name} itself was not tried: {error}", file=sys.stderr)
 
 
 def run_new(options: NewOptions) -> int:

@@ -29,14 +29,14 @@ def is_amount(value: object) -> bool:
 REDO = "R"  # the duration of a RECOMPUTE, among the costs where it is not that of F; it may be 0
 
 
-def is_redo_time(time: object) -> bool:
-    """Whether a number may be R."""
-    return type(time) in (int, float) and 0 <= time < 1e12  # type: ignore[operator]
-
-
 def redo_duration(cost: Mapping[str, Any]) -> Any:
     """How long a RECOMPUTE takes, a number or numbers by stage: R or, where there is none, F."""
     return cost.get(REDO, cost["F"])
+
+
+def without_redo(cost: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs without R: nothing is redone."""
+    return {name: time for name, time in cost.items() if name != REDO}
 
 
 def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:

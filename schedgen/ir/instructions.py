@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 Numbers = NDArray[np.int64]
 Small = NDArray[np.int8]
+Times = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 AnyInts = NDArray[np.integer[Any]]
 
 # Directions, the third argument of w and n. Where the backward is not split

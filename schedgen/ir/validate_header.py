@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.ir.cost import REDO, is_redo_time
+from schedgen.ir.cost import REDO
 from schedgen.ir.header import Header, owners_of
 from schedgen.ir.instructions import DIRECTIONS, Ints
 from schedgen.ir.limits import MOST_PAIRS, MOST_RATIO, MOST_TIES, MOST_USES, Limits
@@ -146,7 +146,8 @@ def _order(value: object) -> dict[str, Any]:
         raise Wrong("order", "order: cost must have F and B, or F, I and W, or F of forwards alone; and may have R")
     redo = cost.get(REDO, 0)
     times = [time for name, time in cost.items() if name != REDO]
-    if not all(type(time) in (int, float) and 1e-12 < time < 1e12 for time in times) or not is_redo_time(redo):
+    is_redo_time = type(redo) in (int, float) and 0 <= redo < 1e12
+    if not all(type(time) in (int, float) and 1e-12 < time < 1e12 for time in times) or not is_redo_time:
         raise Wrong("order", "order: costs must be numbers from 1e-12 to 1e12, R from 0 on")
     if max(times) > MOST_RATIO * min(times):
         raise Wrong("order", "order: the largest cost may be a million times the smallest, not more")

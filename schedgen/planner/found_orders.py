@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from schedgen.compiler.place import place_jobs
-from schedgen.ir.cost import REDO, has_both, shortest_halves
+from schedgen.ir.cost import has_both, shortest_halves, without_redo
 from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate
-from schedgen.planner.layer_profile import Floats
-from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
@@ -45,7 +44,7 @@ def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fas
             if key in distinct:
                 continue
             cost = shortest_halves(costs.times, sizes.stages) if mixed else costs.durations(scheme.split)
-            least = least_time(scheme, sizes, _kept(cost), costs.machine, Limits())
+            least = least_time(Question(scheme, sizes, without_redo(cost), costs.machine))
             distinct[key] = Placement(candidate, costs, least)
     return sorted((each for each in distinct.values() if each.least < fastest), key=lambda each: each.least)
 
@@ -61,16 +60,9 @@ def found_order(placement: Placement, memory: float, budget: int, redo: bool) ->
     scheme, sizes, machine = candidate.with_layers(costs), candidate.sizes, costs.machine
     cost = costs.times if has_both(costs.times) else costs.durations(scheme.split)
     limits = Limits(bytes=memory if math.isfinite(memory) else None)
+    question = Question(scheme, sizes, cost if redo else without_redo(cost), machine, limits)
     try:
-        if redo:
-            found = search_with_recompute(scheme, sizes, cost, machine, limits, budget)
-        else:
-            found = search_whole_or_split(scheme, sizes, _kept(cost), machine, limits, budget)
+        found = search_with_recompute(question, budget) if redo else search_whole_or_split(question, budget)
     except UsageError:
         return None
     return found.program if found.source == "search" else None
-
-
-def _kept(cost: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Without R: nothing is redone."""
-    return {name: seconds for name, seconds in cost.items() if name != REDO}

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from schedgen.ir.instructions import Flags
 from schedgen.planner.layer_profile import Edge, Floats, Layers
 
 MOST_DOWNSETS = 2**12 + 1  # as many as the longest chain has
-
-Flags = NDArray[np.bool_]
 
 
 class Downsets(NamedTuple):
@@ -33,7 +31,7 @@ class Downsets(NamedTuple):
     kept: Floats  # (n,) bytes of a minibatch between forward and backward
     crossing: Floats  # (n,) bytes of the outputs that layers behind the cut read
     contains: Flags  # (n, n): contains[j, i]: j has all layers of i, and more
-    complete: bool  # False: the graph has more than MOST_DOWNSETS, and these are the prefixes of one order
+    complete: bool  # False: the prefixes of one order, asked for or because there are more than MOST_DOWNSETS
 
 
 def all_downsets(layers: Layers) -> Downsets:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.machine import Machine, by_direction, read_profile
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import display_name, read_text
-from schedgen.util.parse_json import parse_json
+from schedgen.util.parse_json import read_json
 
 Floats = NDArray[np.float64]
 Edge = tuple[int, int]
@@ -88,12 +88,7 @@ def read_layers(name: str) -> Layers:
 
 
 def _parse_json(text: str, name: str) -> Layers:
-    try:
-        values = parse_json(text)
-    except json.JSONDecodeError as error:
-        raise RefusedFile(f"{name}:{error.lineno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in brackets
-        raise RefusedFile(f"{name}: not JSON that can be read: {error}") from None
+    values = read_json(text, name)
     lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
     count = len(lists[0]) if lists else 1
     if not 1 <= count <= MOST_LAYERS:
@@ -190,19 +185,18 @@ def _natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 def _topological_order(nodes: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[str] | None:
     """All nodes, producers before consumers and else by name; None where there is no such order."""
-    consumers: dict[str, list[str]] = {node: [] for node in nodes}
-    waits = dict.fromkeys(consumers, 0)
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(nodes, ()))
     for producer, consumer in edges:
-        consumers[producer].append(consumer)
-        waits[consumer] += 1
-    ready = [(_natural_key(node), node) for node, count in waits.items() if not count]
-    heapq.heapify(ready)
+        sorter.add(consumer, producer)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    ready: list[tuple[tuple[tuple[int, int, str], ...], str]] = []
     order: list[str] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for consumer in consumers[node]:
-            waits[consumer] -= 1
-            if not waits[consumer]:
-                heapq.heappush(ready, (_natural_key(consumer), consumer))
-    return order if len(order) == len(waits) else None
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heapq.heappush(ready, (_natural_key(node), node))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
+    return order

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import Ints
-from schedgen.planner.layer_downsets import Downsets, Flags
+from schedgen.ir.instructions import Flags, Ints
+from schedgen.planner.layer_downsets import Downsets
 from schedgen.planner.layer_profile import Floats
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import kernel
@@ -74,7 +74,8 @@ def hierarchy(
     total = math.prod(components)
     if workers not in (None, total):
         raise UsageError(f"--topology {'x'.join(map(str, components))} has {total} workers, not {workers}")
-    _check_workers(total)
+    if total > MOST_WORKERS:
+        raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {total}")
     if bandwidths is None:
         if not beta:
             raise UsageError("the profile does not say how fast links are (its beta is 0): give --bandwidth")
@@ -82,11 +83,6 @@ def hierarchy(
     if len(bandwidths) != len(components):
         raise UsageError(f"--bandwidth needs {len(components)} numbers, one for each level, not {len(bandwidths)}")
     return [Level(*pair) for pair in zip(components, bandwidths, strict=True)]
-
-
-def _check_workers(workers: int) -> None:
-    if workers > MOST_WORKERS:
-        raise UsageError(f"a plan is for {MOST_WORKERS} workers at the most, not {workers}")
 
 
 def partition(downsets: Downsets, levels: Sequence[Level], memory: float = math.inf) -> Partition:
@@ -143,10 +139,9 @@ class _Solver:
     """
 
     def __init__(self, downsets: Downsets, levels: Sequence[Level], memory: float, most: int = MOST_WORKERS) -> None:
-        """`memory`: bytes a worker may hold; `most`: copies of a stage. Raises UsageError for too many workers."""
+        """`memory`: bytes a worker may hold; `most`: copies of a stage."""
         self.downsets, self.levels, self.memory, self.most = downsets, levels, memory, most
         self.workers = [math.prod(level.components for level in levels[:k]) for k in range(len(levels) + 1)]
-        _check_workers(self.workers[-1])
         self.held = downsets.kept + downsets.weight  # bytes a minibatch in flight takes, summed from cut 0
         self.heaviest = np.maximum.accumulate(downsets.weight)
         self.tails: list[list[int]] = [[0]] * len(levels)  # by level below the highest

@@ -55,8 +55,8 @@ class SearchResult(NamedTuple):
 
 
 MOST_CUTS = 200  # that are tried near those of a schedule on the front ...
-MOST_REDONE = 3  # placements for which orders are searched that redo forwards
 MOST_INSTRUCTIONS = 300_000  # ... as long as no more than so many are simulated: about a second
+MOST_REDONE = 3  # placements for which orders are searched that redo forwards
 
 
 class _Entry(NamedTuple):

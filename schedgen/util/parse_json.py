@@ -6,12 +6,21 @@ import json
 from collections import Counter
 from typing import Any
 
-from schedgen.util.errors import clip
+from schedgen.util.errors import RefusedFile, clip
 
 
 def parse_json(text: str) -> Any:
     """As `json.loads`; ValueError also where an object has an entry twice, of which JSON would take the last."""
     return json.loads(text, object_pairs_hook=_distinct)
+
+
+def read_json(text: str, name: str) -> Any:
+    """As `parse_json` of what is in the file `name`; RefusedFile, with the line if it is known, in place of errors."""
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:  # such as a number of thousands of digits, or brackets in brackets
+        where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
+        raise RefusedFile(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

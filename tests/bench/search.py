@@ -18,7 +18,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from schedgen.planner.order_search.found_order import FoundOrder, Limits
+from schedgen.planner.order_search.found_order import FoundOrder, Limits, Question
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.placement_search.families import free_scheme
 from schedgen.planner.placement_search.search_placement import search_placement
@@ -82,7 +82,7 @@ class Case(NamedTuple):
         """The best order, and the CPU seconds it took."""
         sizes = Sizes(self.chunks * self.workers, self.microbatches, self.workers)
         begin = time.process_time()
-        best = search_order(load(self.scheme, sizes), sizes, self.cost, machine, limits, budget)
+        best = search_order(Question(load(self.scheme, sizes), sizes, self.cost, machine, limits), budget)
         return best, time.process_time() - begin
 
 
@@ -159,12 +159,13 @@ def free(quick: bool) -> None:
     sizes, budget = Sizes(8, 8, 4), 1 if quick else FREE_BUDGET
     for name, (times, saved) in [*FREE.items()][: 1 if quick else None]:
         cost, limits = dict.fromkeys("FIW", times), Limits(saved=saved)
+        question = Question(free_scheme(sizes), sizes, cost, Machine(0.1), limits)
         values = [
-            search_order(load(scheme, sizes), sizes, cost, Machine(0.1), limits, budget).value
+            search_order(question._replace(scheme=load(scheme, sizes)), budget).value
             for scheme in ("interleaved-zb", "zb-v")
         ]
         begin = time.process_time()
-        best = search_placement(free_scheme(sizes), sizes, cost, Machine(0.1), limits, budget)
+        best = search_placement(question, budget)
         numbers = "".join(f"{value:10.6g}" for value in (*values, best.value, best.bound))
         print(f"{name:24}{numbers}{time.process_time() - begin:10.1f}", flush=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +11,10 @@ from schedgen.compiler.order import order
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import durations
-from schedgen.ir.instructions import B, F
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, order_of
+from schedgen.ir.instructions import B, F, Numbers
+from schedgen.planner.order_search.found_order import Question
+from schedgen.planner.order_search.problem import OrderProblem, order_of
+from schedgen.planner.order_search.schedules import mean_ratios
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
@@ -26,11 +27,9 @@ class Start(NamedTuple):
     order: Numbers
 
 
-def starts(
-    problem: OrderProblem, placed: PlacedScheme, own: Scheme, sizes: Sizes, ratios: Mapping[str, float]
-) -> list[Start]:
-    """The orders of the scheme itself and of the built-in ones; `ratios`: costs by which greedy ones order."""
-    orders = []
+def starts(question: Question, problem: OrderProblem, placed: PlacedScheme) -> list[Start]:
+    """The orders of the scheme itself and of the built-in ones."""
+    own, sizes, ratios, orders = question.scheme, question.sizes, mean_ratios(question), []
     for scheme in (own, *_built_in(sizes)):
         try:
             scheme = _of_model(scheme, own)

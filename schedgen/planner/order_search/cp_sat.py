@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.ir.instructions import Flags, Numbers, Times
+from schedgen.planner.order_search.problem import OrderProblem
 
 MOST_JOBS = 300  # of larger problems CP-SAT proves nothing in a minute
 MOST_UNITS = 2**53  # in a schedule: all times are whole numbers, also as floats
@@ -26,7 +26,7 @@ class Proof(NamedTuple):
 
     bound: float  # no order has a shorter longest window
     start: Times | None  # by job: where they start in the best order that it saw
-    whole: NDArray[np.bool_]  # by job: whether it is the I of a whole backward
+    whole: Flags  # by job: whether it is the I of a whole backward
     optimal: bool
 
 
@@ -49,7 +49,7 @@ def is_installed() -> bool:
 
 def solve(
     problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
-    is_whole: NDArray[np.bool_] | None = None,
+    is_whole: Flags | None = None,
 ) -> Proof:  # fmt: skip
     """Begin at an order whose jobs start at `start`, with the longest window `value`; the seconds are CP-SAT's own.
 

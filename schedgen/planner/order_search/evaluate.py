@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.ir.instructions import Flags, Numbers, Times
+from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.jit import kernel
 
 
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     at: Numbers  # by worker: its place
     clock: Times  # by worker
     stack: Numbers  # workers that may go on
-    stacked: NDArray[np.bool_]  # by worker
+    stacked: Flags  # by worker
 
 
 def new_run(problem: OrderProblem) -> Run:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.ir.instructions import Numbers
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.late_weights import with_late_weights
-from schedgen.planner.order_search.local_search import anneal, no_choice
+from schedgen.planner.order_search.local_search import NO_CHOICE, anneal
 from schedgen.planner.order_search.priority_rules import find_rules
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits
+from schedgen.planner.order_search.problem import OrderProblem, fits
 from schedgen.util.progress import counted
 
 HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
@@ -63,7 +64,7 @@ class _Search:
     def __init__(self, problem: OrderProblem, bound: float, budget: int) -> None:
         self.problem, self.bound, self.left = problem, bound, budget
         self.run, self.trial = new_run(problem), new_run(problem)
-        self.jobs, self.no_choice = len(problem.worker), no_choice()
+        self.jobs = len(problem.worker)
         self.found: list[tuple[float, float, Numbers]] = []  # what `judge` says, longest window, order
 
     def judge(self, order: Numbers) -> float:
@@ -95,7 +96,7 @@ class _Search:
         moves = max(1000, int(share * self.left / self.jobs))
         _, better, judged = anneal.sized(self.jobs)(
             self.problem, order.copy(), seed, moves, hot * mean, 0.3 * min(hot, 0.1) * mean, self.bound,
-            self.run, self.trial, self.no_choice,
+            self.run, self.trial, NO_CHOICE,
         )  # fmt: skip
         self.left -= judged * self.jobs
         self.add(better)

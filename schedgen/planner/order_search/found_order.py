@@ -1,11 +1,14 @@
-"""What an order must keep to, and what a search gives."""
+"""What a search is asked, and what it gives."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from schedgen.ir.cost import Amount
 from schedgen.ir.program import Program
+from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.simulator.machine import Machine
 from schedgen.util.errors import UsageError
 
 OBJECTIVES = ("window", "makespan")
@@ -19,6 +22,17 @@ class Limits(NamedTuple):
     objective: str = "makespan"  # or the longest own window, from a worker's first job to the end of its last
     saved: int | None = None  # saved forwards of a worker, from the start of F to the end of the last backward job
     bytes: float | None = None  # or bytes of a worker, as the simulator counts them: `Footprint.peak`
+
+
+class Question(NamedTuple):
+    """The jobs of a scheme, what they cost, and what an order of them must keep to."""
+
+    scheme: Scheme
+    sizes: Sizes
+    cost: Mapping[str, Amount]  # by direction, for all stages or by stage: F, I, W or F, B, or all, and perhaps R
+    machine: Machine = Machine()
+    limits: Limits = Limits()
+    tied: Ties = ()  # stages that share parameters, which the schedule then sums
 
 
 class NoOrder(UsageError):

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.ir.instructions import B, W
+from schedgen.ir.instructions import B, Numbers, Times, W
 from schedgen.planner.order_search.evaluate import Run, begin_run, new_run
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.jit import kernel
 
 TARGETS = 9  # windows aimed at, evenly from the bound to the order's own

@@ -6,46 +6,36 @@ It tries limits between what a lower bound on the latency excludes and what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from schedgen.analysis import analyse
-from schedgen.ir.cost import Amount, has_both
+from schedgen.ir.cost import has_both
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Ties
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Question
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.placed_problem import least_time
-from schedgen.planner.order_search.schedules import compile_own, mean_ratios, measured, own_costs
-from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.machine import Machine
+from schedgen.planner.order_search.schedules import compile_own, with_own_costs
 from schedgen.simulator.simulate import simulate
 
 
-def least_memory(
-    scheme: Scheme,
-    sizes: Sizes,
-    cost: Mapping[str, Amount],
-    machine: Machine = Machine(),  # noqa: B008  frozen
-    budget: int = BUDGET,
-    tied: Ties = (),
-) -> FoundOrder:
+def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
     """The schedule, its saved forwards as `value`, and as `bound` those with less than which no order is in time.
 
-    Arguments as of `search_order`, which has a part of the budget for every limit; UsageError as there.
+    Arguments as of `search_order`, which has a part of the budget for every limit; UsageError as there. The question
+    has no limits.
     """
-    only_halves, cost = has_both(cost), own_costs(scheme, cost)
-    own = compile_own(scheme, sizes, mean_ratios(cost, sizes), tied)
-    time = measured(simulate(own, cost, machine), False)
+    only_halves, question = has_both(question.cost), with_own_costs(question)
+    own = compile_own(question)
+    time = simulate(own, question.cost, question.machine).latency
     peak = _saved(own)
     least = 1
-    while least < peak and least_time(scheme, sizes, cost, machine, Limits(saved=least)) > time * (1 + 1e-9):
+    while least < peak and least_time(_within(question, least)) > time * (1 + 1e-9):
         least += 1
     tries = max(1, math.ceil(math.log2(peak - least + 1)))
-    program, source, low, work = own, scheme.name, least, 0.0
+    program, source, low, work = own, question.scheme.name, least, 0.0
     while low < peak:
         limit = (low + peak) // 2
-        what = machine, Limits(saved=limit), max(1, budget // tries), time, tied
         try:
-            found = search_order(scheme, sizes, cost, *what, only_halves=only_halves)
+            found = search_order(_within(question, limit), max(1, budget // tries), time, only_halves)
         except NoOrder:
             low = limit + 1
             continue
@@ -57,6 +47,10 @@ def least_memory(
         if found.bound > time * (1 + 1e-9):
             least = low
     return FoundOrder(program, float(peak), float(least), peak <= least, work, source)
+
+
+def _within(question: Question, saved: int) -> Question:
+    return question._replace(limits=Limits(saved=saved))
 
 
 def _saved(program: Program) -> int:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from schedgen.ir.instructions import Flags, Numbers, Times
 from schedgen.planner.order_search.evaluate import Run, run_order
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.jit import kernel
 
 CRITICAL = 90  # percent of the moves that begin on the critical path
@@ -27,14 +27,12 @@ CHOICES = 20  # percent of the moves that make a backward whole or split it, whe
 class Choice(NamedTuple):
     """Which backwards are whole, by job; empty arrays where none may be. `OrderProblem.length` goes with it."""
 
-    whole: NDArray[np.bool_]  # both the I and the W
+    whole: Flags  # both the I and the W
     joined: Times  # how long the job takes then: the I all the time, the W none
     split: Times  # and otherwise
 
 
-def no_choice() -> Choice:
-    """Backwards are as the problem's lengths say."""
-    return Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))
+NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # backwards are as the problem's lengths say
 
 
 @kernel

@@ -11,11 +11,11 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import Amount, by_stage
-from schedgen.ir.instructions import B
-from schedgen.planner.order_search.found_order import Limits
-from schedgen.planner.order_search.problem import OrderProblem, Times, make_problem
-from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.lower_bounds import order_bound, waits_for
+from schedgen.ir.instructions import B, Times
+from schedgen.planner.order_search.found_order import Question
+from schedgen.planner.order_search.problem import OrderProblem, make_problem
+from schedgen.schemes.scheme import Scheme
+from schedgen.simulator.lower_bounds import order_bound
 from schedgen.simulator.machine import Machine
 
 
@@ -33,8 +33,19 @@ def as_placement(scheme: Scheme, split: bool) -> Scheme:
     )
 
 
-def problem_of(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machine, limits: Limits) -> OrderProblem:
-    """Memory is in saved forwards, or in bytes."""
+def placed_jobs(question: Question) -> PlacedScheme:
+    """The jobs on their workers, with halves of backwards where these have costs."""
+    return refine(place(as_placement(question.scheme, "I" in question.cost), question.sizes, Options()))
+
+
+def lenient(question: Question) -> Question:
+    """The same for bounds: a built-in scheme's whole backward never holds `half`, so they must hold without it."""
+    return question._replace(machine=question.machine._replace(half=np.minimum(question.machine.half, 0)))
+
+
+def problem_of(placed: PlacedScheme, question: Question) -> OrderProblem:
+    """The problem of these jobs; memory is in saved forwards, or in bytes."""
+    machine, limits = question.machine, question.limits
     takes: tuple[Amount, ...] = (1, 0, -1) if placed.scheme.split else (1, -1)
     capacity = np.inf if limits.saved is None else float(limits.saved)
     if limits.bytes is not None:
@@ -45,7 +56,7 @@ def problem_of(placed: PlacedScheme, cost: Mapping[str, Amount], machine: Machin
     if not np.isfinite(capacity):
         takes = tuple(0 * np.asarray(amount) for amount in takes)
         capacity = 1.0
-    return make_problem(placed, cost, machine, takes, capacity, limits.objective == "window")
+    return make_problem(placed, question.cost, machine, takes, capacity, limits.objective == "window")
 
 
 def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
@@ -78,10 +89,9 @@ def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
             other = int(problem.before[k])
             if (worker[node] != worker[other]).all():
                 hops[other, node] = float(problem.before_hop[k])
-    before = waits_for(placed.graph.edges, stages, directions)
     takes = np.zeros(directions * stages)
     takes[problem.class_jobs[problem.class_first[:-1]] // batches] = problem.takes
-    return Nodes(before, problem.length[::batches], hops, takes)
+    return Nodes(placed.job_graph.pred, problem.length[::batches], hops, takes)
 
 
 def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
@@ -90,9 +100,7 @@ def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
     return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
 
 
-def least_time(
-    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
-) -> float:  # fmt: skip
-    """A lower bound on what any order takes, by `order_bound` alone; arguments as of `search_order`."""
-    placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
-    return lower_bound(problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits), placed)
+def least_time(question: Question) -> float:
+    """A lower bound on what any order takes, by `order_bound` alone."""
+    placed = placed_jobs(question)
+    return lower_bound(problem_of(placed, lenient(question)), placed)

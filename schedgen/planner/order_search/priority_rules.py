@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import F
+from schedgen.ir.instructions import F, Numbers, Times
 from schedgen.planner.order_search.evaluate import Run, begin_run
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, Times
+from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.jit import kernel
 
 

@@ -20,13 +20,9 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import Amount, by_stage
-from schedgen.ir.instructions import B, F
+from schedgen.ir.instructions import B, F, Numbers, Times
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.simulator.machine import Machine
-
-Times = NDArray[np.float64]
-Numbers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class OrderProblem(NamedTuple):

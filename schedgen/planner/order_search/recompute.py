@@ -10,27 +10,21 @@ The simulator has the last word, and nothing is returned that is worse than the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.place import place
-from schedgen.compiler.refine import refine
-from schedgen.ir.cost import REDO, Amount, by_stage, has_both, redo_duration, shortest_halves
-from schedgen.ir.instructions import B, F, Numbers
+from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
+from schedgen.ir.instructions import B, F, Flags, Numbers, Times
 from schedgen.ir.program import Program
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Ties
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Question
 from schedgen.planner.order_search.order_search import search_order
-from schedgen.planner.order_search.placed_problem import as_placement, input_bytes, least_time, lower_bound, problem_of
-from schedgen.planner.order_search.problem import Flags, OrderProblem, Times, places
+from schedgen.planner.order_search.placed_problem import input_bytes, least_time, lower_bound, placed_jobs, problem_of
+from schedgen.planner.order_search.problem import OrderProblem, places
 from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
-from schedgen.planner.order_search.schedules import compile_order, measured, numbers_of, own_costs
+from schedgen.planner.order_search.schedules import compile_order, measured, numbers_of, with_own_costs
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
-from schedgen.planner.stage_costs import cost_ratios
-from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -39,41 +33,34 @@ LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, in p
 TIGHTER = 4  # times that a limit in bytes is drawn tighter, where a schedule needs more beside what forwards save
 
 
-def search_with_recompute(
-    scheme: Scheme,
-    sizes: Sizes,
-    cost: Mapping[str, Amount],
-    machine: Machine = Machine(),  # noqa: B008  frozen
-    limits: Limits = Limits(),  # noqa: B008  frozen
-    budget: int = BUDGET,
-    tied: Ties = (),
-) -> FoundOrder:
+def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
     """The best order within the limits and what it redoes; UsageError where none keeps to them.
 
-    cost    as for `search_order`, or all of F, B, I and W, and perhaps R, the time of a RECOMPUTE. With all four
-            backwards are whole or split as is best where nothing is redone, and as the scheme has them where it is
-    budget  of `search_order`, and as much again for orders that redo forwards
+    With costs of all of F, B, I and W backwards are whole or split as is best where nothing is redone, and as the
+    scheme has them where it is. R is the time of a RECOMPUTE. `budget`: of `search_order`, and as much again for orders
+    that redo forwards.
     """
-    kept = {name: time for name, time in cost.items() if name != REDO}
+    kept, limits = question._replace(cost=without_redo(question.cost)), question.limits
     best, refusal = None, None
     try:
-        best = search_whole_or_split(scheme, sizes, kept, machine, limits, budget, tied)
+        best = search_whole_or_split(kept, budget)
     except UsageError as error:
         refusal = error
     if limits.saved is None and limits.bytes is None:
         if best is None:
             raise refusal or AssertionError
         return best
-    cost = own_costs(scheme, cost)
-    tries, work = _Tries(scheme, sizes, cost, machine, limits, tied), 0 if best is None else best.work
+    question = with_own_costs(question)
+    tries, work = _Tries(question), 0 if best is None else best.work
     least = tries.bound
-    if has_both(kept):
-        least = least_time(scheme, sizes, shortest_halves(kept, sizes.stages), machine, Limits(limits.objective))
+    if has_both(kept.cost):
+        shortest = shortest_halves(kept.cost, kept.sizes.stages)
+        least = least_time(kept._replace(cost=shortest, limits=Limits(limits.objective)))
     if best is not None and best.value <= least * (1 + 1e-9):
         return best
     for n in tries.orders(budget):
         for program in tries.fitting(n):
-            run = simulate(program, dict(cost), machine)
+            run = simulate(program, question.cost, question.machine)
             value = measured(run, limits.objective == "window")
             within = limits.bytes is None or run.footprint.peak.max() <= limits.bytes
             if within and (best is None or value < best.value):
@@ -90,29 +77,25 @@ def search_with_recompute(
 class _Tries:
     """Orders that redo forwards, for one placement, costs and limits."""
 
-    def __init__(
-        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits, tied: Ties
-    ) -> None:
-        self.scheme, self.sizes, self.machine, self.limits, self.tied = scheme, sizes, machine, limits, tied
-        self.cost = {name: time for name, time in cost.items() if name != REDO}
-        self.redo = by_stage(redo_duration(cost), sizes.stages)
-        ratios = cost_ratios({name: by_stage(amount, sizes.stages) for name, amount in cost.items()})
-        self.ratios = {**ratios, **({REDO: ratios[REDO]} if REDO in ratios else {})}
-        self.placed = refine(place(as_placement(scheme, "I" in cost), sizes, Options()))
+    def __init__(self, question: Question) -> None:
+        self.question, self.limits, self.stages = question, question.limits, question.sizes.stages
+        self.plain = question._replace(cost=without_redo(question.cost))  # where nothing is redone
+        self.redo = by_stage(redo_duration(question.cost), self.stages)
+        self.placed, machine = placed_jobs(question), question.machine
         self.worker = self.placed.compute[F].astype(np.int64)
-        ones = np.ones(sizes.stages)
+        ones = np.ones(self.stages)
         self.kept = (
             Kept(0 * ones, ones, 0 * ones, self.redo)
-            if limits.bytes is None
+            if self.limits.bytes is None
             else Kept(
                 input_bytes(self.placed, machine),
-                by_stage(machine.saved, sizes.stages),
-                by_stage(machine.half, sizes.stages),
+                by_stage(machine.saved, self.stages),
+                by_stage(machine.half, self.stages),
                 self.redo,
             )
         )
-        self.free = problem_of(self.placed, self.cost, machine, Limits(limits.objective))
-        self.bound = lower_bound(self.free, self.placed)
+        free = self.plain._replace(limits=Limits(self.limits.objective))
+        self.bound = lower_bound(problem_of(self.placed, free), self.placed)
         self.work = 0.0
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held beside saved forwards
         self.most: list[Flags] = []  # what the orders so far redo
@@ -122,16 +105,15 @@ class _Tries:
         share = max(1, budget // (2 * len(LOOSER)))
         for part in LOOSER:
             try:
-                what = self.machine, self._loosened(part), share
-                found = search_order(self.scheme, self.sizes, self.cost, *what, only_halves=True)
+                found = search_order(self.plain._replace(limits=self._loosened(part), tied=()), share, only_halves=True)
             except UsageError:
                 continue
             self.work += found.work
             yield numbers_of(found.program)
-        stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.sizes.stages)
+        stages = np.mean(self.most, axis=(0, 2)) if self.most else np.zeros(self.stages)
         sets = {tuple(np.flatnonzero(stages >= least).tolist()) for least in (0.3, 0.6, 0.0)}
         for named in sorted(sets):
-            problem = self._with_redone(np.isin(np.arange(self.sizes.stages), named))
+            problem = self._with_redone(np.isin(np.arange(self.stages), named))
             with compiled_always():
                 orders, used = find_order(problem, [], self.bound, 10**6 * budget // (2 * len(sets)))
             self.work += used / 10**6
@@ -147,11 +129,11 @@ class _Tries:
                 return
             flags = without_needless(flags, n, self.worker, self.kept, capacity)
             self.most.append(flags)
-            program = self._compiled(n, flags)
+            program = compile_order(self.question, n, redone=flags)
             yield program
             if self.limits.bytes is None:
                 return
-            over = simulate(program, self.cost, self.machine).footprint.peak - self.limits.bytes
+            over = self._peak(program) - self.limits.bytes
             if over.max() <= 0:
                 return
             capacity = capacity - np.maximum(over, 0)
@@ -170,16 +152,16 @@ class _Tries:
         if self.limits.bytes is None:
             return np.full(workers, float(self.limits.saved or 0))
         nothing = np.zeros(self.worker.shape, bool)
-        peak = simulate(self._compiled(n, nothing), self.cost, self.machine).footprint.peak
+        peak = self._peak(compile_order(self.question, n, redone=nothing))
         self.others = peak - most_held(n, self.worker, self.kept, nothing, workers)
         return self.limits.bytes - self.others
 
-    def _compiled(self, n: Numbers, flags: Flags) -> Program:
-        return compile_order(self.scheme, self.sizes, n, self.ratios, self.limits, self.tied, redone=flags)
+    def _peak(self, program: Program) -> Numbers:
+        return simulate(program, self.question.cost, self.question.machine).footprint.peak
 
     def _with_redone(self, stages: Flags) -> OrderProblem:
         """The problem where the forwards of some stages are redone, without what a whole backward takes for itself."""
-        problem = problem_of(self.placed, self.cost, self.machine, self.limits)
+        problem = problem_of(self.placed, self.plain)
         directions, S, batches = self.placed.compute.shape
         d, s = np.divmod(problem.class_jobs[problem.class_first[:-1]] // batches, S)
         again = self.kept.saved[s] * stages[s]

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.ir.instructions import B, F, Numbers
-from schedgen.planner.order_search.problem import Flags, Times
+from schedgen.ir.instructions import B, F, Flags, Numbers, Times
 
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 

@@ -16,10 +16,10 @@ from itertools import product
 import numpy as np
 
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import B, F, W
+from schedgen.ir.instructions import B, F, Numbers, W
 from schedgen.ir.stage_graph import chain
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.problem import Numbers, OrderProblem, fits, most_held, order_of
+from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
 
 BLOCK_JOBS = 40  # squeezing a block takes so many times longer than giving its jobs a time
@@ -37,10 +37,8 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
         return []
     if directions != 3 or stages != 2 * p or (placed.compute != way_down[:, None]).any():
         return []
-    orders = [
-        _squeezed(problem, repeated(np.array([block(r, p) for r in range(p)]), batches), limit)
-        for block in (half, third)
-    ]
+    known = [repeated(np.array([block(r, p) for r in range(p)]), batches) for block in (half, third)]
+    orders = [order_of(problem, by_job(squeeze(slots, limit)).ravel()) for slots in known]
     blocks = steady_states(p) if work else []
     tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
     run = new_run(problem)
@@ -92,10 +90,6 @@ def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
     begun = [squeeze(slots, limit), *with_order(warm)]
     ended = with_order([_with_dense_cool_down(each, limit) for each in begun])
     return [order_of(problem, by_job(each).ravel()) for each in (*begun, *ended)]
-
-
-def _squeezed(problem: OrderProblem, slots: Numbers, limit: int) -> Numbers:
-    return order_of(problem, by_job(squeeze(slots, limit)).ravel())
 
 
 def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:

@@ -13,37 +13,23 @@ The simulator has the last word, and nothing is returned that is worse than whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.place import place
-from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, by_stage, durations, has_both, shortest_halves
-from schedgen.ir.instructions import B, F, Op, W
+from schedgen.ir.cost import by_stage, durations, has_both, shortest_halves
+from schedgen.ir.instructions import B, F, Flags, Numbers, Op, Times, W
 from schedgen.ir.program import Program
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, Ties
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Question
 from schedgen.planner.order_search.local_search import Choice, anneal
 from schedgen.planner.order_search.order_search import PROVED_SECONDS, search_order
-from schedgen.planner.order_search.placed_problem import as_placement, lower_bound, problem_of
-from schedgen.planner.order_search.problem import (
-    Flags,
-    Numbers,
-    OrderProblem,
-    Times,
-    fits,
-    most_held,
-    order_of,
-    places,
-)
-from schedgen.planner.order_search.schedules import compile_order, mean_ratios, measured, numbers_of
-from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.machine import Machine
+from schedgen.planner.order_search.placed_problem import lenient, lower_bound, placed_jobs, problem_of
+from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places
+from schedgen.planner.order_search.schedules import compile_order, measured, numbers_of
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -54,33 +40,25 @@ LATER = (0.3, 0.03, 0.3, 0.03)  # ... and then for the best
 BEST = 4  # orders that the simulator judges
 
 
-def search_whole_or_split(
-    scheme: Scheme,
-    sizes: Sizes,
-    cost: Mapping[str, Amount],
-    machine: Machine = Machine(),  # noqa: B008  frozen
-    limits: Limits = Limits(),  # noqa: B008  frozen
-    budget: float = BUDGET,
-    tied: Ties = (),
-) -> FoundOrder:
+def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOrder:
     """The best order within the limits; arguments and errors as of `search_order`.
 
     With costs of all of F, B, I and W it decides which backwards are whole; with others it is `search_order`.
     """
-    if not has_both(cost):
-        return search_order(scheme, sizes, cost, machine, limits, budget, tied=tied)
-    cost = {name: cost[name] for name in "FBIW"}
+    if not has_both(question.cost):
+        return search_order(question, budget)
+    cost = {name: question.cost[name] for name in "FBIW"}
     durations(cost, 3)  # UsageError where they differ too much
     found, refusal = [], None
     for names, share in zip(("FB", "FIW"), SHARES, strict=True):
-        own, what = {name: cost[name] for name in names}, (machine, limits, share * budget)
+        own = question._replace(cost={name: cost[name] for name in names})
         try:
-            found.append(search_order(scheme, sizes, own, *what, tied=tied, only_halves="I" in names))
+            found.append(search_order(own, share * budget, only_halves="I" in names))
         except UsageError as error:
             refusal = error
     if not found:
         raise refusal or AssertionError
-    choices = _Choices(scheme, sizes, cost, machine, limits, tied)
+    choices = _Choices(question._replace(cost=cost))
     best, used = min(found, key=lambda each: each.value), sum(each.work for each in found)
     if best.value > choices.bound * (1 + 1e-9):
         with compiled_always():
@@ -105,19 +83,14 @@ class _Mixed(NamedTuple):
 class _Choices:
     """Which backwards of an order are whole, for one placement, costs and limits."""
 
-    def __init__(
-        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits, tied: Ties
-    ) -> None:
-        self.scheme, self.sizes, self.cost, self.machine = scheme, sizes, cost, machine
-        self.limits, self.tied = limits, tied
-        halves = {name: cost[name] for name in "FIW"}
-        self.ratios = mean_ratios(halves, sizes)
-        placed = refine(place(as_placement(scheme, True), sizes, Options()))
-        self.problem = problem_of(placed, halves, machine, limits)
-        shortest = shortest_halves(cost, sizes.stages)
-        lenient = machine._replace(half=np.minimum(machine.half, 0))
-        self.lenient = problem_of(placed, halves, lenient, limits)
-        self.bound = lower_bound(problem_of(placed, shortest, lenient, limits), placed)
+    def __init__(self, question: Question) -> None:
+        self.question, self.limits, cost, sizes = question, question.limits, question.cost, question.sizes
+        self.halves = question._replace(cost={name: cost[name] for name in "FIW"})
+        placed = placed_jobs(self.halves)
+        self.problem = problem_of(placed, self.halves)
+        self.bounded = problem_of(placed, lenient(self.halves))
+        shortest = question._replace(cost=shortest_halves(cost, sizes.stages))
+        self.bound = lower_bound(problem_of(placed, lenient(shortest)), placed)
         self.direction, stage = np.divmod(np.arange(len(self.problem.worker)) // sizes.microbatches, sizes.stages)
         self.per_half = sizes.stages * sizes.microbatches  # jobs; from the number of an I to that of its W
         self.whole_length = np.where(
@@ -164,7 +137,7 @@ class _Choices:
         """The problem with what a program leaves of a limit in bytes for what its forwards save."""
         if self.limits.bytes is None:
             return self.problem
-        peak = simulate(program, self.cost, self.machine).footprint.peak
+        peak = self._simulated(program).footprint.peak
         return self.problem._replace(capacity=self.limits.bytes - (peak - most_held(self.problem, order)))
 
     def _lengths(self, problem: OrderProblem, whole: Flags) -> Times:
@@ -191,10 +164,10 @@ class _Choices:
 
     def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
         """What CP-SAT finds, where the problem is small; its bound counts from then on."""
-        problem = self.lenient
+        problem = self.bounded
         if best.value <= self.bound * (1 + 1e-9) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
             return
-        run = simulate(best.program, self.cost, self.machine)
+        run = self._simulated(best.program)
         if self.limits.bytes is not None:
             problem = problem._replace(capacity=self.limits.bytes - run.footprint.owned.astype(np.float64))
         start, whole = self._starts(run)
@@ -208,7 +181,7 @@ class _Choices:
 
     def _starts(self, run: Simulation) -> tuple[Times, Flags]:
         """By job: when it started, the W of a whole backward at its end; and whether it is the I of one."""
-        table, shape = run.program.rows, (3, self.sizes.stages, self.sizes.microbatches)
+        table, shape = run.program.rows, (3, self.problem.stages, self.problem.microbatches)
         start, whole = np.zeros(shape), np.zeros(shape, np.bool_)
         for op, d in ((Op.FWD, F), (Op.BWD, B), (Op.BWD_I, B), (Op.BWD_W, W)):
             rows = run.program.rows_of(op)
@@ -218,6 +191,9 @@ class _Choices:
                 start[W, table.stage[rows], table.mb[rows]] = run.end[rows]
         return start.ravel(), whole.ravel()
 
+    def _simulated(self, program: Program) -> Simulation:
+        return simulate(program, self.question.cost, self.question.machine)
+
     def _judged(self, problem: OrderProblem, mixed: _Mixed) -> Iterator[FoundOrder]:
         """The order as a schedule, if it keeps to the limits."""
         n = self._numbers(problem, mixed.order, mixed.whole)
@@ -226,10 +202,8 @@ class _Choices:
 
     def _compiled(self, n: Numbers, whole: Flags) -> Iterator[FoundOrder]:
         """The schedule of jobs numbered so, if it keeps to a limit in bytes; `whole`: by job, the I of whole ones."""
-        shape = (3, self.sizes.stages, self.sizes.microbatches)
-        flags = whole.reshape(shape)[B]
-        order = n.reshape(shape)
-        program = compile_order(self.scheme, self.sizes, order, self.ratios, self.limits, self.tied, whole=flags)
-        run = simulate(program, self.cost, self.machine)
+        shape = (3, self.problem.stages, self.problem.microbatches)
+        program = compile_order(self.halves, n.reshape(shape), whole=whole.reshape(shape)[B])
+        run = self._simulated(program)
         if self.limits.bytes is None or run.footprint.peak.max() <= self.limits.bytes:
             yield FoundOrder(program, measured(run, self.limits.objective == "window"), 0.0, False, 0, "search")

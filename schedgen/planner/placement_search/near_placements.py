@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.planner.order_search.problem import Times
+from schedgen.ir.instructions import Times
 from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 
@@ -35,11 +35,6 @@ class Judged(NamedTuple):
     placement: Placement
     bound: float
     trial: Trial
-
-    @property
-    def rank(self) -> tuple[float, float, Placement]:
-        """The less the better."""
-        return self.trial.value, self.bound, self.placement
 
 
 class NearPlacements:
@@ -97,7 +92,8 @@ class NearPlacements:
 
 
 def _rank(judged: Judged) -> tuple[float, float, Placement]:
-    return judged.rank
+    """The less the better."""
+    return judged.trial.value, judged.bound, judged.placement
 
 
 def _changes(placement: Placement, workers: int) -> Iterator[Placement]:

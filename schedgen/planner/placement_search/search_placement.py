@@ -9,27 +9,23 @@ So the result is never worse than what `search_order` finds for a family with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from schedgen.compiler.options import Options
-from schedgen.compiler.place import place
-from schedgen.compiler.refine import refine
-from schedgen.ir.cost import Amount, has_both, shortest_halves
+from schedgen.ir.cost import has_both, shortest_halves
+from schedgen.ir.instructions import Times
 from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.find_order import find_order
-from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, Limits, NoOrder, Ties
-from schedgen.planner.order_search.placed_problem import as_placement, least_time, nodes_of, problem_of
-from schedgen.planner.order_search.problem import Times, order_of
+from schedgen.planner.order_search.found_order import BUDGET, FoundOrder, NoOrder, Question
+from schedgen.planner.order_search.placed_problem import least_time, lenient, nodes_of, placed_jobs, problem_of
+from schedgen.planner.order_search.problem import order_of
 from schedgen.planner.order_search.whole_or_split import search_whole_or_split
 from schedgen.planner.placement_search.families import blocks, families, placed_on
 from schedgen.planner.placement_search.near_placements import Judged, NearPlacements, Trial
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets, sets_of
-from schedgen.schemes.scheme import Scheme, Sizes
+from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.buffer_sizes import buffer_sizes
-from schedgen.simulator.machine import Machine
 from schedgen.util.jit import compiled_always
 
 NEAR_SHARE = 0.3  # of the work: placements near the best
@@ -37,20 +33,12 @@ MESSAGES = 4  # of a stage, beside what forwards save: a worker seldom needs mor
 FINALISTS = 4  # of them, that an order is searched for
 
 
-def search_placement(
-    scheme: Scheme,
-    sizes: Sizes,
-    cost: Mapping[str, Amount],
-    machine: Machine = Machine(),  # noqa: B008  frozen
-    limits: Limits = Limits(),  # noqa: B008  frozen
-    budget: float = BUDGET,
-    tied: Ties = (),
-) -> FoundOrder:
+def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
     """The best order of the best placement that is found; NoOrder where none keeps to the limits.
 
-    scheme  of `free_scheme`; others as for `search_order`
+    The question is as for `search_whole_or_split`, and its scheme of `free_scheme`.
     """
-    search = _Search(scheme, sizes, cost, machine, limits, tied)
+    scheme, sizes, search = question.scheme, question.sizes, _Search(question)
     own = families(scheme, sizes)
     share = (1 - NEAR_SHARE) * budget / (len(own) + FINALISTS)
     several = [search.add(family.scheme, share) for family in own if family.placement is None]
@@ -79,18 +67,17 @@ def search_placement(
     return FoundOrder(program, value, min(bound, value), value <= bound * (1 + 1e-9), search.work, source)
 
 
-def stage_sets(
-    scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits
-) -> StageSets:  # fmt: skip
-    """The bounds of any placement; `cost`: F, I, W or F, B."""
+def stage_sets(question: Question) -> StageSets:
+    """The bounds of any placement, by costs of F, I, W or F, B."""
+    sizes = question.sizes
     owned = np.zeros(sizes.stages)
-    if limits.bytes is not None:
-        bytes = buffer_sizes(machine, sizes.stages)
+    if question.limits.bytes is not None:
+        bytes = buffer_sizes(question.machine, sizes.stages)
         owned = owned + bytes.owned + bytes.weight
         owned[-1] += sizes.microbatches * bytes.activation[-1]  # losses
-    apart = placed_on(scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
-    placed = refine(place(as_placement(apart, "I" in cost), sizes, Options()))
-    problem = problem_of(placed, cost, machine._replace(half=np.minimum(machine.half, 0)), limits)
+    apart = placed_on(question.scheme, tuple(range(sizes.stages)))._replace(workers=sizes.stages)
+    placed = placed_jobs(question._replace(scheme=apart))
+    problem = problem_of(placed, lenient(question))
     nodes, capacity = nodes_of(problem, placed), float(problem.capacity[0])
     return StageSets(nodes, sizes.stages, sizes.microbatches, capacity, owned, problem.own_window)
 
@@ -98,18 +85,15 @@ def stage_sets(
 class _Search:
     """The best order so far, and what all placements have in common."""
 
-    def __init__(
-        self, scheme: Scheme, sizes: Sizes, cost: Mapping[str, Amount], machine: Machine, limits: Limits, tied: Ties
-    ) -> None:
-        self.scheme, self.sizes, self.cost, self.tied = scheme, sizes, cost, tied
-        self.machine, self.limits = machine, limits
-        self.shortest = shortest_halves(cost, sizes.stages) if has_both(cost) else cost
+    def __init__(self, question: Question) -> None:
+        self.question, cost, stages = question, question.cost, question.sizes.stages
+        self.shortest = question._replace(cost=shortest_halves(cost, stages)) if has_both(cost) else question
         self.best: FoundOrder | None = None
         self.work = 0.0
-        self.sets = stage_sets(scheme, sizes, self.shortest, machine, limits)
-        self.spare = np.zeros(sizes.stages)
-        if limits.bytes is not None:
-            bytes = buffer_sizes(machine, sizes.stages)
+        self.sets = stage_sets(self.shortest)
+        self.spare = np.zeros(stages)
+        if question.limits.bytes is not None:
+            bytes = buffer_sizes(question.machine, stages)
             self.spare = MESSAGES * bytes.activation + np.max([self.spare, *bytes.workspace.values()], axis=0)
 
     @property
@@ -120,9 +104,9 @@ class _Search:
     def add(self, scheme: Scheme, budget: float) -> float:
         """Search an order of a placement, and give what none of it takes less than."""
         try:
-            found = search_whole_or_split(scheme, self.sizes, self.cost, self.machine, self.limits, budget, self.tied)
+            found = search_whole_or_split(self.question._replace(scheme=scheme), budget)
         except NoOrder:
-            return least_time(scheme, self.sizes, self.shortest, self.machine, self.limits)
+            return least_time(self.shortest._replace(scheme=scheme))
         self.work += found.work
         if found.value < self.value:
             self.best = found
@@ -130,17 +114,17 @@ class _Search:
 
     def ordered(self, judged: Judged) -> Scheme:
         """The scheme with a placement and the order that it was judged by, if there is one."""
-        scheme, start = placed_on(self.scheme, judged.placement), judged.trial.start
+        scheme, start = placed_on(self.question.scheme, judged.placement), judged.trial.start
         if not len(start):
             return scheme
-        n = start.reshape(-1, self.sizes.stages, self.sizes.microbatches)
-        order = f"search {self.limits.objective}"
+        n = start.reshape(-1, self.sets.stages, self.sets.microbatches)
+        order = f"search {self.question.limits.objective}"
         return scheme._replace(n=lambda s, b, d: n[d, s, b], order=order, mode="strict", split=len(n) == 3)
 
     def estimate(self, placement: Placement, bound: float, near: Times) -> Trial:
         """The best order of a placement by a few rules; `near`: when jobs run in an order of another placement."""
-        scheme = as_placement(placed_on(self.scheme, placement), "I" in self.cost)
-        problem = problem_of(refine(place(scheme, self.sizes, Options())), self.shortest, self.machine, self.limits)
+        question = self.shortest._replace(scheme=placed_on(self.question.scheme, placement))
+        problem = problem_of(placed_jobs(question), question)
         capacity = problem.capacity.copy()
         for worker, stages in enumerate(sets_of(placement)):
             capacity[worker] = self.sets.room(stages) - self.spare[np.array(placement) == worker].max()

@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from schedgen.ir.instructions import Flags, Times
 from schedgen.planner.order_search.placed_problem import Nodes
-from schedgen.planner.order_search.problem import Times
 from schedgen.simulator.lower_bounds import longest_ways, order_bound
 
 MOST_STAGES = 12  # whose partitions are all looked at
@@ -96,7 +95,7 @@ class StageSets:
         few = np.arange(1, min(workers, self.stages) + 1)
         return max(singles, float(((self.work.sum() + idle[few - 1]) / few).min()))
 
-    def _has(self, stages: StageSet) -> NDArray[np.bool_]:
+    def _has(self, stages: StageSet) -> Flags:
         return np.array([stages >> s & 1 for s in range(self.stages)], bool)
 
     def _of_worker(self, stages: StageSet) -> float:

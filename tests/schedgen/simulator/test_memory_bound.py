@@ -5,11 +5,9 @@ import pytest
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.compiler.place import place
-from schedgen.compiler.refine import refine
 from schedgen.planner.order_search import cp_sat
-from schedgen.planner.order_search.found_order import Limits
-from schedgen.planner.order_search.placed_problem import as_placement, lower_bound, problem_of
+from schedgen.planner.order_search.found_order import Limits, Question
+from schedgen.planner.order_search.placed_problem import least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.schedules import measured
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -35,8 +33,9 @@ def random_problem(name, draw):
         saved = draw.integers(2, 5, sizes.stages)
         machine = machine._replace(weight=0, saved=saved, half=draw.integers(-1, 2, sizes.stages))
         limits = Limits(objective, bytes=int(draw.integers(5 * least, 5 * m * least)))
-    placed = refine(place(as_placement(load(name, sizes), True), sizes, Options()))
-    return problem_of(placed, cost, machine, limits), placed
+    question = Question(load(name, sizes), sizes, cost, machine, limits)
+    placed = placed_jobs(question)
+    return problem_of(placed, question), placed
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -63,8 +62,7 @@ def test_no_order_is_below_the_bound(name):
 def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, m, cost):
     """(p - 1) (F + I - W), Qi et al. 2023, section 2.1; so ZB-H1 is optimal there, and stats says so."""
     sizes, costs = Sizes(p, m, p), dict(zip("FIW", cost, strict=True))
-    placed = refine(place(as_placement(load("zb-h1", sizes), True), sizes, Options()))
-    bound = lower_bound(problem_of(placed, costs, Machine(), Limits("window", p)), placed)
+    bound = least_time(Question(load("zb-h1", sizes), sizes, costs, limits=Limits("window", p)))
     f, i, w = cost
     assert bound == m * (f + i + w) + (p - 1) * (f + i - w)
     program = compile(load("zb-h1", sizes), sizes, Options(cost=costs))
@@ -79,7 +77,5 @@ def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, 
 def test_windows_of_a_v_that_published_searches_find_are_optimal(p, m, limit, window):
     """At equal costs, by saved forwards: what sail-sg/zero-bubble's v_auto_schedule.py finds."""
     sizes = Sizes(2 * p, m, p)
-    placed = refine(place(as_placement(load("zb-v", sizes), True), sizes, Options()))
-    assert (
-        lower_bound(problem_of(placed, {"F": 1, "I": 1, "W": 1}, Machine(), Limits("window", limit)), placed) == window
-    )
+    question = Question(load("zb-v", sizes), sizes, {"F": 1, "I": 1, "W": 1}, limits=Limits("window", limit))
+    assert least_time(question) == window

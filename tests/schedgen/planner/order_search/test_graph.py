@@ -5,7 +5,7 @@ import json
 import pytest
 
 from schedgen.ir.file import parse
-from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.found_order import Question
 from schedgen.planner.order_search.placed_problem import least_time
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -63,7 +63,7 @@ def test_the_bound_knows_which_outputs_are_apart(apart, first):
     edges = ((0, 1), (0, 3), (1, 2), (2, 3))
     scheme = load("1f1b", Sizes(4, 1))._replace(edges=edges, per_consumer=apart)
     machine = Machine(beta=1, activation=10, edge_activation=[1, 0, 5, 5])
-    assert least_time(scheme, Sizes(4, 1), {"F": 1, "B": 2}, machine, Limits()) == 12 + 2 * (first + 20)
+    assert least_time(Question(scheme, Sizes(4, 1), {"F": 1, "B": 2}, machine)) == 12 + 2 * (first + 20)
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,15 @@ import pytest
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.compiler.place import place
-from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import search_order
-from schedgen.planner.order_search.placed_problem import as_placement, problem_of
+from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits, order_of
 from schedgen.planner.order_search.schedules import measured
 from schedgen.planner.order_search.steady_states import steady_orders
@@ -57,7 +55,7 @@ TABLE_8 = [
 
 
 def found(name, sizes, cost, machine=MACHINE, budget=30, **limits):
-    return search_order(load(name, sizes), sizes, cost, machine, Limits(**limits), budget)
+    return search_order(Question(load(name, sizes), sizes, cost, machine, Limits(**limits)), budget)
 
 
 @pytest.mark.parametrize("row", TABLE_5)
@@ -121,8 +119,9 @@ WINDOWS = ((8, 167), (9, 164), (10, 161), (11, 158), (12, 155), (13, 152), (14, 
 def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit, value):
     """8 workers, 24 microbatches; sail-sg/zero-bubble's v_auto_schedule.py."""
     sizes = Sizes(16, 24, 8)
-    placed = refine(place(as_placement(load("zb-v", sizes), True), sizes, Options()))
-    problem = problem_of(placed, UNIT, MACHINE, Limits("window", limit))
+    question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits("window", limit))
+    placed = placed_jobs(question)
+    problem = problem_of(placed, question)
     run, orders = new_run(problem), steady_orders(problem, placed, limit, 10**8)
     assert all(fits(problem, order) for order in orders[2:])
     assert min(run_order.sized(10**6)(problem, order, np.inf, run) for order in orders[2:]) == value
@@ -146,9 +145,10 @@ def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_windo
     """Every worker has its forwards and backwards in the order that it had, and W that wait behind their I."""
     sizes = Sizes(4 * chunks, 9, 4)
     scheme = load(name, sizes)
-    placed = refine(place(scheme, sizes, Options()))
-    objective = "window" if own_window else "makespan"
-    problem = problem_of(placed, {"F": 10, "I": 12, "W": 7}, Machine(2), Limits(objective, limit))
+    limits = Limits("window" if own_window else "makespan", limit)
+    question = Question(scheme, sizes, {"F": 10, "I": 12, "W": 7}, Machine(2), limits)
+    placed = placed_jobs(question)
+    problem = problem_of(placed, question)
     n = compile(scheme, sizes)
     start = np.zeros(placed.compute.shape)
     for rank in range(4):
@@ -168,8 +168,8 @@ def test_only_w_are_placed_anew_and_within_memory(name, chunks, limit, own_windo
 
 def test_whole_backwards_leave_no_w_to_place():
     sizes = Sizes(4, 8, 4)
-    placed = refine(place(load("1f1b", sizes), sizes, Options()))
-    problem = problem_of(placed, {"F": 1, "B": 2}, MACHINE, Limits())
+    question = Question(load("1f1b", sizes), sizes, {"F": 1, "B": 2})
+    problem = problem_of(placed_jobs(question), question)
     order = order_of(problem, np.arange(len(problem.worker)))
     assert with_late_weights(problem, order, 0.0, 100.0) == []
 
@@ -186,8 +186,8 @@ def test_cp_sat_takes_messages_however_long(message):
     """One microbatch behind the other, each there and back; beyond 2**53 units nothing is proved."""
     pytest.importorskip("ortools")
     sizes = Sizes(2, 2, 2)
-    placed = refine(place(as_placement(load("1f1b", sizes), True), sizes, Options()))
-    problem = problem_of(placed, UNIT, Machine(alpha=message), Limits(saved=1))
+    question = Question(load("1f1b", sizes), sizes, UNIT, Machine(alpha=message), Limits(saved=1))
+    problem = problem_of(placed_jobs(question), question)
     everything = 4 * message + 12
     proof = cp_sat.solve(problem, np.full(len(problem.worker), everything), everything, 0.0, 1.0)
     assert proof.optimal == (message < 1e16)
@@ -212,8 +212,8 @@ def test_memory_between_the_halves_of_a_backward_is_proved_as_it_is_searched(hal
     sizes, machine = Sizes(2, 2, 2), Machine(activation=0, weight=0, saved=2, half=half)
     cost = {"F": 2, "I": 3, "W": 1}
     best = found("zb-h1", sizes, cost, machine, 1, objective="makespan", bytes=limit)
-    placed = refine(place(as_placement(load("zb-h1", sizes), True), sizes, Options()))
-    problem = problem_of(placed, cost, machine, Limits(bytes=limit))._replace(capacity=np.full(2, float(limit)))
+    question = Question(load("zb-h1", sizes), sizes, cost, machine, Limits(bytes=limit))
+    problem = problem_of(placed_jobs(question), question)._replace(capacity=np.full(2, float(limit)))
     run, values = new_run(problem), []
     for sequences in itertools.product(sorted({*itertools.permutations([0, 0, 1, 1, 2, 2])}), repeat=2):
         order = np.concatenate([np.array(sequences[0]), 3 + np.array(sequences[1])])
@@ -259,7 +259,7 @@ def test_microbatches_that_take_other_ways_may_overtake_one_another(seed):
     place = rng.permutation([0, 0, 0, 1, 1, 1]).reshape(3, 2)
     cost, limit = {"F": rng.integers(1, 7, 2).tolist(), "B": rng.integers(1, 9, 2).tolist()}, int(rng.integers(2, 5))
     scheme = Scheme("by hand", 2, lambda s, b, d: (place[b, s], place[b, s]), lambda s, b, d: b, "b", "greedy")
-    best = search_order(scheme, Sizes(2, 3, 2), cost, limits=Limits(saved=limit), budget=1)
+    best = search_order(Question(scheme, Sizes(2, 3, 2), cost, limits=Limits(saved=limit)), 1)
     latency = least(place.tolist(), cost, limit)
     assert best.bound <= latency <= best.value
     assert best.value == latency or not best.optimal
@@ -317,7 +317,7 @@ def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
 def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
     """At equal costs ZB-H1 ends with ZB-H2, and 1F1B with GPipe; the bound excludes less memory."""
     sizes = Sizes(8 if name == "v-half" else 4, 8, 4)
-    best = least_memory(load(name, sizes), sizes, cost, MACHINE, 5)
+    best = least_memory(Question(load(name, sizes), sizes, cost), 5)
     assert (best.value, best.bound, best.optimal, best.source) == (value, value, True, source)
     assert check(best.program).saved.max() == value
     own = compile(load(name, sizes), sizes)
@@ -327,7 +327,7 @@ def test_least_memory_for_the_latency_of_a_scheme(name, cost, value, source):
 def test_less_memory_is_found_where_no_scheme_has_it():
     """GPipe's 33 for whole backwards is much for halves: 3 forwards suffice, where ZB-H1 has 4."""
     sizes = Sizes(4, 8, 4)
-    best = least_memory(load("gpipe", sizes), sizes, UNIT, MACHINE, 20)
+    best = least_memory(Question(load("gpipe", sizes), sizes, UNIT), 20)
     assert (best.value, best.optimal, best.source) == (3, True, "search")
     assert check(best.program).saved.max() == 3
 

@@ -7,7 +7,7 @@ import pytest
 
 from schedgen.checker import check
 from schedgen.ir.instructions import Op
-from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.redo_choice import Kept, most_held, redone, without_needless
@@ -74,9 +74,9 @@ CASES = {
 def test_what_is_redone_ends_sooner_within_the_limit(name):
     scheme, sizes, cost, machine, limit = CASES[name]
     plain = {key: time for key, time in cost.items() if key != "R"}
-    arguments = load(scheme, sizes), sizes
-    without = search_order(*arguments, plain, machine, Limits(**limit), 2)
-    best = search_with_recompute(*arguments, cost, machine, Limits(**limit), 2)
+    question = Question(load(scheme, sizes), sizes, cost, machine, Limits(**limit))
+    without = search_order(question._replace(cost=plain), 2)
+    best = search_with_recompute(question, 2)
     again = int((best.program.rows.op == Op.RECOMPUTE).sum())
     if name == "there is room":
         assert again == 0 and best.value == without.value
@@ -92,10 +92,11 @@ def test_what_is_redone_ends_sooner_within_the_limit(name):
 
 def test_what_fits_only_with_recomputation_is_found():
     """A worker that holds one forward at a time cannot keep both of its stages', down and up, of one microbatch."""
-    sizes, limits = Sizes(8, 4, 4), Limits(saved=1)
+    sizes = Sizes(8, 4, 4)
+    question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits(saved=1))
     with pytest.raises(UsageError, match="no order within the memory limit"):
-        search_order(load("zb-v", sizes), sizes, UNIT, limits=limits, budget=1)
-    best = search_with_recompute(load("zb-v", sizes), sizes, UNIT, limits=limits, budget=1)
+        search_order(question, 1)
+    best = search_with_recompute(question, 1)
     assert check(best.program).saved.max() == 1
     assert (best.program.rows.op == Op.RECOMPUTE).sum() >= 16
 
@@ -103,13 +104,11 @@ def test_what_fits_only_with_recomputation_is_found():
 def test_a_limit_that_nothing_keeps_to_is_one_sentence():
     sizes = Sizes(4, 8, 4)
     with pytest.raises(UsageError, match="found no order within the memory limit, even with forwards redone"):
-        search_with_recompute(load("gpipe", sizes), sizes, CHAIN, BYTES, Limits(bytes=9e6), 1)
+        search_with_recompute(Question(load("gpipe", sizes), sizes, CHAIN, BYTES, Limits(bytes=9e6)), 1)
 
 
 def test_the_same_call_gives_the_same_schedule():
     sizes = Sizes(8, 8, 4)
-    programs = [
-        search_with_recompute(load("zb-v", sizes), sizes, UNIT, limits=Limits(saved=4), budget=1).program
-        for _ in range(2)
-    ]
+    question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits(saved=4))
+    programs = [search_with_recompute(question, 1).program for _ in range(2)]
     assert all((a == b).all() for a, b in zip(*(program.rows for program in programs), strict=True))

@@ -9,16 +9,13 @@ import pytest
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
-from schedgen.compiler.place import place
-from schedgen.compiler.refine import refine
 from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.evaluate import new_run, run_order
-from schedgen.planner.order_search.found_order import Limits
+from schedgen.planner.order_search.found_order import Limits, Question
 from schedgen.planner.order_search.least_memory import least_memory
 from schedgen.planner.order_search.order_search import search_order
-from schedgen.planner.order_search.placed_problem import as_placement, problem_of
+from schedgen.planner.order_search.placed_problem import placed_jobs, problem_of
 from schedgen.planner.order_search.problem import fits
 from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.schedules import measured
@@ -48,7 +45,7 @@ CASES = {
 
 
 def both(scheme, sizes, cost, machine=Machine(), limits=Limits(), budget=10):  # noqa: B008  frozen
-    return search_whole_or_split(load(scheme, sizes), sizes, cost, machine, limits, budget)
+    return search_whole_or_split(Question(load(scheme, sizes), sizes, cost, machine, limits), budget)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,7 +56,7 @@ def test_both_in_one_order_take_no_longer_than_either_alone(name):
     alone = []
     for names in ("FB", "FIW"):
         only = {direction: cost[direction] for direction in names}
-        alone.append(search_order(load(scheme, sizes), sizes, only, machine, limits, 3).value)
+        alone.append(search_order(Question(load(scheme, sizes), sizes, only, machine, limits), 3).value)
     assert best.bound <= best.value <= min(alone)
     assert value is None or best.value == value < min(alone) or name == "replicas"
     assert check(best.program).saved.max() <= (limits.saved or 100)
@@ -77,9 +74,9 @@ def test_all_orders_and_choices_of_a_small_problem(whole, limit):
     pytest.importorskip("ortools")
     sizes, cost = Sizes(2, 2, 2), {"F": 2, "B": whole, "I": 3, "W": 3}
     best = both("1f1b", sizes, cost, limits=Limits(saved=limit), budget=1)
-    placed = refine(place(as_placement(load("zb-h1", sizes), True), sizes, Options()))
     halves = {name: cost[name] for name in "FIW"}
-    problem = problem_of(placed, halves, Machine(), Limits(saved=limit))
+    question = Question(load("zb-h1", sizes), sizes, halves, limits=Limits(saved=limit))
+    problem = problem_of(placed_jobs(question), question)
     direction = np.arange(12) // 4
     sequences = ["001122", "001212", "010122", "010212", "012012"]  # no I before its F, no W before its I
     run, least = new_run(problem), np.inf
@@ -108,8 +105,9 @@ def test_without_an_order_within_the_limit_it_says_so():
 
 
 def test_what_is_redone_may_be_beside_whole_and_split_backwards_that_were_tried_first():
-    arguments = load("1f1b", Sizes(4, 8, 4)), Sizes(4, 8, 4), COST, Machine(), Limits(saved=2)
-    mixed, redone = search_whole_or_split(*arguments, 2), search_with_recompute(*arguments, 2)
+    sizes = Sizes(4, 8, 4)
+    question = Question(load("1f1b", sizes), sizes, COST, limits=Limits(saved=2))
+    mixed, redone = search_whole_or_split(question, 2), search_with_recompute(question, 2)
     assert redone.bound <= redone.value < mixed.value
     assert check(redone.program).saved.max() <= 2
 
@@ -131,7 +129,7 @@ def test_a_built_in_whole_backward_counts_as_measured_not_as_its_halves():
     best = both("looped-bfs", Sizes(2, 2, 1), cost, budget=1)
     assert measured(simulate(best.program, cost), False) == best.value == best.bound == 4 * (6 + 3 + 1)
     zb_h1, sizes = load("zb-h1", Sizes(3, 4, 3)), Sizes(3, 4, 3)
-    least, own = least_memory(zb_h1, sizes, cost, budget=1), compile(zb_h1, sizes)
+    least, own = least_memory(Question(zb_h1, sizes, cost), 1), compile(zb_h1, sizes)
     assert measured(simulate(least.program, cost), False) <= measured(simulate(own, cost), False)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from schedgen.checker import check
 from schedgen.ir.file import parse
-from schedgen.planner.order_search.found_order import Limits, NoOrder
+from schedgen.planner.order_search.found_order import Limits, NoOrder, Question
 from schedgen.planner.order_search.order_search import search_order
 from schedgen.planner.placement_search import stage_sets as placement_bounds
 from schedgen.planner.placement_search.families import families, free_scheme, placed_on
@@ -47,12 +47,13 @@ CASES = [
 def test_all_placements_of_four_stages_on_two_workers(names, times, limits, machine):
     """The best order of each of the 8 is found with the same work; none is below the bound."""
     sizes, cost = Sizes(4, 4, 2), costs(names, *times)
-    scheme = free_scheme(sizes)
-    best = search_placement(scheme, sizes, cost, machine, limits, 2)
+    question = Question(free_scheme(sizes), sizes, cost, machine, limits)
+    best = search_placement(question, 2)
     values = {}
     for placement in placements(4, 2):
         try:
-            values[placement] = search_order(placed_on(scheme, placement), sizes, cost, machine, limits, 0.2).value
+            placed = question._replace(scheme=placed_on(question.scheme, placement))
+            values[placement] = search_order(placed, 0.2).value
         except NoOrder:
             continue
     assert len(placements(4, 2)) == 8 and len(values) >= 3
@@ -67,10 +68,12 @@ def test_heavy_ends_have_workers_of_their_own():
     """The last stage alone takes 8 (5 + 5 + 4), behind the 10 that the first forward takes to reach it."""
     sizes, heavy = Sizes(8, 8, 4), (4, 1, 1, 1, 1, 1, 1, 5)
     cost = {"F": np.array(heavy), "I": np.array(heavy), "W": np.array((3, 1, 1, 1, 1, 1, 1, 4))}
-    best = search_placement(free_scheme(sizes), sizes, cost, budget=10)
+    question = Question(free_scheme(sizes), sizes, cost)
+    best = search_placement(question, 10)
     assert best.value == best.bound == 8 * 14 + 10 and best.optimal
     assert check(best.program).saved.max() <= 2 * 8
-    own = [search_order(family.scheme, sizes, cost, budget=10) for family in families(free_scheme(sizes), sizes)]
+    schemes = [family.scheme for family in families(question.scheme, sizes)]
+    own = [search_order(question._replace(scheme=scheme), 10) for scheme in schemes]
     assert len(own) == 2 and min(found.bound for found in own) > 1.15 * best.value
 
 
@@ -84,9 +87,9 @@ def test_no_family_is_better_with_as_much_work(stages, workers, several):
     scheme, cost = free_scheme(sizes), costs(HALVES, *range(stages + 1, 1, -1))
     own = families(scheme, sizes)
     assert [family.placement is None for family in own] == several
-    best = search_placement(scheme, sizes, cost, machine, budget=2)
+    best = search_placement(Question(scheme, sizes, cost, machine), 2)
     share = 2 * (1 - NEAR_SHARE) / (len(own) + FINALISTS)
-    found = [search_order(family.scheme, sizes, cost, machine, budget=share) for family in own]
+    found = [search_order(Question(family.scheme, sizes, cost, machine), share) for family in own]
     assert best.value <= min((each.value for each in found), default=np.inf)
     assert best.bound <= min([best.value, *(each.bound for each in found)])
     check(best.program)
@@ -96,9 +99,10 @@ def test_no_family_is_better_with_as_much_work(stages, workers, several):
 def test_the_bound_of_many_stages_holds_for_those_of_few(limits, monkeypatch):
     """It is no more than that of all partitions, and there are two workers that reach the bound of all partitions."""
     sizes, cost = Sizes(6, 6, 3), costs(WHOLE, 3, 1, 4, 1, 2, 2)
-    few = search_placement(free_scheme(sizes), sizes, cost, limits=limits, budget=1)
+    question = Question(free_scheme(sizes), sizes, cost, limits=limits)
+    few = search_placement(question, 1)
     monkeypatch.setattr(placement_bounds, "MOST_STAGES", 5)
-    many = search_placement(free_scheme(sizes), sizes, cost, limits=limits, budget=1)
+    many = search_placement(question, 1)
     assert 0.75 * few.bound < many.bound <= few.bound <= few.value
 
 
@@ -106,7 +110,8 @@ def test_a_workspace_of_no_job_takes_nothing():
     sizes, found = Sizes(4, 4, 2), []
     for workspace in (0, {}):
         machine = Machine(workspace=workspace)
-        found.append(search_placement(free_scheme(sizes), sizes, {"F": 1, "B": 2}, machine, Limits(bytes=40), budget=1))
+        question = Question(free_scheme(sizes), sizes, {"F": 1, "B": 2}, machine, Limits(bytes=40))
+        found.append(search_placement(question, 1))
     assert found[0].value == found[1].value
 
 
@@ -114,7 +119,7 @@ def test_a_bound_by_hand_of_many_stages(monkeypatch):
     """Three equal stages on two workers. Work is 27; the second worker to begin waits for 1, and goes on 2 later."""
     monkeypatch.setattr(placement_bounds, "MOST_STAGES", 2)
     sizes = Sizes(3, 3, 2)
-    best = search_placement(free_scheme(sizes), sizes, {"F": 1, "B": 2}, budget=1)
+    best = search_placement(Question(free_scheme(sizes), sizes, {"F": 1, "B": 2}), 1)
     assert best.bound == (3 * 3 * 3 + 0 + 1 + 0 + 2) / 2 and not best.optimal
 
 
@@ -123,14 +128,15 @@ def test_a_bound_by_hand_of_many_stages(monkeypatch):
 def test_no_message_is_counted_where_all_may_be_on_one_worker(objective, most, monkeypatch):
     monkeypatch.setattr(placement_bounds, "MOST_STAGES", most)
     sizes, cost = Sizes(3, 2, 2), {"F": 1, "B": 2}
-    sets = stage_sets(free_scheme(sizes), sizes, cost, Machine(alpha=50), Limits(objective))
+    sets = stage_sets(Question(free_scheme(sizes), sizes, cost, Machine(alpha=50), Limits(objective)))
     assert sets.least(1, np.inf)[0] == sets.of((0, 0, 0)) == 3 * 2 * 3
     assert sets.of((0, 1, 1)) >= 9 + 2 * 50 > sets.least(2, np.inf)[0]
 
 
 def test_the_same_call_gives_the_same_order():
     sizes, cost = Sizes(8, 4, 4), costs(HALVES, 2, 1, 5, 1, 1, 3, 1, 2)
-    first, second = (search_placement(free_scheme(sizes), sizes, cost, Machine(alpha=0.1), budget=2) for _ in range(2))
+    question = Question(free_scheme(sizes), sizes, cost, Machine(alpha=0.1))
+    first, second = (search_placement(question, 2) for _ in range(2))
     assert (first.program.rows.stage == second.program.rows.stage).all() and first.work == second.work
     assert 0 < first.work < 4
 
@@ -139,7 +145,7 @@ def test_a_worker_without_stages_is_no_trouble_for_cp_sat():
     pytest.importorskip("ortools")
     sizes = Sizes(2, 3, 3)
     scheme = placed_on(free_scheme(sizes), (0, 1))
-    found = search_order(scheme, sizes, {"F": 1, "I": 1, "W": 1}, limits=Limits(saved=1), budget=10)
+    found = search_order(Question(scheme, sizes, {"F": 1, "I": 1, "W": 1}, limits=Limits(saved=1)), 10)
     assert found.optimal and found.value == 15
 
 
