@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.ir.instructions import F
+from schedgen.schemes.orders import position
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
@@ -28,6 +28,6 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
     def n(s: Any, b: Any, d: Any) -> Any:
         # 1F1B's slots, n(F) = s + 2k and n(B) = 2S - 1 - s + 2k for the k-th of S/2 microbatches of a direction:
         # those of the other direction fall between them.
-        return np.where(d == F, s, 2 * S - 1 - s) + 2 * (b % S // 2) + 2 * S * (b // S)
+        return position(s, d, S) + 2 * (b % S // 2) + 2 * S * (b // S)
 
     return Scheme(name, S, lambda s, b, d: (h(s, b), h(s, b)), n, name, "strict")

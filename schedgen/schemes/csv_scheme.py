@@ -12,12 +12,11 @@ import csv
 import io
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.ir.instructions import DIRECTIONS, B, F, W
+from schedgen.ir.instructions import DIRECTIONS, B, F, Numbers, W
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import RefusedFile, clip
 
@@ -55,16 +54,10 @@ def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
     if not stem.isprintable():
         raise RefusedFile(f"{clip(name)}: a scheme is called as its file is, and that is not printable")
 
-    def w(s: Any, b: Any, d: Any) -> Any:
-        return worker[d, s, b], worker[d, s, b]
-
-    def unsplit_backward(s: Any, b: Any) -> Any:
-        return is_unsplit[s, b]
-
-    def in_file_order(s: Any, b: Any, d: Any) -> Any:
-        return n[d, s, b]
-
-    scheme = Scheme(stem, ranks, w, in_file_order, stem, "strict", split, unsplit_backward if split else None)
+    scheme = Scheme(
+        stem, ranks, lambda s, b, d: (worker[d, s, b],) * 2, lambda s, b, d: n[d, s, b], stem, "strict", split,
+        (lambda s, b: is_unsplit[s, b]) if split else None,
+    )  # fmt: skip
     return scheme, Sizes(S, batches, ranks)
 
 
@@ -92,7 +85,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
     return actions, len(lines)
 
 
-def _jobs(actions: list[_Action], split: bool) -> NDArray[np.int64]:
+def _jobs(actions: list[_Action], split: bool) -> Numbers:
     """Direction, stage, microbatch and rank of the jobs, shape (4, n); in a split schedule a B is an I and then a W."""
     jobs = []
     for stage, letter, mb, rank in actions:
@@ -102,7 +95,7 @@ def _jobs(actions: list[_Action], split: bool) -> NDArray[np.int64]:
     return np.array(jobs, np.int64).T
 
 
-def _check_complete(key: NDArray[np.int64], S: int, batches: int, directions: int, name: str) -> None:
+def _check_complete(key: Numbers, S: int, batches: int, directions: int, name: str) -> None:
     """Refuse the file unless every job of S stages and so many microbatches has its key in it exactly once."""
     key = np.sort(key)
     twice = np.flatnonzero(key[1:] == key[:-1])

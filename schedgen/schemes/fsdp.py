@@ -5,7 +5,6 @@ n: depth-first, greedy
 
 from __future__ import annotations
 
-from schedgen.schemes.ddp import data_workers
 from schedgen.schemes.orders import depth_first
 from schedgen.schemes.scheme import Scheme, Sizes
 
@@ -14,5 +13,5 @@ PARAMETERS = ("workers",)
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
     """W <= B; W = B where it is left open."""
-    W = data_workers(name, sizes)
+    W = sizes.spread(name, "microbatches")
     return Scheme(name, W, lambda s, b, d: (s % W, b % W), depth_first(sizes), "depth-first", "greedy")

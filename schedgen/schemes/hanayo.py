@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from schedgen.ir.instructions import F
-from schedgen.schemes.looped import chunked
+from schedgen.schemes.looped import chunked, vee
+from schedgen.schemes.orders import position
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
@@ -24,10 +25,7 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
         raise UsageError(f"{name} goes down and up the workers: {v} stages a worker are no whole number of waves")
     S = sizes.stages
 
-    def worker(s: Any) -> Any:
-        return np.minimum(s % (2 * W), 2 * W - 1 - s % (2 * W))
-
     def n(s: Any, b: Any, d: Any) -> Any:
-        return (np.where(d == F, s, S + 2 * (S - 1 - s)) + 4 * b) * 2 * S + np.where(d == F, s, 2 * S - 1 - s)
+        return (np.where(d == F, s, S + 2 * (S - 1 - s)) + 4 * b) * 2 * S + position(s, d, S)
 
-    return Scheme(name, W, lambda s, b, d: (worker(s), worker(s)), n, name, "greedy", parameters={"chunks": v})
+    return Scheme(name, W, lambda s, b, d: (vee(s % (2 * W), 2 * W),) * 2, n, name, "greedy", parameters={"chunks": v})

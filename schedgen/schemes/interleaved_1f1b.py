@@ -11,7 +11,7 @@ import numpy as np
 
 from schedgen.ir.instructions import F
 from schedgen.schemes.looped import chunked
-from schedgen.schemes.scheme import Function, Scheme, Sizes
+from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
 PARAMETERS = ("workers", "chunks", "group")
@@ -23,7 +23,15 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
     parameters = {"chunks": v}
     if sizes.group is not None:
         parameters["group"] = sizes.group
-    n = _n(W, v, sizes.microbatches, group_size(name, W, sizes))
+    batches, group = sizes.microbatches, group_size(name, W, sizes)
+
+    def n(s: Any, b: Any, d: Any) -> Any:
+        # The k-th forward of worker r has n = 2 (k - warm-up), the k-th backward 2k + 1; warm-up is v - 1 groups and
+        # 2 (W - 1 - r) more.
+        k = turn(s, b, d, W, v, batches, group)
+        warm_up = 2 * (W - 1 - s % W) + (v - 1) * group
+        return np.where(d == F, 2 * (k - warm_up), 2 * k + 1)
+
     return Scheme(name, W, lambda s, b, d: (s % W, s % W), n, name, "strict", parameters=parameters)
 
 
@@ -44,20 +52,6 @@ def group_size(name: str, W: int, sizes: Sizes) -> int:
             f"{name} with --group {group}: each of its groups, the last too, needs {W} microbatches or more"
         )
     return group
-
-
-def _n(W: int, v: int, batches: int, group: int) -> Function:
-    """The k-th forward of worker r has n = 2 (k - warm-up), the k-th backward 2k + 1.
-
-    Warm-up is (v - 1) groups and 2 (W - 1 - r) more.
-    """
-
-    def n(s: Any, b: Any, d: Any) -> Any:
-        k = turn(s, b, d, W, v, batches, group)
-        warm_up = 2 * (W - 1 - s % W) + (v - 1) * group
-        return np.where(d == F, 2 * (k - warm_up), 2 * k + 1)
-
-    return n
 
 
 def turn(s: Any, b: Any, d: Any, W: int, v: int, batches: int, group: int) -> Any:

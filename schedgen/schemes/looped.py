@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from schedgen.ir.limits import check_workers
-from schedgen.schemes.gpipe import stage_workers
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import UsageError
 
@@ -20,7 +19,7 @@ def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, in
     """(W, v) with S = v W, `chunks` where the scheme itself says v; UsageError where sizes do not fit."""
     v = chunks or sizes.chunks
     if v is None:
-        v = sizes.stages // stage_workers(name, sizes) if sizes.workers else 2
+        v = sizes.stages // sizes.spread(name, "stages") if sizes.workers else 2
     if v < 1 or sizes.stages % v:
         raise UsageError(f"{name} has {v} stages a worker: {sizes.stages} stages do not divide")
     workers = sizes.stages // v

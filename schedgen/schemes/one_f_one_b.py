@@ -5,7 +5,6 @@ n(s, b, F) = s + 2b, n(s, b, B) = 2S - 1 - s + 2b, strict
 
 from __future__ import annotations
 
-from schedgen.schemes.gpipe import stage_workers
 from schedgen.schemes.orders import one_f_one_b
 from schedgen.schemes.scheme import Scheme, Sizes
 
@@ -14,5 +13,5 @@ PARAMETERS = ("workers",)
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
     """W <= S; W = S where it is left open."""
-    W = stage_workers(name, sizes)
+    W = sizes.spread(name, "stages")
     return Scheme(name, W, lambda s, b, d: (s % W, s % W), one_f_one_b(sizes), "1f1b", "strict")

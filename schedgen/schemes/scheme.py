@@ -29,6 +29,16 @@ class Sizes(NamedTuple):
     replicas: tuple[int, ...] | None = None  # of each stage
     shards: tuple[int, ...] | None = None  # parts that the weights of all stages, or of each, are divided into
 
+    def spread(self, name: str, what: str) -> int:
+        """W of a scheme that spreads its "stages" or "microbatches": as many where it is left open, and never more."""
+        count = int(getattr(self, what))
+        workers = count if self.workers is None else self.workers
+        if workers > count:
+            raise UsageError(
+                f"{name} gives every worker at least one {what[:-1]}: {workers} workers do not fit {count} {what}"
+            )
+        return workers
+
     def per_shard(self, tensor: int) -> Sizes:
         """With the workers of one of `tensor` shards; UsageError where they do not divide."""
         if self.workers is None:

@@ -19,8 +19,8 @@ import numpy as np
 from schedgen import F
 
 # s, b and d are NumPy arrays of all stages, microbatches and directions; d is F (forward) or B (backward). Arguments
-# behind the * are the sizes that compile was given, any of stages, microbatches, workers, groups, chunks, group; None
-# or a default stands for one that was not.
+# behind the * are the sizes that compile was given, any of stages, microbatches, workers, groups, chunks, group,
+# replicas, shards; None or a default stands for one that was not.
 
 # What n means. "strict": every worker runs its jobs exactly in increasing n, which must differ within a worker.
 # "greedy": a free worker takes the job that can start earliest, and n settles ties.
