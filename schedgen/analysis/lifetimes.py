@@ -16,11 +16,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.accesses import Accesses, Slots, numbers_in_all, numbers_per_size, slots
 from schedgen.ir.effects import RECEIVERS, Buffer, Effect
-from schedgen.ir.instructions import Ints, Numbers, Small
+from schedgen.ir.instructions import Flags, Ints, Numbers, Small
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
@@ -85,7 +84,7 @@ class Lifetimes:
     send_before: Ints
 
     @cached_property
-    def size_column(self) -> NDArray[np.int64]:
+    def size_column(self) -> Numbers:
         """Where a buffer's size stands in a row of an array of sizes by kind: see `numbers_per_size`."""
         columns: Numbers = self.number // numbers_per_size(self.program.header)[self.buffer]
         return columns
@@ -95,7 +94,7 @@ class Lifetimes:
         return self.program.header.weight_shards.stage_of[self.size_column[lives]]
 
     @cached_property
-    def is_received(self) -> NDArray[np.bool_]:
+    def is_received(self) -> Flags:
         """Whether it begins with a message, not with a computation."""
         return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
 
@@ -110,6 +109,10 @@ class Lifetimes:
         np.add.at(taken, self.begin, amounts)  # -1 is the entry behind all rows
         np.add.at(freed, self.end, amounts)
         return MemoryTimeline(taken[:-1], freed[:-1])
+
+    def saved(self) -> MemoryTimeline:
+        """How many saved forwards a rank holds."""
+        return self.timeline((self.buffer == Buffer.SAVED).astype(np.int64))
 
     def peaks(self, sizes: Numbers | None = None) -> Memory:
         """The most of each kind at once: in bytes, `sizes` as for `amounts`; without, in numbers of buffers."""
@@ -184,8 +187,8 @@ def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:
 
 @kernel
 def _follow(
-    rank: Ints, of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots, known: NDArray[np.int32],
-    alive: Numbers, owner: NDArray[np.bool_], versions: int, of_rank: Ints, buffer: Small, named: Ints, begin: Ints,
+    rank: Ints, of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots, known: Ints,
+    alive: Numbers, owner: Flags, versions: int, of_rank: Ints, buffer: Small, named: Ints, begin: Ints,
     end: Ints, users: Ints, received: Ints, send_before: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Fill the columns of `Lifetimes`: (fault, its access, how many lives and uses there are); fault 0: none.

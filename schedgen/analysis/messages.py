@@ -21,7 +21,7 @@ class Messages(NamedTuple):
 
     sends: Numbers  # rows
     receives: Numbers  # rows
-    matched: int  # so many from the start are of one channel and name one buffer
+    matched: int  # in each of the first so many pairs both are of one channel and name one buffer
 
     @property
     def complete(self) -> bool:

@@ -37,10 +37,10 @@ def rule_7(proof: Proof) -> None:
 
 def rule_8(proof: Proof) -> None:
     """Refuse more saved forwards at once on a rank than the header's limit; rules 2 and 7 are proved."""
-    limit, lifetimes = proof.header.memory_limit, proof.analysis.lifetimes
+    limit = proof.header.memory_limit
     if limit is None:
         return
-    held = lifetimes.timeline((lifetimes.buffer == Buffer.SAVED).astype(np.int64)).during
+    held = proof.analysis.lifetimes.saved().during
     for row in np.flatnonzero(held > limit)[:1].tolist():
         proof.refuse(8, row, f"the rank holds {held[row]} saved forwards here, and memory_limit is {limit}")
 

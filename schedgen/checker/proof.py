@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.analysis import analyse
 from schedgen.ir.effects import Buffer, Effect
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import AnyInts, Ints, Numbers, Op
+from schedgen.ir.instructions import AnyInts, Flags, Ints, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.util.errors import RefusedFile
 
@@ -36,7 +35,7 @@ class Touches(NamedTuple):
     rank: Ints
     number: Ints  # as in `accesses.Accesses`: of a dw, its unit
 
-    def by(self, chosen: NDArray[np.bool_]) -> Touches:
+    def by(self, chosen: Flags) -> Touches:
         """Those that are chosen."""
         return Touches(self.rows[chosen], self.rank[chosen], self.number[chosen])
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from schedgen.ir.cost import DIRECTION, REDO
 from schedgen.ir.file import line_of
-from schedgen.ir.instructions import COMPUTE, Op
+from schedgen.ir.instructions import COMPUTE, Op, Times
 from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import MEASURED, SIMULATED
-from schedgen.simulator.timeline import CAUSES, Timeline, Times, measured_timelines
+from schedgen.simulator.timeline import CAUSES, Timeline, measured_timelines
 from schedgen.util.errors import RefusedFile, clip
 
 MOST = 1e30  # microseconds that a time in a trace is below
@@ -64,7 +64,7 @@ def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
             raise RefusedFile(f"{name}: {position} begins before the one before it ends")
         columns.append(times)
     start, length, wait, cause = np.moveaxis(np.concatenate(columns, axis=1), 2, 0)
-    if not length[:, np.isin(program.rows.op, COMPUTE)].any(axis=1).all():
+    if not length[:, program.rows_of(*COMPUTE)].any(axis=1).all():
         raise RefusedFile(f"{name}: the jobs of the trace take no time")
     return measured_timelines(program, start, length, wait, cause.astype(np.int8))
 
@@ -92,7 +92,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     listed = np.flatnonzero(np.diff(program.bounds))  # of forwards alone a list may be empty
     first, last = program.bounds[listed], program.bounds[listed + 1] - 1
     begins[:, listed], ends[:, listed] = start[:, first] - wait[:, first], start[:, last] + length[:, last]
-    compute = np.isin(table.op, COMPUTE)
+    compute = program.is_one_of(*COMPUTE)
     latency = (start + length)[:, compute].max(axis=1) - begin[:, 0]
     if latency.min() <= 0:
         raise RefusedFile("the jobs of the trace take too little time to be told from none")

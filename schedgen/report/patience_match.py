@@ -12,11 +12,9 @@ Nearly all rows of a schedule occur once, and no matching has more pairs of thes
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from schedgen.ir.instructions import Flags, Numbers
 from schedgen.util.jit import kernel
-
-Numbers = NDArray[np.int64]
 
 
 def patience_match(a: Numbers, b: Numbers) -> Numbers:
@@ -64,7 +62,7 @@ def _numbered(key: Numbers) -> Numbers:
 
 
 @kernel
-def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: NDArray[np.bool_]) -> None:
+def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: Flags) -> None:
     """Pair equal rows right behind a pair, then those right before one; the ends of the lists count as pairs."""
     i, j = 0, 0
     while i < len(a):
@@ -83,7 +81,7 @@ def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: NDArray[np.bool_]) ->
 
 
 @kernel
-def _longest_ascending(numbers: Numbers) -> NDArray[np.bool_]:
+def _longest_ascending(numbers: Numbers) -> Flags:
     """Which of the numbers make up the longest ascending sequence, by patience sorting."""
     tops, before = np.empty(len(numbers), np.int64), np.full(len(numbers), -1)
     piles = 0

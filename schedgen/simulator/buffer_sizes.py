@@ -11,7 +11,7 @@ from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Kind, Numbers, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.machine import Machine
+from schedgen.simulator.machine import Machine, by_direction
 from schedgen.util.errors import UsageError
 
 
@@ -66,10 +66,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
             raise UsageError(f"sizes of {amounts.max():g} bytes are too large")
         return amounts.astype(np.int64)
 
-    by_direction = machine.workspace
-    if not isinstance(by_direction, Mapping):
-        by_direction = dict.fromkeys("FBIW", by_direction)
-    workspace = {direction: count(amount) for direction, amount in by_direction.items()}
+    workspace = {direction: count(amount) for direction, amount in by_direction(machine.workspace).items()}
     halves = [workspace[direction] for direction in "IW" if direction in workspace]
     if halves:
         workspace.setdefault("B", np.max(halves, axis=0))

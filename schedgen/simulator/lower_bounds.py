@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 
 from schedgen.ir.cost import Amount, by_stage, durations, has_both, redo_duration, shortest_halves
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Ints, Numbers
+from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, Times
+from schedgen.ir.job_graph import job_graph
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
-from schedgen.simulator.timeline import Times
 
 MOST_NODES = 600  # directions x stages: of more, `lower_bounds` leaves `ends` out, which looks at all pairs of them
 
 
 def lower_bounds(
-    header: Header, cost: Mapping[str, Amount], peak_activations: Numbers, redone: NDArray[np.bool_] | None = None
+    header: Header, cost: Mapping[str, Amount], peak_activations: Numbers, redone: Flags | None = None
 ) -> dict[str, float]:
     """work, critical_path, way and, unless there are forwards alone, memory and ends, in the units of `cost`.
 
@@ -75,7 +75,8 @@ def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Num
     takes = np.zeros((directions, stages))
     takes[0], takes[-1] = 1, -1
     times = np.concatenate(list(lengths.values()))
-    way = longest_ways(waits_for(header.graph.edges, stages, directions), times, {})
+    before = job_graph(header.graph, header.microbatches, directions).pred
+    way = longest_ways(before, times, {})
     capacity = np.maximum(peak_activations, 1).astype(np.float64)
     return _ends(header.compute, way, times, False, takes.ravel(), capacity, range(header.workers))
 
@@ -90,7 +91,7 @@ def _way(header: Header, lengths: Mapping[str, Times]) -> float:
         return 0.0
     directions, stages = len(lengths), header.stages
     time = np.concatenate(list(lengths.values()))
-    before = waits_for(header.graph.edges, stages, directions)
+    before = job_graph(header.graph, header.microbatches, directions).pred
     heads, tails = np.zeros((2, len(before)))
     order = list(TopologicalSorter(dict(enumerate(before))).static_order())
     for node in order:
@@ -109,18 +110,6 @@ def _way(header: Header, lengths: Mapping[str, Times]) -> float:
             np.minimum.at(last, worker, tails[node])
         longest = max(longest, float((first + busy + last)[np.isfinite(first)].max()))
     return longest
-
-
-def waits_for(edges: Sequence[tuple[int, int]], stages: int, directions: int) -> list[list[int]]:
-    """By node (direction d of stage s is node d S + s): the nodes of the same microbatch that it waits for."""
-    before: list[list[int]] = [[] for _ in range(directions * stages)]
-    for producer, consumer in edges:
-        before[F * stages + consumer].append(F * stages + producer)
-        if directions > 1:
-            before[B * stages + producer].append(B * stages + consumer)
-    for node in range(stages, directions * stages):
-        before[node].append(node - stages)
-    return before
 
 
 def order_bound(
@@ -183,7 +172,7 @@ def _ends(
 
 
 def _worker_jobs(
-    here: NDArray[np.bool_], own: NDArray[np.int64], stages: int, way: NDArray[np.float64], lengths: Times,
+    here: Flags, own: Numbers, stages: int, way: NDArray[np.float64], lengths: Times,
     takes: Times, own_window: bool,
 ) -> WorkerJobs:  # fmt: skip
     """The jobs of a worker. `own`: the nodes that it has jobs of; `here`: of each, the microbatches that it has."""

@@ -15,7 +15,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.simulator.tensor_shards import profile_of_shards
 from schedgen.util.errors import RefusedFile, clip
-from schedgen.util.parse_json import parse_json
+from schedgen.util.parse_json import read_json
 
 
 class Machine(NamedTuple):
@@ -53,10 +53,7 @@ def read_profile(
     Raises RefusedFile where it is no such object, or where values do not fit; `counted` says in it where the numbers of
     stages and edges come from.
     """
-    try:
-        values = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise RefusedFile(f"{name}: not JSON: {error}") from None
+    values = read_json(text, name)
     given = {*values} if isinstance(values, dict) else set()
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:

@@ -28,9 +28,8 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.simulator.timeline import Times
+from schedgen.ir.instructions import Flags, Numbers, Times
 
 MOST_NODES = 24  # of a worker: of more, fewer times t are looked at, and no room is reserved
 
@@ -38,13 +37,13 @@ MOST_NODES = 24  # of a worker: of more, fewer times t are looked at, and no roo
 class WorkerJobs(NamedTuple):
     """The jobs of one worker, by node (a direction and a stage) in the order of directions."""
 
-    stage: NDArray[np.int64]
+    stage: Numbers
     head: Times  # from time 0 to the start, at least
     tail: Times  # from the end to the last moment, at least; -inf: it may run after that
     length: Times
-    jobs: NDArray[np.int64]  # how many
+    jobs: Numbers  # how many
     takes: Times  # memory that a job takes when it begins; below 0: that it gives back when it ends
-    needs: NDArray[np.bool_]  # needs[k, j]: of a microbatch, job k waits for job j
+    needs: Flags  # needs[k, j]: of a microbatch, job k waits for job j
 
     def reversed(self) -> WorkerJobs:
         """The same, time backwards."""

@@ -127,7 +127,7 @@ def _by_row(rows: Ints, length: int) -> Ints:
 def _continue_versions(program: Program, begins: Ints, slot: Ints) -> None:
     """Give a STEP that changes a version in place the slot of that version; `begins`: the rows that fill others."""
     table = program.rows
-    steps = np.flatnonzero(table.op == Op.STEP)
+    steps = program.rows_of(Op.STEP)
     pair = table.rank[steps].astype(np.int64) * program.header.stages + table.stage[steps]
     order = np.argsort(pair, kind="stable")
     steps, pair = steps[order], pair[order]

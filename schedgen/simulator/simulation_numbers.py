@@ -6,26 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Op
+from schedgen.ir.instructions import KIND_WORDS, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.simulate import Simulation
-from schedgen.simulator.tensor_shards import shard_sums
 from schedgen.simulator.timeline import CAUSES
 
 
 def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
     """By name: times in the unit of the costs, bytes in all, by kind, by link and by worker; README has the rest."""
     table, workers = program.rows, program.header.workers
-    compute = np.flatnonzero(np.isin(table.op, COMPUTE))
-    latency, makespan = float(run.end[compute].max()), float(run.end.max())
-    busy = np.bincount(table.rank[compute], (run.end - run.start)[compute], minlength=workers)
+    latency, makespan = run.latency, float(run.end.max())
     sends = program.rows_of(Op.SEND)
     link, number = np.unique(table.rank[sends].astype(np.int64) * workers + table.peer[sends], return_inverse=True)
     traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
     return {
         "latency": latency,
         "makespan": makespan,
-        "bubble": max(0.0, float(1 - busy.sum() / (latency * workers))),
+        "bubble": max(0.0, float(1 - run.busy.sum() / (latency * workers))),
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
         **_exchanges(program, run),
@@ -38,7 +35,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
         "workers": [
             {
                 "worker": r,
-                "busy": float(busy[r]),
+                "busy": float(run.busy[r]),
                 "peak_bytes": int(run.footprint.peak[r]),
                 "idle": dict(zip(CAUSES, run.idle[r].tolist(), strict=True)),
             }
@@ -49,5 +46,8 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
     """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
-    sums = shard_sums(program)
-    return {"exchanges": {"sums": sums.count, "bytes": sums.bytes_moved(run.summed_bytes)}} if sums else {}
+    if not (tensor := program.header.tensor_parallel):
+        return {}
+    rows, T = program.exchanges(), tensor.degree
+    moved = int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)  # by rings
+    return {"exchanges": {"sums": len(rows) // T, "bytes": moved}}

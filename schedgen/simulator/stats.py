@@ -39,13 +39,11 @@ from schedgen.analysis import Memory, analyse
 from schedgen.ir.cost import Amount
 from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Numbers, Op
+from schedgen.ir.instructions import KIND_WORDS, Numbers, Op, Times
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.simulate import Simulation, simulate
-from schedgen.simulator.tensor_shards import shard_sums
-from schedgen.simulator.timeline import Times
+from schedgen.simulator.simulate import simulate
 
 
 def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:
@@ -57,8 +55,9 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     cost = header.cost if cost is None else cost
     run = simulate(program, cost, (machine or Machine())._replace(alpha=0.0, beta=0.0))
     memory = analyse(program).memory
-    busy, longest_bubble, latency = _work(program, run)
-    if len(header.directions) == 3 and not (program.rows.op == Op.BWD).any():
+    latency, (begins, ends) = run.latency, run.windows
+    bubbles = (ends - begins - run.busy)[np.isfinite(begins)]
+    if len(header.directions) == 3 and not len(program.rows_of(Op.BWD)):
         cost = {name: time for name, time in cost.items() if name != "B"}
     again = program.rows_of(Op.RECOMPUTE)
     redone = np.zeros((header.stages, header.microbatches), bool)
@@ -68,18 +67,18 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "scheme": dict(header.scheme),
         "latency": plain(latency),
         "throughput": header.compute.size / (latency * header.workers),
-        "bubble": max(0.0, float(1 - busy.sum() / (latency * header.workers))),
+        "bubble": max(0.0, float(1 - run.busy.sum() / (latency * header.workers))),
         "bounds": {name: plain(limit) for name, limit in limits.items()},
         "gap": latency / max(limits.values()) - 1,
-        "own_window_bubble": plain(longest_bubble),
+        "own_window_bubble": plain(float(bubbles.max())),
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),
-        "messages": int((table.op == Op.SEND).sum()),
+        "messages": len(program.rows_of(Op.SEND)),
         "collectives": _collectives(program),
     }
-    if sums := shard_sums(program):
-        numbers["exchanges"] = sums.count
-    numbers |= {"instructions": len(program), "workers": _workers(program, busy, memory)}
+    if tensor := header.tensor_parallel:
+        numbers["exchanges"] = len(program.exchanges()) // tensor.degree
+    numbers |= {"instructions": len(program), "workers": _workers(program, run.busy, memory)}
     if not header.has_flush:
         numbers |= {"versions": _most_versions(program).tolist(), "staleness": _staleness(program).tolist()}
     if machine is not None:
@@ -97,21 +96,9 @@ def plain(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
-def _work(program: Program, run: Simulation) -> tuple[Times, float, float]:
-    """(busy time by rank, the largest bubble between a worker's first and last job, when the last job ends)."""
-    workers = program.header.workers
-    compute = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
-    rank, start, end = program.rows.rank[compute], run.start[compute], run.end[compute]
-    busy = np.bincount(rank, end - start, minlength=workers).astype(np.float64)
-    begins, ends = np.full(workers, np.inf), np.zeros(workers)
-    np.minimum.at(begins, rank, start)
-    np.maximum.at(ends, rank, end)
-    return busy, float(np.max((ends - begins - busy)[np.isfinite(begins)])), float(end.max())
-
-
 def _collectives(program: Program) -> int:
     """How many collectives there are; each is entered by all members of its group."""
-    rows = np.flatnonzero((program.rows.op == Op.ALLREDUCE) | (program.rows.op == Op.NORM))
+    rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
     sizes = np.array([len(group) for group in program.header.groups])
     return round(float((1 / sizes[program.rows.group[rows]]).sum()))
 
@@ -119,14 +106,13 @@ def _collectives(program: Program) -> int:
 def _workers(program: Program, busy: Times, memory: Memory) -> list[dict[str, Any]]:
     """The numbers of every worker."""
     header, table, workers = program.header, program.rows, program.header.workers
-    received = np.isin(table.op, (Op.RECV, Op.FETCH_W))
+    received = program.is_one_of(Op.RECV, Op.FETCH_W)
     receives = {
         words: np.bincount(table.rank[received & (table.kind == kind)], minlength=workers)
         for kind, words in KIND_WORDS.items()
     }
     away, stored = _uses_away_from_home(header), _stages_owned(header)
-    sums = shard_sums(program)
-    exchanges = np.bincount(table.rank[sums.rows], minlength=workers) if sums else None
+    exchanges = np.bincount(table.rank[program.exchanges()], minlength=workers) if header.tensor_parallel else None
     return [
         {
             "worker": rank,
@@ -181,7 +167,7 @@ def _most_versions(program: Program) -> Numbers:
 def _staleness(program: Program) -> Numbers:
     """By stage: the most updates between the weights a gradient was computed with and those that it changes."""
     header, table = program.header, program.rows
-    forwards = np.flatnonzero(table.op == Op.FWD)
+    forwards = program.rows_of(Op.FWD)
     stage = table.stage[forwards]
     late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.version[forwards]
     most = np.zeros(header.stages, np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from schedgen.ir.cost import is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Numbers
-from schedgen.ir.program import Program
 
 # What of a profile is not less for a shard than for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
@@ -40,29 +38,6 @@ def profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]
         sizes = dict(zip(edges, by_edge, strict=True))
         expanded["apart"] = [sizes[producer // T, consumer // T] for producer, consumer in header.graph.edges]
     return expanded
-
-
-@dataclass(frozen=True, eq=False)
-class ShardSums:
-    """The sums that add up what the shards of split stages give."""
-
-    rows: Numbers  # of the ALLREDUCEs: a sum has one on the rank of each of its shards
-    shards: int  # T
-
-    @property
-    def count(self) -> int:
-        """How many sums there are."""
-        return len(self.rows) // self.shards
-
-    def bytes_moved(self, summed: Numbers) -> int:
-        """The bytes that rings move for them; `summed`: by row of the program, the bytes that it sums."""
-        return int(2 * (self.shards - 1) * summed[self.rows].sum() // self.shards)
-
-
-def shard_sums(program: Program) -> ShardSums | None:
-    """Those of a program; None where stages have no shards."""
-    tensor = program.header.tensor_parallel
-    return ShardSums(program.exchanges(), tensor.degree) if tensor else None
 
 
 def summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int, ...], int]]:

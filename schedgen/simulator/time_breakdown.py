@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import Waits, analyse
-from schedgen.ir.instructions import COMPUTE, Numbers, Op, Small
+from schedgen.ir.instructions import COMPUTE, Numbers, Op, Small, Times
 from schedgen.ir.program import Program
-from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline, Times
+from schedgen.simulator.timeline import REDUCTION, SEND_CAUSE, Timeline
 
 SHARES = ("busy", "warm-up", "dependency", "cool-down", "transfer", "send", "sum", "step", "overhead")
 MEANING = (
@@ -48,7 +48,7 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
     waits, table = analyse(program).waits, program.rows
     begin, awaited = timeline.start - timeline.wait, _last_to_come(waits, timeline)
     until = _first_part(waits, timeline, awaited)
-    jobs = np.flatnonzero(np.isin(table.op, COMPUTE))
+    jobs = program.rows_of(*COMPUTE)
     early = _early(program, jobs)
     late = np.select([timeline.cause == SEND_CAUSE, timeline.cause == REDUCTION], [SEND, SUM], TRANSFER)
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.analysis import analyse
-from schedgen.ir.instructions import Small
+from schedgen.ir.instructions import Small, Times
 from schedgen.ir.program import Program
-
-Times = NDArray[np.float64]
 
 # Why a rank stands still: it waits for a message of a kind, for one of its own to leave, for other ranks.
 CAUSES = ("activation", "gradient", "weight", "weight_gradient", "send", "reduction")

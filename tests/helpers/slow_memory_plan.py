@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
+from schedgen.analysis import analyse
 from schedgen.ir.effects import Buffer
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
@@ -17,7 +18,6 @@ from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.memory_plan import memory_plan
-from schedgen.simulator.memory_timeline import memory_timeline
 from schedgen.simulator.simulate import simulate
 
 DIRECTION = {Op.FWD: "F", Op.RECOMPUTE: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W"}
@@ -207,6 +207,12 @@ def one_rank(program, rank, bytes, planned, needed):
     assert footprint(part, bytes).peak[rank] == needed.peak[rank]
 
 
+def timeline_of(program, sizes, kind):
+    """The bytes of buffers of a kind that every rank holds."""
+    lives = analyse(program).lifetimes
+    return lives.timeline(np.where(lives.buffer == kind, lives.amounts(sizes.by_kind(program.header)), 0))
+
+
 def peaks_of_timeline(program, data):
     """The most of each kind is the peak of that kind, and all that is taken is given back."""
     stages = program.header.stages
@@ -217,7 +223,7 @@ def peaks_of_timeline(program, data):
     machine = Machine(**amounts, edge_activation=by_edge)
     memory = simulate(program, program.header.cost, machine).memory
     for kind, most in zip(Buffer, memory, strict=True):
-        series = memory_timeline(program, buffer_sizes(machine, stages, edges), kind)
+        series = timeline_of(program, buffer_sizes(machine, stages, edges), kind)
         peak = np.zeros(program.header.workers, np.int64)
         np.maximum.at(peak, program.rows.rank, series.during)
         assert peak.tolist() == most.tolist()

@@ -52,7 +52,7 @@ def legend_lines(
     number = "; number: microbatch" if labels and by == "stage" else ""
     top.append(Entry(paints, f"{by} 0 to {count - 1}{number}", swatch=0.6))
     top.append(Entry([HELD], "bytes held" if scenes[0].sized else "activations held"))
-    spent = np.max([scene.idle.time.sum(axis=0) for scene in scenes], axis=0) > 0
+    spent = np.max([scene.breakdown.time.sum(axis=0) for scene in scenes], axis=0) > 0
     bottom = [Entry([paint], SHARES[share]) for share, paint in enumerate(SHARE_COLOURS) if spent[share]]
     programs = [scene.program for scene in scenes]
     sent = {int(kind) for each in programs for kind in np.unique(each.rows.kind[each.rows_of(Op.SEND)])}

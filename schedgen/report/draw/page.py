@@ -104,7 +104,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
     awaited   the SEND whose message the row waits for last; -1: none
     receiver  of a SEND: the row that receives its message; user: the first row that uses it; -1: none
     """
-    table, timeline, idle, bounds = scene.program.rows, scene.timeline, scene.idle, scene.program.bounds
+    table, timeline, breakdown, bounds = scene.program.rows, scene.timeline, scene.breakdown, scene.program.bounds
     waits, held, saved = analyse(scene.program).waits, scene.held(in_bytes=sized), scene.held_activations()
     begin = timeline.start - timeline.wait
     end_before = np.append(0.0, (timeline.start + timeline.length)[:-1])
@@ -115,7 +115,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
     floats: Columns = {
         "gap": np.maximum(timeline.start - end_before, 0.0),
         "length": timeline.length,
-        "first": np.maximum(idle.until - begin, 0.0),
+        "first": np.maximum(breakdown.until - begin, 0.0),
         "taken": held.taken,
         "given": held.freed,
         "arrival": timeline.arrival[send],
@@ -126,7 +126,7 @@ def _columns(scene: Scene, sized: bool) -> Columns:
         "mb": table.mb,
         "via": table.via,
         "peer": table.peer,
-        "awaited": idle.awaited,
+        "awaited": breakdown.awaited,
         "send": send,
         "receiver": waits.receiver[send],
         "user": user[send],
@@ -136,8 +136,8 @@ def _columns(scene: Scene, sized: bool) -> Columns:
         "kind": table.kind,
         "look": LOOK_OF_OP[table.op],
         "cause": timeline.cause,
-        "early": idle.early,
-        "late": idle.late,
+        "early": breakdown.early,
+        "late": breakdown.late,
         "saved": np.sign(saved.taken) - np.sign(saved.freed),
     }
     types = ((floats, "<f8"), (integers, "<i4"), (small, "<i1"))

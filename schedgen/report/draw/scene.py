@@ -11,14 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.analysis import MemoryTimeline, analyse
-from schedgen.ir.effects import Buffer
-from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small
+from schedgen.ir.instructions import COMPUTE, Ints, Numbers, Op, Small, Times
 from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
-from schedgen.simulator.memory_timeline import memory_timeline
 from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
-from schedgen.simulator.timeline import Timeline, Times
+from schedgen.simulator.timeline import Timeline
 
 _LETTER = {Op.FWD: "F", Op.BWD: "B", Op.BWD_I: "I", Op.BWD_W: "W", Op.RECOMPUTE: "R", Op.STEP: "S"}
 _INDEX = {look.letter: k for k, look in enumerate(LOOKS)}
@@ -53,7 +51,7 @@ class Scene(NamedTuple):
     file: str  # where its lines are
     program: Program
     timeline: Timeline
-    idle: TimeBreakdown
+    breakdown: TimeBreakdown
     sizes: BufferSizes
     seconds: bool  # whether times are seconds
     bars: Bars
@@ -61,7 +59,7 @@ class Scene(NamedTuple):
     @property
     def makespan(self) -> float:
         """From the first instruction's start to the last one's end."""
-        return self.idle.makespan
+        return self.breakdown.makespan
 
     @property
     def latency(self) -> float:
@@ -82,28 +80,29 @@ class Scene(NamedTuple):
 
     def gaps(self) -> Gaps:
         """All waits, and the time after a worker's last instruction."""
-        start, until, bounds = self.timeline.start, self.idle.until, self.program.bounds
+        start, until, bounds = self.timeline.start, self.breakdown.until, self.program.bounds
         ranks = np.arange(self.program.header.workers)
         last_end = (start + self.timeline.length)[bounds[1:] - 1]
         ends = np.where(np.diff(bounds) > 0, last_end, 0.0)  # of forwards alone a list may be empty
         worker = np.concatenate([self.program.rows.rank, self.program.rows.rank, ranks])
         first = np.concatenate([start - self.timeline.wait, until, ends])
         last = np.concatenate([until, start, np.full(len(ranks), self.makespan)])
-        share = np.concatenate([self.idle.early, self.idle.late, np.full(len(ranks), COOL_DOWN, np.int8)])
+        share = np.concatenate([self.breakdown.early, self.breakdown.late, np.full(len(ranks), COOL_DOWN, np.int8)])
         some = last > first
         return Gaps(worker[some], first[some], last[some], share[some])
 
     def held(self, in_bytes: bool) -> MemoryTimeline:
-        """Bytes, or numbers of buffers."""
-        return memory_timeline(self.program, self.sizes if in_bytes else None)
+        """Bytes, or numbers of buffers; without what owners hold throughout, empty slots and workspaces."""
+        lives, sizes = analyse(self.program).lifetimes, self.sizes.by_kind(self.program.header)
+        return lives.timeline(lives.amounts(sizes) if in_bytes else np.ones(len(lives.buffer), np.int64))
 
     def held_activations(self) -> MemoryTimeline:
         """Numbers of saved forwards."""
-        return memory_timeline(self.program, None, Buffer.SAVED)
+        return analyse(self.program).lifetimes.saved()
 
     def shares(self) -> Times:
         """The parts of each worker's time, shape (workers, SHARES); rows add up to 1."""
-        shares: Times = self.idle.time / self.idle.time.sum(axis=1, keepdims=True)
+        shares: Times = self.breakdown.time / self.breakdown.time.sum(axis=1, keepdims=True)
         return shares
 
     def peak_activations(self) -> Numbers:

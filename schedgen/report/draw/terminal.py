@@ -6,6 +6,7 @@ A job is its letter and microbatch, or as much of them as there is room for, and
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[lis
 
 def show(scenes: Sequence[Scene], by: str) -> None:
     """Print the scenes to standard output, in colour if that is a terminal with colours and NO_COLOR is not set."""
-    width = _width()
+    width = shutil.get_terminal_size((80, 24)).columns
     plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") in (None, "dumb")
     if not plain:
         try:
@@ -86,17 +87,6 @@ def show(scenes: Sequence[Scene], by: str) -> None:
             style = " ".join(part for part in (cell.ink, cell.paper and f"on {cell.paper}") if part)
             text.append(cell.text, style)
         console.print(text, crop=False)
-
-
-def _width() -> int:
-    """The value of COLUMNS, else the terminal's width, else 80."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
 
 
 def _heading(scene: Scene) -> list[str]:

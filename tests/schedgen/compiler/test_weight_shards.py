@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from examples import examples
 from hypothesis import assume, given, settings
-from slow_memory_plan import hold, random_bytes
+from slow_memory_plan import hold, random_bytes, timeline_of
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -26,7 +26,6 @@ from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.memory_timeline import memory_timeline
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import RefusedFile
@@ -136,7 +135,7 @@ def test_what_is_held_peaks_where_the_simulation_says(cases, data):
     machine = Machine(activation=rng.integers(1, 5, stages), weight=rng.integers(0, 1000, stages), saved=3, half=2)
     run = simulate(program, program.header.cost, machine)
     for kind, most in zip(Buffer, run.memory, strict=True):
-        series = memory_timeline(program, buffer_sizes(machine, stages), kind)
+        series = timeline_of(program, buffer_sizes(machine, stages), kind)
         for rank, (begin, end) in enumerate(zip(program.bounds[:-1], program.bounds[1:], strict=True)):
             if begin < end:
                 assert series.during[begin:end].max() == most[rank]

@@ -93,9 +93,9 @@ def test_gaps_are_the_idle_time(tmp_path):
         drawn(f"{tmp_path}/inner.py", Sizes(2, 8, 4), forward=True),
     ):
         gaps = scene.gaps()
-        idle = np.zeros_like(scene.idle.time)
+        idle = np.zeros_like(scene.breakdown.time)
         np.add.at(idle, (gaps.worker, gaps.share), gaps.end - gaps.start)
-        assert np.allclose(idle[:, 1:], scene.idle.time[:, 1:])
+        assert np.allclose(idle[:, 1:], scene.breakdown.time[:, 1:])
 
 
 # Colours

@@ -1,4 +1,4 @@
-"""memory_timeline: the series has the peaks that the checker finds, and comes back to zero."""
+"""Lifetimes.timeline: the series has the peaks that the checker finds, and comes back to zero."""
 
 from examples import examples
 from hypothesis import given, settings
