@@ -16,10 +16,10 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.order import order
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import owners_of
-from schedgen.ir.instructions import AnyInts, Ints, Op
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
-from schedgen.schemes.scheme import Scheme
+from schedgen.schemes.scheme import Scheme, no_order
 
 _SIZES = ("name", "workers", "stages", "microbatches")
 
@@ -59,20 +59,15 @@ def _placed(program: Program) -> PlacedScheme:
     """The refined scheme whose strict order is that of a program's forwards."""
     header, table = program.header, program.rows
     place = np.zeros(header.compute.shape, np.int64)
-    rows = np.flatnonzero(table.op == Op.FWD)
+    rows = program.rows_of(Op.FWD)
     place[0, table.stage[rows], table.mb[rows]] = rows
-
-    def w(s: AnyInts, b: AnyInts, d: AnyInts) -> tuple[Ints, Ints]:
-        return header.weights[d, s, b], header.compute[d, s, b]
-
-    def n(s: AnyInts, b: AnyInts, d: AnyInts) -> AnyInts:
-        return place[d, s, b]
 
     parameters = {key: value for key, value in header.scheme.items() if key not in _SIZES}
     numbers: dict[str, Any] = {key: header.lowering[key] for key in ("weight_slots", "fan_out", "prefetch")}
     nowhere = np.zeros(header.compute.shape[1:], bool)
+    name, w, n = header.scheme["name"], no_order, no_order  # which nobody calls: it is placed
     return PlacedScheme(
-        scheme=Scheme(header.scheme["name"], header.workers, w, n, header.n, "strict", parameters=parameters),
+        scheme=Scheme(name, header.workers, w, n, header.n, "strict", parameters=parameters),
         options=Options(forward=True, **numbers),
         cost=dict(header.cost),
         workers=header.workers,

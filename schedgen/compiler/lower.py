@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from schedgen.compiler.order import Times
 from schedgen.compiler.passes import FORWARDS, PIPELINE, WITH_VERSIONS
 from schedgen.compiler.passes.emit_jobs import emit_jobs
 from schedgen.compiler.passes.free import free
-from schedgen.compiler.place import Flags, PlacedScheme
+from schedgen.compiler.place import PlacedScheme
 from schedgen.compiler.refine import shard_groups
 from schedgen.ir.header import Header
+from schedgen.ir.instructions import Flags, Times
 from schedgen.ir.limits import MOST_USES
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS

@@ -17,17 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_graph import JobGraph
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import redo_duration
-from schedgen.ir.instructions import DIRECTIONS, B, Ints
+from schedgen.ir.instructions import DIRECTIONS, B, Flags, Ints, Numbers, Times
+from schedgen.ir.job_graph import JobGraph
 from schedgen.util.errors import UsageError
-from schedgen.util.heap import pop, push, set_leaf, time_of
+from schedgen.util.heap import least_leaf, pop, push, set_leaf, time_of
 from schedgen.util.jit import kernel
 from schedgen.util.sort import stable_order
-
-Times = NDArray[np.float64]
-Numbers = NDArray[np.int64]
 
 
 def order(placed: PlacedScheme) -> Times:
@@ -61,7 +58,7 @@ def greedy(
     length: Times,
     caps: Sequence[int] | Numbers | None = None,
     memory: int | None = None,
-    redone: NDArray[np.bool_] | None = None,
+    redone: Flags | None = None,
 ) -> Times:
     """When each job starts.
 
@@ -114,7 +111,7 @@ class _Queues(NamedTuple):
     tree: Times  # leaf by worker: when it can start a job
 
 
-def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: NDArray[np.bool_] | None) -> _Queues:
+def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: Flags | None) -> _Queues:
     """Empty ones; `limited`: room is needed for what jobs make room for."""
     jobs, workers, forwards = len(worker), int(worker.max()) + 1, graph.stages * graph.microbatches
     most = np.bincount(worker, minlength=workers)
@@ -136,9 +133,7 @@ def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: NDArray[np.boo
     )  # fmt: skip
 
 
-def strict(
-    graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: NDArray[np.bool_] | None = None
-) -> Times:
+def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delayed_send: Flags | None = None) -> Times:
     """When each job starts. `delayed_send`: by job, whether its output leaves only after the worker's next job."""
     order = by_worker(worker, n)
     same_worker = worker[order[:-1]] == worker[order[1:]]
@@ -180,7 +175,7 @@ def by_worker(worker: Ints, key: NDArray[Any]) -> Numbers:
 
 @kernel
 def _strict(
-    following: Numbers, previous: Numbers, delayed: NDArray[np.bool_], waits: Numbers, first: Numbers, after: Numbers,
+    following: Numbers, previous: Numbers, delayed: Flags, waits: Numbers, first: Numbers, after: Numbers,
     length: Times, batches: int, stack: Numbers, top: int,
 ) -> Times:  # fmt: skip
     """Longest paths; -1 for jobs that never start. Uses up `waits`; stack[:top] are the jobs that wait for nothing."""
@@ -237,10 +232,7 @@ def _greedy(
     for v in range(workers):
         set_leaf(tree, leaves + v, 0.0 if later_size[v] else np.inf)
     while tree[1] < np.inf:
-        place = 1
-        while place < leaves:
-            place = 2 * place if tree[2 * place] <= tree[2 * place + 1] else 2 * place + 1
-        v, time = place - leaves, tree[1]
+        v, time = least_leaf(tree, leaves), tree[1]
         now_v, later_v = now[base[v] : base[v + 1]], later[base[v] : base[v + 1]]
         while later_size[v] and time_of(later_v[0], ready, by_rank) <= time:
             item = later_v[0]

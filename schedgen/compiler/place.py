@@ -10,17 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.evaluate import at_job, evaluate
-from schedgen.compiler.job_graph import JobGraph, job_graph
 from schedgen.compiler.options import Options, apply_options, part_counts
 from schedgen.ir.cost import REDO, durations
-from schedgen.ir.instructions import B, F, Ints, W
+from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, W
+from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
 from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.schemes.scheme import Function, Scheme, Sizes, fourth_argument
 from schedgen.util.errors import UsageError, raised
-
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +37,7 @@ class PlacedScheme:
     n: NDArray[Any]  # (D, S, B)
     graph: StageGraph
     part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none is divided
-    caps: NDArray[np.int64] | None  # by stage, the most microbatches in flight on a worker
+    caps: Numbers | None  # by stage, the most microbatches in flight on a worker
     unsplit_backward: Flags  # (S, B): whether I and W are one job after all
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
     recompute: Flags  # (S, B): whether the forward keeps nothing and is redone before the backward
@@ -172,7 +170,7 @@ def _marks(function: Function | None, stages: int, microbatches: int) -> Flags:
     return np.broadcast_to(np.asarray(function(s, b), bool), (stages, microbatches))
 
 
-def caps(scheme: Scheme, stages: int) -> NDArray[np.int64] | None:
+def caps(scheme: Scheme, stages: int) -> Numbers | None:
     """cap(s) of every stage; None where the scheme has none."""
     if scheme.cap is None:
         return None

@@ -11,11 +11,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.compiler.options import Redone
-from schedgen.compiler.place import Flags, PlacedScheme
-from schedgen.ir.instructions import F, Ints
+from schedgen.compiler.place import PlacedScheme
+from schedgen.ir.instructions import F, Flags, Ints
 from schedgen.ir.limits import MOST_TIES
 from schedgen.ir.stage_graph import StageGraph, expand_shards
 from schedgen.ir.tensor_parallel import TensorParallel, check_workers
@@ -115,5 +114,5 @@ def shard_groups(placed: PlacedScheme) -> set[tuple[int, ...]]:
         return set()
     directions, stages, microbatches = placed.compute.shape
     by_shard = placed.compute.reshape(directions, stages // T, T, microbatches)[:2, split[::T]]
-    ranks: NDArray[np.int32] = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, T), axis=1)
+    ranks: Ints = np.sort(np.moveaxis(by_shard, 2, 3).reshape(-1, T), axis=1)
     return {tuple(group) for group in np.unique(ranks, axis=0).tolist()}

@@ -9,11 +9,10 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.effects import EFFECTS, Buffer, Which
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import AnyInts, B, F, Ints, Kind, Numbers, Op, Small
+from schedgen.ir.instructions import AnyInts, B, F, Flags, Ints, Kind, Numbers, Op, Small
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
@@ -137,14 +136,14 @@ class _Names(NamedTuple):
     by_consumer: Numbers  # the edges' places, by consumer, then producer
     first_in: Numbers  # by_consumer[first_in[s] : first_in[s + 1]] are those of producers of stage s
     first_out: Numbers  # edges first_out[s] to first_out[s + 1] - 1 are those of consumers of stage s
-    per_consumer: NDArray[np.bool_]
+    per_consumer: Flags
     first_unit: Numbers
     first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
     tied: Numbers
-    owner: NDArray[np.bool_]  # (workers, units)
-    redone: NDArray[np.bool_]  # (stages, microbatches): the forward keeps nothing, or the backward's rank redoes it
-    stays: NDArray[np.bool_]  # by row, of STEP: a FREE of the version before follows
-    again: NDArray[np.bool_]  # by row: an ALLREDUCE of a tie that its rank has entered
+    owner: Flags  # (workers, units)
+    redone: Flags  # (stages, microbatches): the forward keeps nothing, or the backward's rank redoes it
+    stays: Flags  # by row, of STEP: a FREE of the version before follows
+    again: Flags  # by row: an ALLREDUCE of a tie that its rank has entered
     stages: int
     batches: int
     versions: int
@@ -158,7 +157,7 @@ def _names(program: Program) -> _Names:
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
     stages, shards = np.arange(header.stages + 1), header.weight_shards
     redone = np.full(header.compute.shape[1:], True) if header.is_forward else header.compute[F] != header.compute[B]
-    again = np.flatnonzero(table.op == Op.RECOMPUTE)
+    again = program.rows_of(Op.RECOMPUTE)
     redone[table.stage[again], table.mb[again]] = True
     return _Names(
         edges=edges,
@@ -180,12 +179,12 @@ def _names(program: Program) -> _Names:
     )
 
 
-def _freed_later(program: Program) -> NDArray[np.bool_]:
+def _freed_later(program: Program) -> Flags:
     """By row, of STEP of weights with versions: whether the version before has a FREE, so that it lives on."""
     table, versions = program.rows, program.header.weight_versions.count
     stays = np.zeros(len(program), bool)
     if versions > 1:
-        steps = np.flatnonzero(table.op == Op.STEP)
+        steps = program.rows_of(Op.STEP)
         frees = np.flatnonzero((table.op == Op.FREE) & (table.kind == Kind.W))
         weights = table.rank.astype(np.int64) * program.header.stages + table.stage
         freed = weights[frees] * versions + table.version[frees]
@@ -194,7 +193,7 @@ def _freed_later(program: Program) -> NDArray[np.bool_]:
     return stays
 
 
-def _entered_again(program: Program) -> NDArray[np.bool_]:
+def _entered_again(program: Program) -> Flags:
     """By row, of ALLREDUCE of a tie: whether its rank has entered that before."""
     table, again = program.rows, np.zeros(len(program), bool)
     rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
@@ -246,11 +245,13 @@ def _expand(
             elif thing == Buffer.X or thing == Buffer.G:
                 number[count] = max(_edge_named(names, thing, s, via[row]) * batches + b, -1)
                 count += 1
-            elif not (
+            elif (
                 (which == Which.BEFORE and names.versions == 1)
                 or (which == Which.IN_PLACE and names.stays[row])
                 or (which == Which.BESIDE and not names.stays[row])
             ):
+                continue
+            else:
                 low, high = first_unit[s], first_unit[s + 1]
                 if which != Which.PARTS:
                     low += max(via[row], 0)

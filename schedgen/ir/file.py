@@ -27,7 +27,7 @@ from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.validate_instruction import instruction
 from schedgen.util.errors import RefusedFile, clip
 from schedgen.util.files import BLOCK
-from schedgen.util.parse_json import parse_json
+from schedgen.util.parse_json import read_json
 from schedgen.util.progress import counted
 
 VERSION = 1
@@ -178,11 +178,7 @@ def stored_hash(source: BinaryIO) -> str:
 
 def parse(content: str, name: str) -> Program:
     """The program in the text of file `name`, which may be edited by hand: any JSON layout, any or no hash."""
-    try:
-        raw = parse_json(content)
-    except (ValueError, RecursionError) as error:
-        where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
-        raise RefusedFile(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
+    raw = read_json(content, name)
     if not isinstance(raw, dict) or raw.get("schedgen") != VERSION:
         raise RefusedFile(f'{name}: not a schedule file of format version {VERSION} ("schedgen": {VERSION})')
     try:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
-from schedgen.ir.stage_graph import chain, check_edges, check_per_consumer
+from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.util.errors import RefusedFile, UsageError, clip
-from schedgen.util.parse_json import parse_json
+from schedgen.util.parse_json import read_json
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,6 @@ class ModelGraph:
     tied: tuple[tuple[int, ...], ...] = ()
     replicated: tuple[int, ...] = ()  # the file's `whole`
     layers: tuple[int, ...] = ()  # one number a stage, or none
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each stage reads the one before it and no other."""
-        return self.edges is None or self.edges == chain(self.stages)
 
     def text(self) -> str:
         """The file, a key a line."""
@@ -52,10 +47,7 @@ def read_graph(text: str, name: str) -> ModelGraph:
 
     `name`: what sentences call the file.
     """
-    try:
-        values = parse_json(text)
-    except (ValueError, RecursionError) as error:
-        raise RefusedFile(f"{name}: not JSON: {error}") from None
+    values = read_json(text, name)
     optional = ("edges", "apart", "tied", "whole", "layers")
     if not isinstance(values, dict) or not {"stages"} <= values.keys() <= {"stages", *optional}:
         raise RefusedFile(f"{name}: should be an object with stages, and perhaps {', '.join(optional)}")

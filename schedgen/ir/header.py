@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.ir.instructions import DIRECTIONS, Ints
+from schedgen.ir.instructions import DIRECTIONS, Flags, Ints
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.ir.weight_shards import WeightShards
@@ -150,7 +149,7 @@ class Header:
         return WeightShards(self.part_owners, self.owners)
 
     @cached_property
-    def is_owner(self) -> NDArray[np.bool_]:
+    def is_owner(self) -> Flags:
         """Whether a rank owns a unit, a stage or one part of its weights; shape (workers, units)."""
         return self.weight_shards.is_owner(self.workers)
 

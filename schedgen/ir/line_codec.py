@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, VERSIONED, Ints, Kind, Op, Small
+from schedgen.ir.instructions import KIND_NAME, KINDS, OPERANDS, VERSIONED, Flags, Ints, Kind, Numbers, Op, Small
 from schedgen.ir.limits import Limits
 from schedgen.ir.program import Rows, rows
 from schedgen.ir.validate_instruction import NAME_NUMBERS
 from schedgen.util.jit import kernel
 
 Bytes = NDArray[np.uint8]
-Numbers = NDArray[np.int64]
 
 LONGEST_LINE = 128  # bytes: four numbers of ten digits, two names and what stands between
 SHORTEST_LINE = 24  # bytes of an instruction
@@ -51,7 +50,7 @@ class Templates(NamedTuple):
     fields: Numbers  # (opcodes,): how many
     field: Numbers  # (opcodes, 3): STAGE, MB, PEER, BUFFER, VERSION or SHARD
     limit: Numbers  # (opcodes, 3): which size a number there is below
-    kinds: NDArray[np.bool_]  # (opcodes, kinds): the kinds of buffer an opcode may name
+    kinds: Flags  # (opcodes, kinds): the kinds of buffer an opcode may name
     name_begin: Numbers  # (kinds,): the name's letters
     name_length: Numbers
     fewest: Numbers  # (kinds,): numbers in a name
@@ -197,7 +196,7 @@ def read_lines(data: Bytes, state: State, limits: Limits) -> Taken:
 def _read(
     data: Bytes, here: int, row: int, r: int, inside: bool, before: int, sizes: Numbers, divided: Numbers, rank: Ints,
     op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, letters: Bytes, begin: Numbers,
-    length: Numbers, fields: Numbers, field: Numbers, limit: Numbers, kinds: NDArray[np.bool_], name_begin: Numbers,
+    length: Numbers, fields: Numbers, field: Numbers, limit: Numbers, kinds: Flags, name_begin: Numbers,
     name_length: Numbers, fewest: Numbers, most: Numbers,
 ) -> tuple[int, int, int, int, bool, int, bool]:  # fmt: skip
     count = 0
@@ -280,7 +279,7 @@ def _read(
 @kernel
 def _read_name(
     data: Bytes, at: int, stop: int, row: int, opcode: int, sizes: Numbers, divided: Numbers, kind: Small, stage: Ints,
-    mb: Ints, via: Ints, peer: Ints, letters: Bytes, kinds: NDArray[np.bool_], name_begin: Numbers,
+    mb: Ints, via: Ints, peer: Ints, letters: Bytes, kinds: Flags, name_begin: Numbers,
     name_length: Numbers, fewest: Numbers, most: Numbers,
 ) -> int:  # fmt: skip
     """Read the name of a buffer into a row; the place behind it, -1 where it is none that the opcode may name."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import EXCHANGED, AnyInts, Instruction, Ints, Kind, Op, Small
+from schedgen.ir.instructions import EXCHANGED, AnyInts, Flags, Instruction, Ints, Kind, Numbers, Op, Small
 from schedgen.util.sort import stable_order
 
 
@@ -37,11 +37,6 @@ class Rows(NamedTuple):
     peer: Ints
 
     @property
-    def part(self) -> Ints:
-        """Of weights and their gradients: the part of its stage's; -1 where they are not divided."""
-        return self.via
-
-    @property
     def consumer(self) -> Ints:
         """Of x and g: the stage that reads, or gives, this one; -1 where it is the only one."""
         return self.via
@@ -61,7 +56,7 @@ class Rows(NamedTuple):
         """Of compute, STEP and FREE of weights: the version of the weights; -1 where there are none."""
         return self.peer
 
-    def take(self, index: NDArray[np.int64] | slice) -> Rows:
+    def take(self, index: Numbers | slice) -> Rows:
         """The rows at these indices."""
         return Rows(*(column[index] for column in self.columns()))
 
@@ -106,9 +101,9 @@ class Program:
         """How many instructions all ranks have together."""
         return len(self.rows.op)
 
-    def insert(self, new: Rows, after: NDArray[np.int64]) -> Program:
+    def insert(self, new: Rows, after: Numbers) -> Program:
         """Put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
-        order: slice | NDArray[np.int64] = slice(None)
+        order: slice | Numbers = slice(None)
         if (after[1:] < after[:-1]).any():
             order = np.argsort(after, kind="stable")
             after = after[order]
@@ -132,17 +127,17 @@ class Program:
         return Program(self.header, self.rows.take(stable_order(self.rows.rank)))
 
     @cached_property
-    def bounds(self) -> NDArray[np.int64]:
+    def bounds(self) -> Numbers:
         """Projected only: rank r's instructions are rows bounds[r] to bounds[r + 1]."""
         return np.searchsorted(self.rows.rank, np.arange(self.header.workers + 1))
 
-    def is_one_of(self, *ops: Op) -> NDArray[np.bool_]:
+    def is_one_of(self, *ops: Op) -> Flags:
         """By row, whether its opcode is one of these."""
         wanted = np.zeros(len(Op), bool)
         wanted[list(ops)] = True
         return wanted[self.rows.op]  # a tenth of the time of np.isin
 
-    def rows_of(self, *ops: Op) -> NDArray[np.int64]:
+    def rows_of(self, *ops: Op) -> Numbers:
         """The rows with one of these opcodes, ascending."""
         return np.flatnonzero(self.is_one_of(*ops))
 
@@ -150,7 +145,7 @@ class Program:
         """The instruction of one row."""
         return Instruction(*(int(column[row]) for column in self.rows[1:]))
 
-    def exchanges(self) -> NDArray[np.int64]:
+    def exchanges(self) -> Numbers:
         """The rows of sums over shards: every member's ALLREDUCE of an x or a g."""
         sums = self.rows_of(Op.ALLREDUCE)
         return sums[np.isin(self.rows.kind[sums], EXCHANGED)]

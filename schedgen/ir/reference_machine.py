@@ -7,15 +7,7 @@ accepts this machine executes, and what this machine cannot execute the checker 
 
 A rank holds buffers by their names in the file: "x.0.3", "g.0.3.2", "w.1", "w.1@4", "w.1/2", "dw.1"; besides them
 "partial", a received dw that is not added yet, "saved", what a forward keeps for its backward, and "half", what BWD_I
-keeps for BWD_W. Their values are symbols:
-
-    x, g                WHOLE, or t where it is the term of shard t in a sum of a split stage
-    dw, partial         the sum of microbatches' gradients, a tree: in which order, and in which groups, they were added
-    w, saved, half      WHOLE
-    any                 UNDER_WAY, from RECV or FETCH_W until the message is there
-    dw                  STEPPED, where weights have versions, from STEP to FREE
-
-What a rank has, and these values, are in `reference_rank.py`.
+keeps for BWD_W. Their values are symbols; these, and what a rank has, are in `reference_rank.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What one rank of the reference machine has: its list, its buffers by name, and their values.
 
 x, g                WHOLE, or t where it is the term of shard t in a sum of a split stage
-dw, partial         a Sum: what was added, in its order and grouping
+dw, partial         a Sum, the tree of microbatches' gradients: in which order and groups they were added
 w, saved, half      WHOLE
 any                 UNDER_WAY, from RECV or FETCH_W until the message is there
 dw                  STEPPED, where weights have versions, from STEP to FREE

@@ -14,9 +14,8 @@ from functools import cached_property
 from operator import index
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.ir.instructions import AnyInts
+from schedgen.ir.instructions import AnyInts, Flags, Numbers
 from schedgen.util.errors import UsageError, clip
 
 
@@ -45,7 +44,7 @@ class StageGraph:
         return tuple(tuple(sorted(stages)) for stages in ends)
 
     @cached_property
-    def is_per_consumer(self) -> NDArray[np.bool_]:
+    def is_per_consumer(self) -> Flags:
         """By stage: whether it gives each consumer an output of its own."""
         return np.isin(np.arange(self.stages), self.per_consumer)
 
@@ -61,7 +60,7 @@ class StageGraph:
         """The `consumer` operand of every x that a stage gives."""
         return self.consumers[stage] if self.is_per_consumer[stage] else (-1,)
 
-    def size_columns(self, stage: AnyInts, consumer: AnyInts) -> NDArray[np.int64]:
+    def size_columns(self, stage: AnyInts, consumer: AnyInts) -> Numbers:
         """Where the size of an x or g stands in an array by stage and then by edge."""
         edges = np.array(self.edges, np.int64).reshape(-1, 2) @ [self.stages, 1]  # ascending
         columns = self.stages + np.searchsorted(edges, stage.astype(np.int64) * self.stages + consumer)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from schedgen.ir.instructions import Flags, Ints
 from schedgen.util.errors import UsageError
 
 
@@ -29,7 +29,7 @@ class TensorParallel:
         return self.degree > 1
 
     @cached_property
-    def split(self) -> NDArray[np.bool_]:
+    def split(self) -> Flags:
         """By stage of the schedule: whether its output, and the gradients it gives, add up over its shards."""
         split = np.full(self.stages // self.degree, self.degree > 1)
         split[list(self.replicated)] = False
@@ -45,7 +45,7 @@ class TensorParallel:
         return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
 
 
-def check_workers(compute: NDArray[np.int32], degree: int, directions: Sequence[str]) -> None:
+def check_workers(compute: Ints, degree: int, directions: Sequence[str]) -> None:
     """UsageError where two shards of a stage are on one worker; `compute`: (directions, stages, microbatches)."""
     placed = np.sort(compute.reshape(len(compute), -1, degree, compute.shape[2]), axis=2)
     for d, s, t, b in np.argwhere(placed[:, :, 1:] == placed[:, :, :-1])[:1].tolist():

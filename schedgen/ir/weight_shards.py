@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+
+from schedgen.ir.instructions import Flags, Numbers
 
 LINE = 64  # bytes: where a part of weights, or of a sum, begins is a multiple
 
@@ -36,7 +37,7 @@ class WeightShards:
         return bool(self.part_owners)
 
     @cached_property
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Numbers:
         """How many units each stage has."""
         return np.array([len(ranks) for ranks in self.part_owners] or [1] * len(self.owners), np.int64)
 
@@ -46,12 +47,12 @@ class WeightShards:
         return tuple(range(count)) if count > 1 else (-1,)
 
     @cached_property
-    def first_unit(self) -> NDArray[np.int64]:
+    def first_unit(self) -> Numbers:
         """The units of stage s are first_unit[s] to first_unit[s + 1] - 1."""
         return np.concatenate([[0], np.cumsum(self.counts)])
 
     @cached_property
-    def stage_of(self) -> NDArray[np.int64]:
+    def stage_of(self) -> Numbers:
         """The stage of each unit."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
@@ -64,14 +65,14 @@ class WeightShards:
         """The owners of a unit, ascending."""
         return self.owners[stage] if part < 0 else (self.part_owners[stage][part],)
 
-    def is_owner(self, workers: int) -> NDArray[np.bool_]:
+    def is_owner(self, workers: int) -> Flags:
         """Whether a rank owns a unit, shape (workers, units)."""
         owner = np.zeros((workers, len(self.units)), bool)
         for unit, (stage, part) in enumerate(self.units):
             owner[list(self.holders(stage, part)), unit] = True
         return owner
 
-    def sizes(self, by_stage: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sizes(self, by_stage: Numbers) -> Numbers:
         """Bytes of every unit, from those of all weights of each stage."""
         if not self:
             return by_stage

@@ -1,1 +1,2 @@
-"""What every room may use: errors, files, progress bars, option types, text tables, compiled loops, heaps."""
+"""What every room may use: errors, files, JSON, progress bars, option types, text tables, compiled loops,
+heaps, sorting, the version."""

@@ -48,14 +48,14 @@ class kernel(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the Python function; in a kernel that `sized` gave, the name of another one means what it gives."""
+        """Run it as Python. In what `sized` returned a kernel's name stands for its interpreted or compiled form."""
         return self.function(*args, **kwargs)
 
     def sized(self, work: int, ahead: int = 0) -> Callable[..., T]:
         """The function to call on `work` elements, a microsecond of Python each, where calls for `ahead` will follow.
 
-        It is compiled when these and the work of all calls before add up to SMALL: so no number of calls takes twice
-        the time that it would take if it were known.
+        It is compiled when these and the work of all calls before add up to SMALL: so all calls together never take
+        twice as long as with the better choice from the start.
         """
         self.done += work
         small = self.done + ahead < SMALL and not _compile_always

@@ -14,4 +14,4 @@ from numpy.typing import NDArray
 def stable_order(keys: NDArray[Any]) -> NDArray[np.int64]:
     """The places of the keys, shape (n,), in ascending order."""
     few = keys.dtype.kind in "iu" and len(keys) > 0 and keys.min() >= 0 and keys.max() < 2**16
-    return np.argsort(keys.astype(np.uint16) if few else keys, kind="stable")  # it takes 16 bits in linear time
+    return np.argsort(keys.astype(np.uint16) if few else keys, kind="stable")  # NumPy sorts 16 bits by radix

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.order import Times
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, Op, W
+from schedgen.ir.instructions import B, Op, Times, W
 from schedgen.ir.program import Program, rows
 from schedgen.util.sort import stable_order
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from schedgen.ir.instructions import COMPUTE, Ints, Op
+from schedgen.ir.instructions import COMPUTE, Flags, Ints, Numbers, Op
 from schedgen.ir.program import Program
 from schedgen.util.jit import kernel
 
-RowNumbers = NDArray[np.int64]
 
-
-def job_rows(program: Program, *ops: Op) -> RowNumbers:
+def job_rows(program: Program, *ops: Op) -> Numbers:
     """The row of each job (s, b) under one of `ops`, shape (S, B); -1 where there is none."""
     header = program.header
     by_job = np.full((header.stages, header.microbatches), -1, np.int64)
@@ -28,7 +25,7 @@ def serving_owner(program: Program, rank: int, stage: int) -> int:
     return int(header.weights[d, stage, b])
 
 
-def rows_at_end(program: Program, backward: RowNumbers) -> RowNumbers:
+def rows_at_end(program: Program, backward: Numbers) -> Numbers:
     """The last row that happens before each of these backwards (BWD or BWD_W) has ended."""
     assert program.time is not None
     cost = program.header.cost
@@ -38,7 +35,7 @@ def rows_at_end(program: Program, backward: RowNumbers) -> RowNumbers:
     return np.maximum(np.searchsorted(program.time, ended) - 1, backward)
 
 
-def earlier_compute(program: Program, row: RowNumbers, count: int) -> RowNumbers:
+def earlier_compute(program: Program, row: Numbers, count: int) -> Numbers:
     """The `count`-th compute row before a row on its rank; the first if there are fewer; the row if there is none."""
     is_compute = program.is_one_of(*COMPUTE)
     count = min(count, int(np.bincount(program.rows.rank[is_compute]).max()))
@@ -46,9 +43,7 @@ def earlier_compute(program: Program, row: RowNumbers, count: int) -> RowNumbers
 
 
 @kernel
-def _earlier_compute(
-    rank: Ints, is_compute: NDArray[np.bool_], row: RowNumbers, count: int, workers: int
-) -> RowNumbers:
+def _earlier_compute(rank: Ints, is_compute: Flags, row: Numbers, count: int, workers: int) -> Numbers:
     """`row`: ascending. One walk through the program, with the last `count` compute rows of each rank at hand."""
     latest, met = np.zeros((workers, count), np.int64), np.zeros(workers, np.int64)
     earlier, at = row.copy(), 0
@@ -65,7 +60,7 @@ def _earlier_compute(
     return earlier
 
 
-def next_compute(program: Program, row: RowNumbers, rank: Ints | None = None) -> RowNumbers:
+def next_compute(program: Program, row: Numbers, rank: Ints | None = None) -> Numbers:
     """The next compute row behind a row on its rank (or on `rank`); the program's last row if there is none."""
     rank = program.rows.rank[row] if rank is None else rank
     compute, length = program.rows_of(*COMPUTE), len(program) + 1

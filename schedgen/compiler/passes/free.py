@@ -9,11 +9,10 @@ on the projected program.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.accesses import Slots, accesses, numbers_in_all, operands, slots
 from schedgen.ir.effects import Buffer, Effect
-from schedgen.ir.instructions import COMPUTE, Ints, Kind, Op, Small
+from schedgen.ir.instructions import COMPUTE, Flags, Ints, Kind, Op, Small
 from schedgen.ir.program import Program, rows
 from schedgen.util.jit import kernel
 
@@ -47,8 +46,8 @@ def free(program: Program) -> Program:
 
 @kernel
 def _last_uses(
-    rank: Ints, is_compute: NDArray[np.bool_], of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots,
-    first_use: NDArray[np.int32], next_compute: Ints, buffer: Small, named: Ints, after: Ints,
+    rank: Ints, is_compute: Flags, of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots,
+    first_use: Ints, next_compute: Ints, buffer: Small, named: Ints, after: Ints,
 ) -> int:  # fmt: skip
     """Fill the last three, what is freed behind which row, rank by rank in the order of first uses; how many they are.
 

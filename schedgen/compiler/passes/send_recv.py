@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import RowNumbers, job_rows, next_compute
+from schedgen.compiler.passes.find_rows import job_rows, next_compute
 from schedgen.compiler.passes.shard_allreduce import defining_rows
-from schedgen.compiler.place import Flags, PlacedScheme
+from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Ints, Kind, Op
+from schedgen.ir.instructions import B, F, Flags, Ints, Kind, Numbers, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
@@ -27,7 +27,7 @@ def send_recv(program: Program, placed: PlacedScheme) -> Program:
     return program.insert(new, after=np.concatenate([after_forward, after_backward]))
 
 
-def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, RowNumbers]:
+def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
     header, graph = program.header, program.header.graph
     readers: dict[tuple[int, int], list[int]] = {}  # by producer and output, the stages that read it
     for producer, consumer in graph.edges:
@@ -55,7 +55,7 @@ def _receivers(header: Header, output: tuple[int, int], readers: list[int]) -> I
     return np.array([mb, places[place, mb]], np.int32)
 
 
-def _gradients(program: Program) -> tuple[Rows, RowNumbers]:
+def _gradients(program: Program) -> tuple[Rows, Numbers]:
     header, graph = program.header, program.header.graph
     producer, consumer = np.array(graph.edges, np.int64).reshape(-1, 2).T
     operand = np.array([graph.gradient_consumer(p, c) for p, c in graph.edges], np.int32)
@@ -68,8 +68,8 @@ def _gradients(program: Program) -> tuple[Rows, RowNumbers]:
 
 
 def _pairs(
-    kind: Kind, stage: Ints, mb: Ints, consumer: Ints, source: Ints, to: Ints, after: RowNumbers
-) -> tuple[Rows, RowNumbers]:
+    kind: Kind, stage: Ints, mb: Ints, consumer: Ints, source: Ints, to: Ints, after: Numbers
+) -> tuple[Rows, Numbers]:
     """A SEND and its RECV for every message, one after the other, in the order of `after`."""
     order = np.argsort(after, kind="stable")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import RowNumbers, job_rows
+from schedgen.compiler.passes.find_rows import job_rows
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.instructions import B, F, Ints, Kind, Op
+from schedgen.ir.instructions import B, F, Ints, Kind, Numbers, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
@@ -31,7 +31,7 @@ def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
     return program.insert(concatenate([forwards, backwards]), after=np.concatenate([after_forward, after_backward]))
 
 
-def defining_rows(program: Program, kind: Kind, job: RowNumbers, stage: Ints, mb: Ints, consumer: Ints) -> RowNumbers:
+def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
     """The rows behind which x or g of these names are complete: of their jobs, or the last ALLREDUCE over shards."""
     header, table = program.header, program.rows
     sums = program.rows_of(Op.ALLREDUCE)
@@ -39,7 +39,7 @@ def defining_rows(program: Program, kind: Kind, job: RowNumbers, stage: Ints, mb
     if not len(sums):
         return job
 
-    def key(stage: Ints, mb: Ints, consumer: Ints) -> RowNumbers:
+    def key(stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
     keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
@@ -51,7 +51,7 @@ def defining_rows(program: Program, kind: Kind, job: RowNumbers, stage: Ints, mb
     return np.where(keys[order][place] == wanted, last_member[order][place], job)
 
 
-def _sums(program: Program, kind: Kind, d: int, buffers: RowNumbers, job: RowNumbers) -> tuple[Rows, RowNumbers]:
+def _sums(program: Program, kind: Kind, d: int, buffers: Numbers, job: Numbers) -> tuple[Rows, Numbers]:
     """The ALLREDUCEs of what jobs of direction d give, and the rows behind which they stand.
 
     `buffers`: the stage that gives each, and its name's stage and consumer, shape (3, n); `job`: the row of each job,

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import RowNumbers, serving_owner
+from schedgen.compiler.passes.find_rows import serving_owner
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION, redo_duration
-from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Kind, Numbers, Op
 from schedgen.ir.program import Program, concatenate, rows
 from schedgen.util.sort import stable_order
 
@@ -110,7 +110,7 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
     return program.insert(concatenate([frees, transfers]), after=np.concatenate([end, after]))
 
 
-def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[RowNumbers]:
+def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:
     """Tuples of `count` numbers as columns."""
     return list(np.fromiter(chain.from_iterable(tuples), np.int64, count * len(tuples)).reshape(-1, count).T)
 
@@ -124,7 +124,7 @@ def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
     return sorted(parts, key=lambda source: ((source[1] - rank) % header.workers, source[0]))
 
 
-def _copies(program: Program, rank: int, foreign: RowNumbers, jobs: RowNumbers, options: Options) -> list[Copy]:
+def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, options: Options) -> list[Copy]:
     """The copies that `rank` fetches; `jobs`: its jobs, `foreign`: those of them whose stage it does not own."""
     uses = program.rows.stage[foreign].tolist()
     next_use = _next_uses(uses)
@@ -155,7 +155,7 @@ def _copies(program: Program, rank: int, foreign: RowNumbers, jobs: RowNumbers, 
 
 def _fetches(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
-    jobs: list[RowNumbers], fan_out: int,
+    jobs: list[Numbers], fan_out: int,
 ) -> list[tuple[int, ...]]:  # fmt: skip
     """(rank and stage of a copy, part, who sends that part, behind which row, copies it has gone through).
 

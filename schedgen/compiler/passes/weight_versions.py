@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import RowNumbers, job_rows, rows_at_end
+from schedgen.compiler.passes.find_rows import job_rows, rows_at_end
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F, Kind, Op
+from schedgen.ir.instructions import B, F, Kind, Numbers, Op
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 from schedgen.util.errors import UsageError
@@ -30,8 +30,8 @@ Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, aft
 class Updates(NamedTuple):
     """Those of one owner of a stage, by round."""
 
-    sums: RowNumbers  # behind which row it enters the sum
-    steps: RowNumbers  # behind which row it steps
+    sums: Numbers  # behind which row it enters the sum
+    steps: Numbers  # behind which row it steps
 
 
 def weight_versions(program: Program, _: PlacedScheme) -> Program:
@@ -80,7 +80,7 @@ def check_placement(header: Header) -> None:
         raise UsageError(f"--updates {header.weight_versions.updates}: {what}, which is --updates flush")
 
 
-def _with_versions(program: Program, version: RowNumbers) -> Program:
+def _with_versions(program: Program, version: Numbers) -> Program:
     """The program whose jobs use these versions, (S, B)."""
     table = program.rows  # of compute instructions, as yet
     return Program(program.header, table._replace(peer=version[table.stage, table.mb].astype(np.int32)), program.time)
@@ -98,7 +98,7 @@ def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> 
     return {key: last[begin[key] : begin[key] + len(owned.steps) + 1].tolist() for key, owned in updates.items()}
 
 
-def _updates(header: Header, rank: int, stage: int, backward: RowNumbers, ended: RowNumbers) -> Updates:
+def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Numbers) -> Updates:
     """`backward`, `ended`: by microbatch, the row of its backward, and the one behind which that has ended."""
     size = header.weight_versions.round(stage)
     count = -(-header.microbatches // size)
@@ -123,7 +123,7 @@ def _updates(header: Header, rank: int, stage: int, backward: RowNumbers, ended:
     return Updates(sums, steps)
 
 
-def _entered(header: Header, newest: RowNumbers) -> RowNumbers:
+def _entered(header: Header, newest: Numbers) -> Numbers:
     """The versions of vertical sync: of each stage the newest that has no microbatch which the first has not.
 
     `newest`: the newest version when each forward starts, (S, B). Of several stages that read the input, the one
@@ -132,7 +132,7 @@ def _entered(header: Header, newest: RowNumbers) -> RowNumbers:
     sizes = np.array(header.weight_versions.rounds)
     first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
     microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # whose updates all stages may use
-    entered: RowNumbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
+    entered: Numbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
     for s, b in np.argwhere(entered > newest)[:1].tolist():
         raise UsageError(
             f"--updates {header.weight_versions.updates}: microbatch {b} enters with version {entered[s, b]} and comes "
@@ -141,13 +141,13 @@ def _entered(header: Header, newest: RowNumbers) -> RowNumbers:
     return entered
 
 
-def _delayed(header: Header, newest: RowNumbers) -> RowNumbers:
+def _delayed(header: Header, newest: Numbers) -> Numbers:
     """The versions with two buffers: of all stages the one that the update before the last has made, (S, B).
 
     `newest`: the newest version when each forward starts, (S, B).
     """
     versions = header.weight_versions
-    used: RowNumbers = np.broadcast_to(versions.delayed(np.arange(header.microbatches)), newest.shape)
+    used: Numbers = np.broadcast_to(versions.delayed(np.arange(header.microbatches)), newest.shape)
     for s, b in np.argwhere(used > newest)[:1].tolist():
         raise UsageError(
             f"--updates {versions.updates}: microbatch {b} comes to stage {s} before version {used[s, b]} is made: "

@@ -21,10 +21,6 @@ class JobGraph(NamedTuple):
     pred: tuple[tuple[int, ...], ...]  # by node, the nodes it waits for
     succ: tuple[tuple[int, ...], ...]  # by node, the nodes that wait for it
 
-    def node(self, d: int, s: int) -> int:
-        """The node of direction d and stage s."""
-        return d * self.stages + s
-
     def job_name(self, job: int) -> str:
         """A job as users write it: F(s, b)."""
         node, b = divmod(job, self.microbatches)
