@@ -43,12 +43,12 @@ def untrained_tensors(stage: LocalStage) -> dict[str, Tensor]:
 
 
 def untrained_entries(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """The same by entry; a share is under the entry of the whole."""
+    """The untrained tensors by entry; a share is under the entry of the whole."""
     return {model.entry_name(stage.index, name): value for name, value in untrained_tensors(stage).items()}
 
 
 def written_untrained(model: Model, stage: LocalStage) -> dict[str, Tensor]:
-    """What is written of them, by entry: every share, and of what all shards have alike the first shard's."""
+    """The untrained tensors that are written, by entry: every share; of what all shards have alike, the first's."""
     entries: dict[str, Tensor] = {}
     for name, value in untrained_tensors(stage).items():
         entry = model.entry_name(stage.index, name)

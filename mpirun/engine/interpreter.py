@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
 from mpirun.engine.act import Act, in_order
@@ -126,7 +126,7 @@ class Interpreter:
             act()
 
     def run_first(self, step: int) -> StepResult:
-        """As `run` for the first step, which is timed.
+        """As `run` for the first step, which is timed, and whose gradients are counted in `reached`.
 
         Jobs that take long while messages are under way let MPI go on with these from then on.
         """
@@ -148,14 +148,14 @@ class Interpreter:
         with contextlib.ExitStack() as hooks:
             for stage in stages:
                 for name, parameter in zip(stage.names, stage.parameters, strict=True):
-                    seen = partial(self._reach, stage.index, name)
-                    hooks.callback(parameter.register_post_accumulate_grad_hook(seen).remove)
+                    adds = get_gradient_edge(parameter).node  # a hook of the parameter itself would cost later steps
+                    hooks.callback(adds.register_hook(partial(self._reach, stage.index, name)).remove)
             result = self.run(step)
         self.code, self.timed = acts, True
         self._let_mpi_go_on(seconds)
         return result
 
-    def _reach(self, stage: int, name: str, _: Tensor) -> None:
+    def _reach(self, stage: int, name: str, *_: object) -> None:
         self.reached.add((stage, name))
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -9,14 +10,14 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.microbatches import digest_of
+from mpirun.data.microbatches import digest_of, raw_bytes
 from mpirun.model.contract import Model
 from mpirun.model.module_copy import own_tensors
 
 
 class Values(NamedTuple):
-    """Tensors of a stage that ranks must agree on: one tied parameter, under the tie's first name, or all trained
-    parameters, or all other tensors.
+    """What ranks must have alike of a stage: a tied parameter (under the tie's first name), all trained parameters, or
+    all else.
     """
 
     stage: int  # of the model's
@@ -53,5 +54,9 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and values."""
-    return digest_of(part for pair in sorted(tensors.items()) for part in pair)
+    """Of names and values, which are a whole stage's: CRC-32 is three times as fast as SHA-256."""
+    return digest_of(part for name, x in sorted(tensors.items()) for part in (name, x.dtype, x.shape, _crc(x)))
+
+
+def _crc(x: Tensor) -> int:
+    return zlib.crc32(raw_bytes(x).data)

@@ -40,11 +40,15 @@ def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped
 
 
 def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
-    """The same module, of which only shapes and types count: nothing is read or initialised for it.
+    """The same module, of which only shapes and types count: nothing is read for it.
 
-    What builds it runs in `fake`, in which a copy of a module that is there cannot be made.
+    What builds it runs in `fake`, in which a copy of a module that is there cannot be made, so that nothing is
+    initialised; where that fails, as where a constructor asks for values, it runs as always.
     """
-    return _Builder(model, stage, 0, lambda *_: False, making=fake).build()
+    try:
+        return _Builder(model, stage, 0, lambda *_: False, making=fake).build()
+    except UsageError:
+        return _Builder(model, stage, 0, lambda *_: False).build()
 
 
 def check_parameter_hooks(module: nn.Module, what: str) -> None:

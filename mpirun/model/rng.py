@@ -2,8 +2,8 @@
 
 Rank, scheme, order and cut do not matter. A *layer* is an entry of the mapping that a stage is given as; in a stage
 made by `mpirun.split`, an operation that draws; any other stage is one layer. A loss is seeded as if it were one, an
-optimizer by the step and its first parameter. `RandomLayerFinder` finds the layers whose forward draws (dropout), once,
-on fake tensors. `LayerRng` then seeds the generator before each of their forwards: the same forward draws the same
+optimizer by the step and its first parameter. `RandomLayerFinder` finds the layers whose forward draws (dropout), where
+shapes are found. `LayerRng` then seeds the generator before each of their forwards: the same forward draws the same
 numbers again, on whichever rank.
 """
 

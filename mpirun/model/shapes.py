@@ -1,8 +1,9 @@
 """What every rank knows of all stages: shapes and types, memory, which layers draw.
 
 Rank 0 finds it by running all stages once on fake tensors, which have shapes but no data and need little memory. They
-are on the run's device, because autocast has another list of operations for GPUs than for CPUs. Where a stage asks for
-values, as one does that routes tokens to experts, rank 0 runs all stages on the microbatch itself, one after the other.
+are on the run's device, because autocast has another list of operations for GPUs than for CPUs. Where that fails, as
+where a stage asks for values to route tokens to experts, rank 0 runs all stages on the microbatch itself, one after the
+other.
 """
 
 from __future__ import annotations
@@ -15,12 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)  # fmt: skip
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.model.autocast import autocast
@@ -102,7 +98,7 @@ def infer_shapes(
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
     try:
         shapes = _stage_shapes(model, reads, batch, autocast_dtype, device, prepare, fake_mode())
-    except _NeedsValues:
+    except _Failed:
         shapes = _stage_shapes(model, reads, batch, autocast_dtype, device, prepare, None)
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
@@ -158,14 +154,8 @@ def _stage_shapes(
     return shapes
 
 
-class _NeedsValues(Exception):
-    """A stage asks for values, which fake tensors lack."""
-
-
-def _lacks_values(error: Exception) -> bool:
-    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-    asks = (".numpy() is not supported for tensor subclasses", "its data is not allocated yet")
-    return isinstance(error, kinds) or any(words in str(error) for words in asks)
+class _Failed(UsageError):
+    """A stage's forward has failed."""
 
 
 def _real_stage(model: Model, stage: int) -> nn.Module:
@@ -212,9 +202,7 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
-        if isinstance(error, Exception) and _lacks_values(error):
-            raise _NeedsValues from None
-        raise UsageError(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
+        raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     if not isinstance(outputs, (list, tuple)) or not outputs or not all(isinstance(x, Tensor) for x in outputs):
         raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(returned).__name__}")

@@ -68,7 +68,7 @@ def take_model(
 
 
 def directory_of(what: str, name: object) -> Path:
-    """The directory that a method or an argument is given; UsageError where that is no name, as a state_dict."""
+    """The directory that a method or an argument is given; UsageError where that is no name."""
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
     return Path(name)

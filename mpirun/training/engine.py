@@ -149,7 +149,7 @@ class Engine:
                 self.ending.callback(end_on_uncaught(self.comm, self._failing))
             self.shapes, self.source, recipe, dtype = together(self.comm, lambda: (
                 Shapes(self.comm, buckets),
-                None if weights is None else directory_of("weights", weights),
+                None if weights is None else directory_of("weights, which a module may have itself", weights),
                 make_recipe(optimizer, lr, scheduler, clip),
                 checked_options(autocast, accumulate, on_nan, device, gpu_messages, seed, timeout),
             ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shards of stages: what a profile of the model says of them, and what their sums move and need memory for."""
+"""Shards of stages: what a profile of the model says of them, and what memory their sums need."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ SENTENCES = {
     "left out": "the optimizer leaves out stage0.linear.weight: freeze what is not to be trained",
     "no optimizer": "should return a torch.optim.Optimizer, not int",
     "closure": "LBFGS computes gradients within its step, as no schedule does: take another",
-    "weights": "weights: give the name of a directory, not a OrderedDict",
+    "weights": "weights, which a module may have itself: give the name of a directory, not a OrderedDict",
     "batches": "batches should be a whole number, not -1",
     "no loader": "a int gives no batches: take what loader(...) returns",
     "plateau": "a ReduceLROnPlateau does not tell the learning rate by the step",
