@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.node_dependencies import is_buffer, views_of, written_arguments
+from mpirun.model.frontend.node_dependencies import is_buffer, views_of, written_arguments, written_roots
 from mpirun.model.frontend.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError
 
@@ -50,7 +50,7 @@ class ModeOp(nn.Module):
 
 
 class CountOp(nn.Module):
-    """A change in place of a buffer, as a counter, its first argument; in eval mode it stays as it is."""
+    """A change in place of a counter, its first argument; in eval mode it stays as it is."""
 
     def __init__(self, operation: Callable[..., Any]) -> None:
         """`operation`: the node's target."""
@@ -60,6 +60,14 @@ class CountOp(nn.Module):
     def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The counter."""
         return self.operation(counter, *args, **kwargs) if self.training else counter
+
+
+class Changed(nn.Module):
+    """A buffer that a node changes in place; in eval mode the node changes a copy."""
+
+    def forward(self, buffer: Tensor) -> Tensor:
+        """What the node changes."""
+        return buffer if self.training else buffer.clone()
 
 
 class Choice(nn.Module):
@@ -75,7 +83,7 @@ class LeftOut(NamedTuple):
 
     nodes: frozenset[str] = frozenset()  # nothing but these uses their values, in eval mode
     twins: Mapping[str, str] = {}  # by one whose value others use in train mode: what they use in eval mode
-    changes: frozenset[str] = frozenset()  # of buffers, in place
+    changes: tuple[tuple[str, str], ...] = ()  # in place: a node, and its argument, which is a buffer
 
 
 def mode_op(node: fx.Node, counters: Collection[fx.Node]) -> nn.Module | None:
@@ -151,15 +159,25 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
     """What eval mode leaves out; UsageError, with the line, where without it the graphs of both modes still differ."""
-    pairs = zip(evaluated.inputs, train.inputs, strict=True)
-    comparison = _Comparison(train.state, evaluated.state, counters_of(train.graph), dict(pairs))
+    node_of = dict(zip(evaluated.inputs, train.inputs, strict=True)) | _attributes_of(train, evaluated)
+    comparison = _Comparison(train.state, evaluated.state, counters_of(train.graph), node_of)
     comparison.compare(train.graph, evaluated.graph)
     if train.spec != evaluated.spec:
         raise _differs(train.graph.output_node())
     twins = {node.name: twin.name for node, twin in comparison.dropped.items() if node in comparison.left_out}
-    return LeftOut(
-        frozenset(node.name for node in comparison.left_out), twins, frozenset(node.name for node in comparison.changes)
-    )
+    changes = tuple((node.name, argument.name) for node, argument in comparison.changes)
+    return LeftOut(frozenset(node.name for node in comparison.left_out), twins, changes)
+
+
+def _attributes_of(train: ExportedGraph, evaluated: ExportedGraph) -> dict[fx.Node, fx.Node]:
+    """By node of a parameter or buffer in eval mode, that in train mode.
+
+    Without buffers that eval mode changes, too: what stands for one in train mode may be used after the change.
+    """
+    changed = written_roots(evaluated.graph, evaluated.state)
+    nodes = {id(train.state[str(node.target)]): node for node in train.graph.find_nodes(op="get_attr")}
+    twins = {twin: id(evaluated.state[str(twin.target)]) for twin in evaluated.graph.find_nodes(op="get_attr")}
+    return {twin: nodes[key] for twin, key in twins.items() if key in nodes and twin not in changed}
 
 
 def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
@@ -171,10 +189,12 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
         return
     order = {node: place for place, node in enumerate(stage.graph.nodes)}
     traced = {node.meta[TRACED]: node for node in order if TRACED in node.meta}
-    for name in left_out.changes & traced.keys():
-        node = traced[name]
-        operation: Any = stage.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        _call(stage, node, CountOp(operation), node.args, node.kwargs)
+    for name, argument in left_out.changes:
+        node, buffer = traced.get(name), traced.get(argument)
+        if node and buffer and buffer in node.all_input_nodes:  # here, and not done before
+            call = _call(stage, f"{name}-{argument}", Changed(), (buffer,), node.prev)
+            call.meta[TRACED] = name
+            node.replace_input_with(buffer, call)
     for name, twin in left_out.twins.items():
         node = traced.get(name)
         if node is None or node.op == "placeholder" or hasattr(stage, f"{MODE_OPS}{name}"):
@@ -184,27 +204,16 @@ def follow_eval(stage: nn.Module, left_out: LeftOut) -> None:
             raise _differs(node)
         if users:
             args = node, traced[twin]
-            _call(stage, node, Choice(), args, {}, users, max(args, key=order.__getitem__))
+            call = _call(stage, name, Choice(), args, max(args, key=order.__getitem__))
+            node.replace_all_uses_with(call, users.__contains__)
     stage.recompile()
 
 
-def _call(
-    stage: fx.GraphModule,
-    node: fx.Node,
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    users: Collection[fx.Node] | None = None,
-    after: fx.Node | None = None,
-) -> None:
-    """Call a layer, and let users of a node, by default all, use its result."""
-    name = f"{MODE_OPS}{node.name}"
-    stage.add_module(name, layer.train(stage.training))
-    with stage.graph.inserting_after(after or node):
-        call = stage.graph.call_module(name, args, dict(kwargs))
-    node.replace_all_uses_with(call, lambda user: user is not call and (users is None or user in users))
-    if users is None:
-        stage.graph.erase_node(node)
+def _call(stage: fx.GraphModule, name: str, layer: nn.Module, args: tuple[fx.Node, ...], after: fx.Node) -> fx.Node:
+    """The call of a new layer behind a node."""
+    stage.add_module(f"{MODE_OPS}{name}", layer.train(stage.training))
+    with stage.graph.inserting_after(after):
+        return stage.graph.call_module(f"{MODE_OPS}{name}", args)
 
 
 class _Comparison:
@@ -221,8 +230,9 @@ class _Comparison:
         self.state, self.eval_state, self.counters, self.node_of = state, eval_state, counters, node_of
         self.dropped: dict[fx.Node, fx.Node] = {}  # by node that eval mode has not, what users of it have there
         self.left_out: dict[fx.Node, None] = {}  # nodes that eval mode has not, beside dropouts
-        self.changes: list[fx.Node] = []  # of buffers, which eval mode has not
+        self.changes: dict[tuple[fx.Node, fx.Node], None] = {}  # of buffers, as of LeftOut
         self.views: dict[fx.Node, fx.Node] = {}  # by node, whose memory it has
+        self.inside: UsageError | None = None  # the first difference in a subgraph
 
     def compare(self, graph: fx.Graph, other: fx.Graph, whole: bool = True) -> None:
         """UsageError where `other`, in eval mode, does something else than leave out some nodes.
@@ -242,22 +252,24 @@ class _Comparison:
             else:
                 self.dropped = before
                 if not whole or not self._leave_out(node):
-                    raise _differs(next(iter(self.left_out), node))
+                    raise self.inside or _differs(next(iter(self.left_out), node))
 
     def _leave_out(self, node: fx.Node) -> bool:
-        """Whether eval mode may do without a node: it changes nothing but what eval mode does without, or a buffer."""
-        if not isinstance(node.target, OpOverload):
+        """Whether eval mode may do without a node: it changes nothing but what eval mode does without, or buffers."""
+        if node.op == "output":
             return False
         written = [] if _in_eval(node) else written_arguments(node, self.state)  # in eval mode statistics stay
-        roots = [self.views.get(argument, argument) for argument in written]
-        if all(root in self.left_out for root in roots):
-            self.left_out[node] = None
-        elif written == [node.args[0]] and is_buffer(roots[0]):
-            self.changes.append(node)
-            self.dropped[node] = self._uncopied(written[0])
-        else:
+        kept = [argument for argument in written if self._root(argument) not in self.left_out]
+        if not all(is_buffer(self._root(argument)) for argument in kept):
             return False
+        self.left_out[node] = None
+        if kept == [node.args[0]]:
+            self.dropped[node] = self._uncopied(kept[0])
+        self.changes |= dict.fromkeys((node, argument) for argument in kept)
         return True
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        return self.views.get(node, node)
 
     def _runs_subgraph(self, node: fx.Node) -> bool:
         return any(True for _ in subgraphs(node, self.state))
@@ -289,7 +301,12 @@ class _Comparison:
             if not self._same([operand for _, operand in kept], other_operands) or len(twins) != len(kept):
                 return False
             node_of = {twin: inner for twin, (inner, _) in zip(twins, kept, strict=True)}
-            _Comparison(attributes(code), attributes(other), counters, node_of).compare(code.graph, other.graph, False)
+            inner = _Comparison(attributes(code), attributes(other), counters, node_of)
+            try:
+                inner.compare(code.graph, other.graph, False)
+            except UsageError as error:
+                self.inside = self.inside or error
+                return False
         constants = ([x for x in n.args if not isinstance(x, fx.Node)] for n in (node, twin))
         return self._same(*constants)
 
@@ -299,15 +316,21 @@ class _Comparison:
             value, other = self._uncopied(value), self._uncopied(other)
             if value.op == other.op == "get_attr":
                 return self._same_attribute(str(value.target), str(other.target))
-            if value in self.left_out and other in self.node_of:
-                self.dropped[value] = self.node_of[other]
+            twin = self.node_of.get(other)
+            if value in self.left_out and twin and self._kind(value) == self._kind(twin):
+                self.dropped[value] = twin
                 return True
-            return self.node_of.get(other) is value
+            return twin is value
         if isinstance(value, Mapping) and isinstance(other, Mapping):
             return value.keys() == other.keys() and all(self._same(value[key], other[key]) for key in value)
         if isinstance(value, list | tuple) and isinstance(other, list | tuple):
             return len(value) == len(other) and all(map(self._same, value, other))
         return bool(value == other)
+
+    def _kind(self, node: fx.Node) -> object:
+        """The shape and type of a value, on which what is left out is still computed in eval mode."""
+        value = node.meta.get("val", self.state.get(str(node.target)))
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else None
 
     def _uncopied(self, node: fx.Node) -> fx.Node:
         """The same values, in whichever layout, which in eval mode is another for kernels of attention."""

@@ -14,6 +14,7 @@ import torch.nn.functional as nnf
 import transformers
 from plain_models import GPT2Like, ResNetLike
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_leaves
 
 from mpirun import Cut, Input, MpirunWarning, Value, split, split_sequential
@@ -134,6 +135,45 @@ class Average(Noise):
         return self.second(x)
 
 
+class Ungraded(Average):
+    """Changes buffers in regions of its own, and beside one that eval mode has, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+                self.mean[:4] = 1
+        with torch.no_grad():
+            size = x.abs().mean(0)
+        return self.second(x - self.mean * size)
+
+
+class Assigned(Average):
+    """Uses what it gives a buffer that eval mode uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.second(x - self.mean)
+
+
+class Updated(Average):
+    """Changes a buffer in both modes, and before that in one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            self.mean.add_(x.detach().mean(0))
+        self.mean.mul_(0.9)
+        return self.second(x - self.mean)
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(16, 16)))
+
+
 class Paths(Noise):
     """What a branch adds is scaled by a random number for each sample, or by none in eval mode."""
 
@@ -176,6 +216,10 @@ def follow_eval(cut: Cut) -> None:
         (GPT2Like, (TOKENS, torch.ones_like(TOKENS)), 2),
         (Noise, X, ["second"]),
         (Average, X, 2),
+        (Ungraded, X, 2),
+        (Assigned, X, ["second"]),
+        (Updated, X, 2),
+        (spectral, X, 2),
         (Paths, X, 2),
         (Sampled, X, 2),
     ],
@@ -212,6 +256,16 @@ class Left(Noise):
         return self.second(y)
 
 
+class Before(Average):
+    """Uses in eval mode what a buffer was before it was assigned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mean = self.mean + 1 if self.training else self.mean
+        self.mean = x.detach().mean(0)
+        return self.second(x - mean)
+
+
 class Short(Noise):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x)) if self.training else x
@@ -241,6 +295,7 @@ MORE = "differs between train and eval mode by more than what eval mode leaves o
     [
         (Always, "return self.second(nnf.dropout(self.first(x), 0.1))", "the same in eval mode as in train mode, but"),
         (Left, "return self.second(y)", MORE),
+        (Before, "mean = self.mean + 1 if self.training else self.mean", MORE),
         (Two, "x = self.second(self.first(x))", MORE),
         (Cached, "def forward(self, x: Tensor) -> Tensor:", "cannot be traced: uses a tensor that no operation of"),
         (Short, "return self.second(self.first(x)) if self.training else x", MORE),
