@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from mpirun.model.frontend.cut_points import uncut_ranges
 from mpirun.model.frontend.errors import line_of_node
-from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer
+from mpirun.model.frontend.node_dependencies import Dependencies, is_buffer, written_arguments
 from mpirun.model.frontend.subgraphs import result_inside
 from schedgen.util.errors import UsageError
 
@@ -76,7 +76,8 @@ def _is_changed_in_place(node: object, root: fx.Node, state: Mapping[str, Any]) 
             node = operand_of[changed[0]] if changed else None
         elif isinstance(node.target, OpOverload):
             returned = [result.alias_info for result in node.target._schema.returns]
-            node = node.args[0] if len(returned) == 1 and returned[0] and returned[0].is_write else None
+            whole = len(returned) == 1 and returned[0] and returned[0].is_write
+            node = written_arguments(node, state)[0] if whole else None
         else:
             return False
     return node is root

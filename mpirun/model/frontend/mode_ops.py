@@ -16,7 +16,13 @@ from torch._ops import OpOverload
 
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
-from mpirun.model.frontend.node_dependencies import is_buffer, views_of, written_arguments, written_roots
+from mpirun.model.frontend.node_dependencies import (
+    arguments_of,
+    is_buffer,
+    views_of,
+    written_arguments,
+    written_roots,
+)
 from mpirun.model.frontend.subgraphs import attributes, subgraphs
 from schedgen.util.errors import UsageError
 
@@ -140,21 +146,13 @@ def _in_eval(node: fx.Node) -> dict[int | str, Any]:
     if not isinstance(node.target, OpOverload):
         return {}
     changed: dict[int | str, Any] = {}
-    given = _arguments(node)
+    given = arguments_of(node)
     for position, parameter in enumerate(node.target._schema.arguments):
         value = EVAL_VALUES.get(parameter.name)
         keeps_statistics = given.get("running_mean", node) is not None  # without them, eval mode is as train mode
         if value is not None and given[parameter.name] != value and keeps_statistics:
             changed[position if position < len(node.args) else parameter.name] = value
     return changed
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an aten operation by name."""
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    defaults = {parameter.name: parameter.default_value for parameter in parameters}
-    given = {parameter.name: value for parameter, value in zip(parameters, node.args, strict=False)}
-    return defaults | given | dict(node.kwargs)
 
 
 def compare_with_eval(train: ExportedGraph, evaluated: ExportedGraph) -> LeftOut:
@@ -279,7 +277,8 @@ class _Comparison:
             return False
         if not isinstance(node.target, OpOverload):
             return self._same((node.args, node.kwargs), (twin.args, twin.kwargs))
-        traced, in_eval, names = _arguments(node), _arguments(twin), [p.name for p in node.target._schema.arguments]
+        traced, in_eval = arguments_of(node), arguments_of(twin)
+        names = [*traced]
         changes = {names[at] if isinstance(at, int) else at: value for at, value in _in_eval(node).items()}
         if changes and all(in_eval[name] == traced[name] for name in changes):
             raise UsageError(

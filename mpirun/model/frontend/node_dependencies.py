@@ -146,6 +146,14 @@ def views_of(graph: fx.Graph, state: Mapping[str, Any]) -> dict[fx.Node, fx.Node
     return views
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an aten operation by name, in their order."""
+    parameters = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {parameter.name: parameter.default_value for parameter in parameters}
+    given = {parameter.name: value for parameter, value in zip(parameters, node.args, strict=False)}
+    return defaults | given | dict(node.kwargs)
+
+
 def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
     """The arguments to whose memory a node writes."""
     written = []
@@ -155,8 +163,8 @@ def written_arguments(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
         written += [operand for inner, operand in operand_of.items() if inner in inside]
     if isinstance(node.target, OpOverload):
         hidden = STATISTICS.get(node.target, ()) if len(node.args) > 5 and node.args[5] else ()
-        for index, parameter in enumerate(node.target._schema.arguments):
-            argument = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name)
+        for index, argument in enumerate(arguments_of(node).values()):
+            parameter = node.target._schema.arguments[index]
             writes = parameter.alias_info is not None and parameter.alias_info.is_write
             if isinstance(argument, fx.Node) and (writes or index in hidden):
                 written.append(argument)
@@ -173,7 +181,7 @@ def _viewed(node: fx.Node, state: Mapping[str, Any]) -> list[fx.Node]:
         return [node.all_input_nodes[0]]
     if not isinstance(node.target, OpOverload) or all(r.alias_info is None for r in node.target._schema.returns):
         return []
-    pairs = zip(node.target._schema.arguments, node.args, strict=False)
+    pairs = zip(node.target._schema.arguments, arguments_of(node).values(), strict=True)
     return [node for parameter, node in pairs if parameter.alias_info is not None and isinstance(node, fx.Node)]
 
 

@@ -542,6 +542,29 @@ def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: b
     agree(module, cut, (X,))
 
 
+def test_buffers_that_are_written_to_as_out() -> None:
+    class Written(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("seen", torch.ones(WIDTH))
+            self.register_buffer("sum", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.add(self.seen, 1, out=self.seen)
+            self.seen.mul_(2)
+            x = self.first(x)
+            self.sum = torch.add(self.sum, 1, out=x.detach()[0] * 1)
+            return self.second(x)
+
+    module = Written()
+    cut = split(module, X, stages=2)
+    assert {name for stage in cut.stages for name, _ in stage.named_buffers()} == {"seen", "sum"}
+    agree(module, cut, (X,))
+
+
 def test_a_buffer_that_gets_another_s_old_value() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
