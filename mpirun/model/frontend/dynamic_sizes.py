@@ -15,7 +15,7 @@ from mpirun.data.microbatches import Dims, leaf_dims, sample_count
 from mpirun.model.frontend.errors import line_of_node
 from mpirun.model.frontend.export_graph import ExportedGraph
 from mpirun.model.frontend.module_io import Call, Example
-from mpirun.model.frontend.subgraphs import attributes
+from mpirun.model.frontend.subgraphs import attributes, same_values
 from schedgen.util.errors import UsageError
 
 SHAPES = "shapes"  # in a node's meta: the shapes of its value for both sizes, if they differ
@@ -100,10 +100,8 @@ def _differs(node: fx.Node) -> UsageError:
 def _merge_attributes(node: fx.Node, value: Any, other: Any) -> None:
     if isinstance(value, fx.GraphModule) and isinstance(other, fx.GraphModule):
         _merge(value.graph, other.graph, attributes(value), attributes(other))
-    elif value is not other:
-        tensors = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
-        if not tensors or not bool(((value == other) | ((value != value) & (other != other))).all()):  # NaN is itself
-            raise _differs(next(iter(node.users), node))
+    elif not same_values(value, other):
+        raise _differs(next(iter(node.users), node))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:

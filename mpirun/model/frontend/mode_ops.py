@@ -23,7 +23,7 @@ from mpirun.model.frontend.node_dependencies import (
     written_arguments,
     written_roots,
 )
-from mpirun.model.frontend.subgraphs import attributes, subgraphs
+from mpirun.model.frontend.subgraphs import attributes, same_values, subgraphs
 from schedgen.util.errors import UsageError
 
 aten = torch.ops.aten
@@ -314,7 +314,7 @@ class _Comparison:
         if isinstance(value, fx.Node) and isinstance(other, fx.Node):
             value, other = self._uncopied(value), self._uncopied(other)
             if value.op == other.op == "get_attr":
-                return self._same_attribute(str(value.target), str(other.target))
+                return same_values(self.state[str(value.target)], self.eval_state[str(other.target)])
             twin = self.node_of.get(other)
             if value in self.left_out and twin and self._kind(value) == self._kind(twin):
                 self.dropped[value] = twin
@@ -336,12 +336,6 @@ class _Comparison:
         while node.target is aten.contiguous.default:
             node = node.all_input_nodes[0]
         return self.dropped.get(node, node)
-
-    def _same_attribute(self, name: str, other: str) -> bool:
-        value, twin = self.state[name], self.eval_state[other]
-        if not (isinstance(value, Tensor) and isinstance(twin, Tensor)) or value is twin:
-            return value is twin
-        return name == other or (value.shape == twin.shape and bool((value == twin).all()))
 
 
 def _computes(node: fx.Node) -> bool:

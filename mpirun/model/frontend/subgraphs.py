@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 
 def subgraphs(node: fx.Node, state: Mapping[str, Any]) -> Iterator[tuple[fx.GraphModule, list[Any]]]:
@@ -41,6 +41,14 @@ def attributes(module: Any, graph: fx.Graph | None = None) -> dict[str, Any]:
     """What the get_attr nodes of a module's graph refer to, by target; `graph`: another that is to be the module's."""
     nodes = (graph or module.graph).find_nodes(op="get_attr")
     return {str(node.target): attribute(module, str(node.target)) for node in nodes}
+
+
+def same_values(value: Any, other: Any) -> bool:
+    """Whether two attributes are one, or tensors that are the same; NaN is itself."""
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)) or value is other:
+        return value is other
+    same = (value.shape, value.dtype) == (other.shape, other.dtype)
+    return same and bool(((value == other) | ((value != value) & (other != other))).all())
 
 
 def attribute(module: Any, name: str) -> Any:

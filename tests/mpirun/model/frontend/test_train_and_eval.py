@@ -266,6 +266,11 @@ class Before(Average):
         return self.second(x - mean)
 
 
+class Scaled(Noise):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * torch.tensor([0.5] if self.training else [2.0]))
+
+
 class Short(Noise):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x)) if self.training else x
@@ -296,6 +301,7 @@ MORE = "differs between train and eval mode by more than what eval mode leaves o
         (Always, "return self.second(nnf.dropout(self.first(x), 0.1))", "the same in eval mode as in train mode, but"),
         (Left, "return self.second(y)", MORE),
         (Before, "mean = self.mean + 1 if self.training else self.mean", MORE),
+        (Scaled, "return self.second(self.first(x) * torch.tensor([0.5] if self.training else [2.0]))", MORE),
         (Two, "x = self.second(self.first(x))", MORE),
         (Cached, "def forward(self, x: Tensor) -> Tensor:", "cannot be traced: uses a tensor that no operation of"),
         (Short, "return self.second(self.first(x)) if self.training else x", MORE),
