@@ -204,9 +204,13 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
     except (Exception, SystemExit) as error:
         raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
-    if not isinstance(outputs, (list, tuple)) or not outputs or not all(isinstance(x, Tensor) for x in outputs):
-        raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {type(returned).__name__}")
-    return outputs
+    what = f"a {type(returned).__name__}"
+    if isinstance(outputs, (list, tuple)):
+        others = [type(x).__name__ for x in outputs if not isinstance(x, Tensor)]
+        if outputs and not others:
+            return outputs
+        what += f" with a {others[0]} in it" if others else " of none"
+    raise UsageError(f"stage {stage} should return a tensor or a tuple of them, not {what}")
 
 
 def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:

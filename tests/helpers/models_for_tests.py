@@ -616,6 +616,11 @@ def narrow(stages: int) -> Model:
     return with_stage(stages, stages - 1, lambda: nn.Linear(WIDTH // 2, 256))
 
 
+def recurrent(stages: int) -> Model:
+    """Its last stage returns a tuple in a tuple."""
+    return with_stage(stages, stages - 1, lambda: nn.LSTM(WIDTH, 256))
+
+
 def loss_of_many(stages: int) -> Model:
     """Its loss is not one number."""
     return mlp.tiny(stages)._replace(loss=lambda scores, target: nnf.cross_entropy(scores, target, reduction="none"))

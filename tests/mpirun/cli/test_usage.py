@@ -120,6 +120,10 @@ MISTAKES = {
     "stages that do not fit": model(
         "models_for_tests:narrow", r"/stage 1 fails on the shapes it gets: RuntimeError: .+/"
     ),
+    "a tuple in a tuple": model(
+        "models_for_tests:recurrent",
+        "stage 1 should return a tensor or a tuple of them, not a tuple with a tuple in it",
+    ),
     "a loss of many numbers": model(
         "models_for_tests:loss_of_many", "the loss should be one number, or a pair of it and a dict of metrics"
     ),
