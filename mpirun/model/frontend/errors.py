@@ -95,6 +95,18 @@ def check_hooks(module: nn.Module) -> None:
     check_parameter_hooks(module, type(module).__name__)
 
 
+def check_names(module: nn.Module) -> None:
+    """UsageError for parameters, buffers and children of a name that fx.GraphModule has for something else."""
+    traced = fx.GraphModule(nn.Module(), fx.Graph())
+    for name in (*module._parameters, *module._buffers, *module._modules):
+        if hasattr(traced, name):
+            kind = type(module).__name__
+            raise UsageError(
+                f"{kind}: its {name!r} has a name that modules of torch.fx, as stages are, have for something else: "
+                f"rename it, or split a module that has the {kind} as a child"
+            )
+
+
 def check_example(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """UsageError where the module's forward cannot be called with the example."""
     try:

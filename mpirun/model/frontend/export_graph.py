@@ -23,6 +23,7 @@ from mpirun.model.frontend.errors import (
     called_by_user,
     check_example,
     check_hooks,
+    check_names,
     export_error,
     line_of_forward,
     line_of_node,
@@ -73,6 +74,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
     check_example(module, args, kwargs)
     check_hooks(module)
+    check_names(module)
     export = torch.export.export
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)

@@ -692,6 +692,23 @@ def test_what_stages_would_not_call_is_refused() -> None:
         split_sequential(hooked, 2)
 
 
+@pytest.mark.parametrize("name", ["graph", "code", "meta"])
+def test_a_name_that_stages_have_for_something_else_is_refused_but_not_inside(name: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.get_submodule(name)(self.first(x))
+
+    with pytest.raises(UsageError, match=f"^Named: its '{name}' has a name that .*: rename it, or split a module"):
+        split(Named(), X, stages=2)
+    outer = nn.Sequential(Named())
+    agree(outer, split(outer, X, stages=2), (X,))
+
+
 MARKED = {"Viewed", "ViewedInside", "Strided", "StridedInside", "Counted", "First", "Twice", "Last"}
 
 
