@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from torch.autograd.graph import get_gradient_edge
 
@@ -145,18 +144,16 @@ class Interpreter:
         pairs = zip(acts, self.context.instructions, strict=True)
         self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
         stages = {self.forward_backward.stage_of(i) for i in self.context.instructions if i.op in (Op.BWD, Op.BWD_W)}
+        # What adds to a gradient lives as long as it is held here. A hook of the parameter would cost later steps time.
+        places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
+        adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
         with contextlib.ExitStack() as hooks:
-            for stage in stages:
-                for name, parameter in zip(stage.names, stage.parameters, strict=True):
-                    adds = get_gradient_edge(parameter).node  # a hook of the parameter itself would cost later steps
-                    hooks.callback(adds.register_hook(partial(self._reach, stage.index, name)).remove)
+            for place, adder in adders.items():
+                hooks.callback(adder.register_hook(lambda *_, place=place: self.reached.add(place)).remove)
             result = self.run(step)
         self.code, self.timed = acts, True
         self._let_mpi_go_on(seconds)
         return result
-
-    def _reach(self, stage: int, name: str, *_: object) -> None:
-        self.reached.add((stage, name))
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""
