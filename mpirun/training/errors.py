@@ -19,6 +19,8 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop, raised_at
 from schedgen.util.errors import RefusedFile, UsageError, raised
 
+PASSED_ON = 0.3  # seconds in which launchers pass on what ranks have printed; Abort makes them drop the rest
+
 
 @contextlib.contextmanager
 def exit_by(
@@ -60,7 +62,7 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
             traceback.print_exception(error)
         where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
         print(f"mpirun: {where}{raised(error)}{raised_at(error)}", file=sys.stderr, flush=True)
-        time.sleep(0.3)  # Abort makes launchers drop what they have not passed on yet
+        time.sleep(PASSED_ON)
     finally:
         comm.Abort(1)
     raise SystemExit(1)
@@ -72,8 +74,9 @@ def end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
     with contextlib.suppress(KeyboardInterrupt):
         if comm.rank:
             where = f"rank {comm.rank} on {socket.gethostname()}: {position}"
-            time.sleep(0.3)  # rank 0 ends this one
+            time.sleep(3 * PASSED_ON)  # rank 0 ends this one
         print(f"mpirun: {where}interrupted", file=sys.stderr, flush=True)
+        time.sleep(PASSED_ON)
     comm.Abort(130)
     raise SystemExit(130)
 
