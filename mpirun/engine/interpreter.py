@@ -125,7 +125,7 @@ class Interpreter:
             act()
 
     def run_first(self, step: int) -> StepResult:
-        """As `run` for the first step, which is timed, and whose gradients are counted in `reached`.
+        """As `run` for the first step, which is timed; `reached` says then which parameters got a gradient.
 
         Jobs that take long while messages are under way let MPI go on with these from then on.
         """

@@ -225,9 +225,11 @@ class Session:
         if step != self.begun:
             return result
         model, shapes = self.setup.model, self.setup.shapes
+        reached = self.comm.gather({model.entry_name(*parameter) for parameter in self.interpreter.reached})
+        if reached is None:
+            return result
         trained = {model.entry_name(s, name) for s, shape in enumerate(shapes) for name in shape.parameter_names}
-        reached = self.comm.gather({model.entry_name(*parameter) for parameter in self.interpreter.reached}) or ()
-        if self.comm.rank == 0 and (unreached := sorted(trained.difference(*reached))):
+        if unreached := sorted(trained.difference(*reached)):
             note(
                 self.comm,
                 f"step {step + 1} gives no gradient to {listed(unreached)}: it counts as 0, so that weight decay and "
