@@ -182,7 +182,7 @@ def _of_run(parser: Parser) -> None:
     add("--lr", type=_positive, default=lr, metavar="X", help=f"learning rate; default: {lr}")
     add("--lr-schedule", choices=("constant", "linear", "cosine"), default="constant", help="default: constant")
     add("--warmup", type=_count, default=0, metavar="N", help="steps in which the learning rate rises; default: 0")
-    add("--accumulate", type=_positive_count, default=1, metavar="N", help="walks through the schedule before a step")
+    add("--accumulate", type=_positive_count, default=1, metavar="N", help="passes through the schedule before a step")
     add("--graphs", action="store_true", help="capture the kernels of each job once, on a GPU, and replay them")
     # The comparison with one process
     add("--verify", action="store_true", help="do the same steps in one process and compare; exit 1 if they differ")

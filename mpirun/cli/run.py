@@ -15,7 +15,6 @@ from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory
 from mpirun.engine.read_schedule import read_schedule
 from mpirun.engine.setup import set_up_command
-from mpirun.engine.step_trace import StepTrace
 from mpirun.training.session import Session
 
 
@@ -62,14 +61,8 @@ class Run:
         with self.end:
             begun, steps = session.begun, options.setup.steps
             traced = min(options.trace_steps if options.trace else 0, max(0, steps - begun))
-            trace = None
-            if traced:
-                walks = traced * session.setup.passes
-                trace = StepTrace(session.interpreter, session.instructions, session.setup.device, walks)
-            saved, left = self._steps(trace, traced)
-            if trace is not None and trace.done and options.trace:
-                trace.write(self.comm, session.schedule.all_ranks, options.trace)
-            elif options.trace:
+            saved, left = self._steps(traced)
+            if options.trace and not session.end_trace("--trace", options.trace):
                 why = "none of its steps is done" if left else "no step is left"
                 note(self.comm, f"--trace: {why}, so {options.trace} is not written")
             self._print_memory()
@@ -82,14 +75,14 @@ class Run:
             unwritten = self.progress is not None and self.progress.failed
             return code or int(sleeping_any(self.comm, bool(unsaved or unwritten)))  # nobody is done before all are
 
-    def _steps(self, trace: StepTrace | None, traced: int) -> tuple[bool, bool]:
+    def _steps(self, traced: int) -> tuple[bool, bool]:
         """All steps, of which the last `traced` are traced; whether the end is saved, and whether SIGTERM made it."""
         session, options, saved, left = self.session, self.options, False, False
         steps, source = options.setup.steps, session.setup.microbatches
         weights, tokens = source.loss_weights, source.tokens
         while session.steps < steps and not left:
-            if trace is not None and session.steps == steps - traced:
-                trace.begin()
+            if traced and session.steps == steps - traced:
+                session.begin_trace()
             result = session.step(weights, tokens)
             if self.progress is not None:
                 self.progress.step(session.steps - 1, result)

@@ -1,4 +1,4 @@
-"""--trace: when every rank executed every instruction of the last steps, and how long it waited for what.
+"""Traces: when every rank executed every instruction of some steps, and how long it waited for what.
 
 - The traced loop notes the time, and the seconds waited so far, between any two instructions.
 - What a wait is for is noted where the transport begins to wait.
@@ -9,7 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -28,47 +32,63 @@ from schedgen.simulator.timeline import CAUSES, REDUCTION, SEND_CAUSE, measured_
 _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 
 
+class Pass(NamedTuple):
+    """What is noted of one accumulation pass; a step without accumulation is one pass."""
+
+    times: list[float]  # by row, when it began; behind them, when the last one ended
+    waited: list[float]  # as `times`: seconds that the transport had waited until then
+    causes: Small  # by row, what it waited for: an index of CAUSES; negative: nothing
+
+
 class StepTrace:
-    """One rank's record of the last accumulation passes of a run; a step without accumulation is one pass."""
+    """One rank's record of the passes between `begin` and `end`."""
 
-    def __init__(self, interpreter: Interpreter, instructions: list[Instruction], device: Device, passes: int) -> None:
-        """`passes`: how many will be traced. Nothing is traced before `begin`."""
-        self.interpreter, self.instructions, self.device = interpreter, instructions, device
-        self.transport, self.passes, self.done = interpreter.transport, passes, 0
-        length = len(instructions) + 1
-        self.times, self.waited = [0.0] * (passes * length), [0.0] * (passes * length)
-        self.cause = np.full((passes, len(instructions)), -1, np.int8)
-        self.code: list[Act] = []
-        self.made_from: list[Act] | None = None
+    def __init__(self, instructions: list[Instruction], device: Device) -> None:
+        """Nothing is traced yet."""
+        self.instructions, self.device = instructions, device
+        self.passes: list[Pass] = []
+        self.attached = contextlib.ExitStack()
 
-    def begin(self) -> None:
+    def begin(self, interpreter: Interpreter) -> None:
         """Trace all passes from now on. Collective."""
+        self.transport = interpreter.transport
         self.before = read_clocks(self.transport)
-        self.interpreter.execute_list = self.execute_list
-        self.on_wait, self.transport.on_wait = self.transport.on_wait, self.note_wait
+        self.attach(interpreter)
 
-    def execute_list(self) -> None:
+    def attach(self, interpreter: Interpreter) -> None:
+        """Trace this interpreter's passes."""
+        transport, on_wait = interpreter.transport, interpreter.transport.on_wait
+        if interpreter.execute_list != interpreter.execute:
+            return
+        self.attached.callback(setattr, interpreter, "execute_list", interpreter.execute_list)
+        self.attached.callback(setattr, transport, "on_wait", on_wait)
+        interpreter.execute_list = partial(self._execute, interpreter)
+        transport.on_wait = partial(self._note_wait, interpreter.state, on_wait)
+
+    def end(self) -> None:
+        """Trace nothing any more. Collective."""
+        self.attached.close()
+        self.after = read_clocks(self.transport)
+
+    def _execute(self, interpreter: Interpreter) -> None:
         """As Interpreter.execute, with the time between any two instructions."""
-        interpreter, transport, clock = self.interpreter, self.transport, time.perf_counter
-        if self.made_from is not interpreter.code:
-            self.made_from, self.code = interpreter.code, self._wait_for_device(interpreter.code)
-        times, waited = self.times, self.waited
-        at, state = self.done * (len(self.code) + 1), interpreter.state
-        for row, act in enumerate(self.code):
+        length, transport, clock = len(self.instructions), interpreter.transport, time.perf_counter
+        code, state = self._wait_for_device(interpreter), interpreter.state
+        times, waited = [0.0] * (length + 1), [0.0] * (length + 1)
+        self.passes.append(Pass(times, waited, np.full(length, -1, np.int8)))
+        for row, act in enumerate(code):
             state[ROW] = row
-            times[at] = clock()
-            waited[at] = transport.waited
+            times[row] = clock()
+            waited[row] = transport.waited
             act()
-            at += 1
-        times[at] = clock()
-        waited[at] = transport.waited
-        self.done += 1
+        times[length] = clock()
+        waited[length] = transport.waited
 
-    def _wait_for_device(self, code: list[Act]) -> list[Act]:
+    def _wait_for_device(self, interpreter: Interpreter) -> list[Act]:
         """On a GPU: instructions that end when the GPU has executed them."""
-        if self.device.mark() is None:
-            return code
-        device, poll = self.device, self.transport.poll
+        device, poll = self.device, interpreter.transport.poll
+        if device.mark() is None:
+            return interpreter.code
 
         def waits_for_device(act: Act) -> Act:
             def run() -> None:
@@ -79,16 +99,14 @@ class StepTrace:
 
             return run
 
-        return [
-            waits_for_device(act) if i.op in _ON_DEVICE else act for i, act in zip(self.instructions, code, strict=True)
-        ]
+        pairs = zip(self.instructions, interpreter.code, strict=True)
+        return [waits_for_device(act) if i.op in _ON_DEVICE else act for i, act in pairs]
 
-    def note_wait(self, row: int | None) -> None:
-        """Called as Transport's on_wait is. Of several waits in an instruction the last counts."""
-        at = self.interpreter.state[ROW]
-        if row is not None and at >= 0 and self.done < self.passes:
-            self.cause[self.done, at] = self._cause(row)
-        self.on_wait(row)
+    def _note_wait(self, state: memoryview, on_wait: Callable[[int | None], None], row: int | None) -> None:
+        """In place of Transport's on_wait. Of several waits in an instruction the last counts."""
+        if row is not None and state[ROW] >= 0:
+            self.passes[-1].causes[state[ROW]] = self._cause(row)
+        on_wait(row)
 
     def _cause(self, row: int) -> int:
         """An index of CAUSES; `row`: of the instruction that started what is waited for, negative where none did."""
@@ -99,17 +117,18 @@ class StepTrace:
             return SEND_CAUSE
         return CAUSES.index(KIND_WORDS[Kind.W if i.op == Op.FETCH_W else Kind(i.kind)])
 
-    def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
-        """Write what is done of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""
-        after = read_clocks(self.transport)
-        shape = (self.passes, len(self.instructions) + 1)
-        times = as_rank_0_times(np.array(self.times).reshape(shape)[: self.done], self.before, after)
-        waited = np.diff(np.array(self.waited).reshape(shape)[: self.done], axis=1)
-        by_rank = comm.gather((times, waited, self.cause[: self.done]))
-        on_rank_0(comm, lambda: _write(by_rank or [], program, path))
+    def write(self, comm: MPI.Intracomm, program: Program | None, option: str, path: str) -> None:
+        """Write the passes of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective.
+
+        `option`: what asked for it.
+        """
+        times, waited, causes = (np.array(column) for column in zip(*self.passes, strict=True))
+        own = as_rank_0_times(times, self.before, self.after), np.diff(waited, axis=1), causes
+        by_rank = comm.gather(own)
+        on_rank_0(comm, lambda: write_output(option, path, _trace(by_rank or [], program)))
 
 
-def _write(by_rank: list[tuple[Times, Times, Small]], program: Program | None, path: str) -> None:
+def _trace(by_rank: list[tuple[Times, Times, Small]], program: Program | None) -> bytes:
     """`by_rank`: times between instructions and seconds waited, shape (passes, rows + 1) and (passes, rows); causes."""
     assert program is not None
     start = min(times.min() for times, _, _ in by_rank)
@@ -120,4 +139,4 @@ def _write(by_rank: list[tuple[Times, Times, Small]], program: Program | None, p
     wait = np.minimum(np.rint(np.concatenate([waited for _, waited, _ in by_rank], axis=1) * 1e9), end - begin)
     cause = np.concatenate([causes for _, _, causes in by_rank], axis=1)
     timelines = measured_timelines(program, (begin + wait) / 1e3, (end - begin - wait) / 1e3, wait / 1e3, cause)
-    write_output("--trace", path, trace_file(trace_events(program, timelines, MEASURED)))
+    return trace_file(trace_events(program, timelines, MEASURED))

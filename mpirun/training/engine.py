@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
-from mpirun.comm.fail_together import Stop, note, on_rank_0, print_notes, together
+from mpirun.comm.fail_together import Stop, check_writable, note, on_rank_0, print_notes, together
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
@@ -66,7 +66,7 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
         with (
             generators_kept(),
             exit_by(self.comm, self._position, self._failing),
-            self._running.watchdog.calling(method.__name__),
+            self._running.watchdog.calling(method.__name__.lstrip("_")),
         ):
             return method(self, *args, **kwargs)
 
@@ -303,6 +303,30 @@ class Engine:
         return self._over(
             loader, batches, lambda session, given: predict(session, given, self.rebuild, each), scores=False
         )
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Note in the steps of the block when each rank executes which instruction, and what it waits for.
+
+        Rank 0 writes it at the end of the block, for `schedgen stats --measured`, `draw` and Perfetto.
+        On a GPU traced steps are slower: an instruction that computes is waited for.
+        """
+        self._begin_trace(path)
+        yield
+        self._end_trace(path)
+
+    @_collective
+    def _begin_trace(self, path: str | os.PathLike[str]) -> None:
+        session = self._running
+        self._refuse(not self.prepared.has_stages, "trace: the first step builds the stages: trace a later one")
+        self._refuse(session.trace is not None, "trace: steps are traced already")
+        on_rank_0(self.comm, lambda: check_writable("trace", os.fspath(path)))
+        session.begin_trace()
+
+    @_collective
+    def _end_trace(self, path: str | os.PathLike[str]) -> None:
+        if not self._running.end_trace("trace", os.fspath(path)):
+            note(self.comm, f"trace: no step is done, so {os.fspath(path)} is not written")
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:

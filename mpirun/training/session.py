@@ -29,6 +29,7 @@ from mpirun.engine.optimizer_step import StepResult
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.running_statistics import share_buffers
 from mpirun.engine.setup import Setup
+from mpirun.engine.step_trace import StepTrace
 from mpirun.model.dataflow import unread_outputs
 from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.model.weight_names import listed
@@ -87,6 +88,7 @@ class Session:
         self.verification: Verification | None = None
         self.asked: float | None = None  # when this rank was asked to leave
         self.interpreters: list[Interpreter] = []  # for microbatches of one shape each; one is in use
+        self.trace: StepTrace | None = None
 
     def build(self, setup: Setup, verify: bool, tolerance: float | None = None) -> None:
         """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
@@ -129,6 +131,8 @@ class Session:
         self.interpreter = interpreter
         if len(self.interpreters) > 1:
             interpreter.use()
+        if self.trace is not None:
+            self.trace.attach(interpreter)
         if self.asked is not None:  # by a signal, which may come at any time
             interpreter.optimizer_step.leave_requested = True
 
@@ -187,6 +191,21 @@ class Session:
         self.share_buffers()
         with self.watchdog.phase(SAVING):
             return self.checkpoints().save(self.steps, keep)
+
+    def begin_trace(self) -> None:
+        """Note from now on when each rank executes which instruction."""
+        self.trace = StepTrace(self.instructions, self.setup.device)
+        self.trace.begin(self.interpreter)
+
+    def end_trace(self, option: str, path: str) -> bool:
+        """Write what has been noted, as `option` asked for; False where no step has been done since `begin_trace`."""
+        trace, self.trace = self.trace, None
+        if trace is None:
+            return False
+        trace.end()
+        if trace.passes:
+            trace.write(self.comm, self.schedule.all_ranks, option, path)
+        return bool(trace.passes)
 
     def share_buffers(self) -> None:
         """Every rank gets the model's running statistics."""

@@ -29,4 +29,17 @@ PHASES = (
     "trying messages between GPUs", "at the end of its run",
 )  # fmt: skip
 NOTHING, OTHERS = -1, -2
-METHODS = ("", "loader", "step", "evaluate", "predict", "save", "resume", "export", "verify", "close")
+METHODS = (
+    "",
+    "loader",
+    "step",
+    "evaluate",
+    "predict",
+    "save",
+    "resume",
+    "export",
+    "verify",
+    "close",
+    "begin_trace",
+    "end_trace",
+)

@@ -36,7 +36,7 @@ def trace_events(program: Program, timelines: Sequence[Timeline], process: int) 
     for nth, timeline in enumerate(timelines):
         columns = (table.rank.tolist(), *(column.tolist() for column in timeline[:4]))
         for row, (rank, start, length, wait, cause) in enumerate(zip(*columns, strict=True)):
-            args = {"instruction": texts[row], "line": line + row + 2 * rank, "walk": nth, "wait": wait}
+            args = {"instruction": texts[row], "line": line + row + 2 * rank, "pass": nth, "wait": wait}
             if wait:
                 args["cause"] = CAUSES[cause]
             event = {"name": names[row], "ph": "X", "pid": process, "tid": rank, "ts": start, "dur": length}

@@ -108,7 +108,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     idle["end"] = (end - ends).mean(axis=0)
     mean = length.mean(axis=0)
     return {
-        "walks": len(passes),
+        "passes": len(passes),
         "latency": float(latency.mean()),
         "makespan": float((end - begin).mean()),
         "bubble": max(0.0, float(1 - busy.sum() / (latency.mean() * workers))),

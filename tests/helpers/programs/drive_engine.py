@@ -288,7 +288,7 @@ def mixing(schedule: str = "1f1b", **options: Any) -> Engine:
 
 
 def buckets() -> Any:
-    """Two lengths in turn, evaluated on both in between, under each scheme; the last without canonical."""
+    """Two lengths in turn, evaluated on both and traced in between, under each scheme; the last without canonical."""
     found = {}
     lengths = (6, 9, 9, 6, 6, 9, 6, 9)
     for scheme, canonical in (("1f1b", True), ("zb-h1", True), ("fsdp-shards", True), ("fsdp-shards", False)):
@@ -296,8 +296,10 @@ def buckets() -> Any:
         loader, test = run.loader(of_lengths(lengths), 2), run.loader(of_lengths((9, 6)), 2)
         numbers = train(run, loader, 3)
         evaluations = [run.evaluate(test, batches=2)]
+        with run.trace(FOLDER / f"{scheme}.trace"):
+            numbers += train(run, loader, 7)
+            evaluations.append(run.evaluate(test, batches=2))
         numbers += train(run, loader, 8)
-        evaluations.append(run.evaluate(test, batches=2))
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             verified = run.verify()
@@ -366,6 +368,18 @@ def sentences() -> Any:
                 for batch in given or run.loader(data, 2):
                     run.step(batch)
                     break
+            finally:
+                run.close()
+
+        return call
+
+    def within_traces(steps: int) -> Callable[[], Any]:
+        def call() -> None:
+            run = engine()
+            try:
+                train(run, run.loader(DATA, 2), steps)
+                with run.trace(FOLDER / "outer"), run.trace(FOLDER / "inner"):
+                    pass
             finally:
                 run.close()
 
@@ -534,6 +548,8 @@ def sentences() -> Any:
         "save first": refused_at_once("save", FOLDER / "x"),
         "export first": refused_at_once("export", FOLDER / "x"),
         "verify": refused_at_once("verify"),
+        "trace first": within_traces(0),
+        "trace in a trace": within_traces(1),
     }  # fmt: skip
     if not hasattr(torch.optim, "Muon"):
         del mistakes["muon"]

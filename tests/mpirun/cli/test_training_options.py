@@ -30,13 +30,13 @@ EIGHT, FOUR, FSDP, DDP = "8 microbatches", "4 microbatches", "fsdp", "ddp"
 BY_LR = ["--lr", LR, "--steps", STEPS]
 RUNS = {  # schedule, options
     "plain": (EIGHT, ["--steps", 3]),
-    "one walk": (EIGHT, ["--steps", 1]),
-    "two walks": (FOUR, ["--steps", 1, "--accumulate", 2]),
-    "one walk with dropout": (EIGHT, ["--steps", 1, "--model", DROPPING]),
-    "two walks with dropout": (FOUR, ["--steps", 1, "--model", DROPPING, "--accumulate", 2]),
-    "two walks, canonical": (FOUR, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
-    "three walks, canonical": (FSDP, ["--steps", 2, "--accumulate", 3, "--clip", CLIP, "--canonical"]),
-    "two walks of ddp, canonical": (DDP, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
+    "one pass": (EIGHT, ["--steps", 1]),
+    "two passes": (FOUR, ["--steps", 1, "--accumulate", 2]),
+    "one pass with dropout": (EIGHT, ["--steps", 1, "--model", DROPPING]),
+    "two passes with dropout": (FOUR, ["--steps", 1, "--model", DROPPING, "--accumulate", 2]),
+    "two passes, canonical": (FOUR, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
+    "three passes, canonical": (FSDP, ["--steps", 2, "--accumulate", 3, "--clip", CLIP, "--canonical"]),
+    "two passes of ddp, canonical": (DDP, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"]),
     "linear": (EIGHT, [*BY_LR, "--lr-schedule", "linear"]),
     "cosine": (FSDP, [*BY_LR, "--lr-schedule", "cosine", "--canonical"]),
     "cosine of sgd": (DDP, [*BY_LR, "--lr-schedule", "cosine", "--optimizer", "sgd", "--momentum", 0.9]),
@@ -46,7 +46,7 @@ RUNS = {  # schedule, options
     "bf16": (EIGHT, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
     "bf16, fsdp": (FSDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
     "bf16, ddp": (DDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
-    "bf16, two walks": (FOUR, ["--steps", 3, "--autocast", "bf16", "--accumulate", 2, "--canonical"]),
+    "bf16, two passes": (FOUR, ["--steps", 3, "--autocast", "bf16", "--accumulate", 2, "--canonical"]),
 }
 CANONICAL = [name for name, (_, options) in RUNS.items() if "--canonical" in options]
 
@@ -98,14 +98,14 @@ def test_a_run_is_that_of_one_process(runs, name):
 
 @pytest.mark.parametrize("suffix", ["", " with dropout"])
 def test_two_walks_of_four_microbatches_are_one_of_eight(records, suffix):
-    one, two = records[f"one walk{suffix}"], records[f"two walks{suffix}"]
+    one, two = records[f"one pass{suffix}"], records[f"two passes{suffix}"]
     assert len(one.losses[0]) == 8 and one.losses == two.losses
     losses, gradients, _ = compare(one, two, limit=1e-6)
     assert losses.size == 0 and gradients.size < 1e-6
 
 
 def test_tokens_of_all_walks_count(runs):
-    assert metrics(runs, "one walk", "tokens") == metrics(runs, "two walks", "tokens") == [8 * 64]  # samples of mlp
+    assert metrics(runs, "one pass", "tokens") == metrics(runs, "two passes", "tokens") == [8 * 64]  # samples of mlp
 
 
 # The learning rate

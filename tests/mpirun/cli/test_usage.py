@@ -146,7 +146,7 @@ MISTAKES = {
     ),
     "no number": option("--steps", "x", sentence="argument --steps: 'x' is not a whole number of at least 0"),
     "not positive": option("--lr", "0", sentence="argument --lr: '0' is not a positive number"),
-    "no walk": option("--accumulate", "0", sentence="argument --accumulate: '0' is not a whole number of at least 1"),
+    "no pass": option("--accumulate", "0", sentence="argument --accumulate: '0' is not a whole number of at least 1"),
     "momentum of adamw": option("--momentum", "0.9", sentence="--momentum is of --optimizer sgd"),
     "how often, of nothing": option("--every", "1", sentence="--every is of --save"),
     "how many, of nothing": option("--keep", "3", sentence="--keep is of --save"),

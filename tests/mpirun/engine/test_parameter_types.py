@@ -10,7 +10,7 @@ MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
 # Golden schedules, or schemes with options; the model; more of mpirun.
 CASES = {
     "stages in a row": ("1f1b", None, MODEL, []),
-    "forwards first, in two walks": ("gpipe", None, MODEL, ["--accumulate", 3]),
+    "forwards first, in two passes": ("gpipe", None, MODEL, ["--accumulate", 3]),
     "a split backward": ("zb-h1", None, MODEL, []),
     "weights that travel": ("fsdp", None, MODEL, []),
     "gradients that are passed on": ("fslpp", None, MODEL, ["--optimizer", "sgd", "--momentum", 0.9]),

@@ -54,7 +54,7 @@ def test_every_rank_s_list_is_there_once_a_pass_and_in_order(traced, traces, nam
     for rank, listed in enumerate(lists(traces / f"{name}.json")):
         rank_slices = slices(traced[name], rank)
         assert [event["args"]["instruction"] for event in rank_slices] == PASSES[name] * listed
-        assert [event["args"]["walk"] for event in rank_slices] == [k for k in range(PASSES[name]) for _ in listed]
+        assert [event["args"]["pass"] for event in rank_slices] == [k for k in range(PASSES[name]) for _ in listed]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -103,7 +103,7 @@ def test_a_message_is_sent_before_its_receiver_is_done_with_it(traced, name):
 
 def test_an_activation_is_used_by_the_next_stage(traced):
     events = [event for event in traced["1f1b"] if event["ph"] == "X"]
-    by_name = {(event["name"], event["args"]["walk"]): event for event in events}
+    by_name = {(event["name"], event["args"]["pass"]): event for event in events}
     for number in range(PASSES["1f1b"]):
         for stage in range(3):
             for mb in range(8):
@@ -115,7 +115,7 @@ def test_an_activation_is_used_by_the_next_stage(traced):
 def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_path, name):
     program = checked(str(traces / f"{name}.json"))
     numbers = run_numbers(program, read_trace(json.dumps({"traceEvents": traced[name]}), name, program))
-    assert numbers["walks"] == PASSES[name]
+    assert numbers["passes"] == PASSES[name]
     for worker in numbers["workers"]:
         assert worker["busy"] > 0 and min(worker["idle"].values()) >= 0
         assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])

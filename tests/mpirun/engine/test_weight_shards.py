@@ -43,7 +43,7 @@ CASES = {
     "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all"}, SKEWED, []),
     "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
     "bf16": ("fsdp", {"stages": 4, "shards": 4}, "models_for_tests:bf16", []),
-    "two walks": (
+    "two passes": (
         "fsdp",
         {"stages": 2, "shards": 4},
         MLP,

@@ -49,7 +49,7 @@ TWO_WORKERS = {
 MORE = {  # schedule, model, options
     "one stage is a function": ("1f1b, 4 stages", ONE_FUNCTION, []),
     "one stage is a function, computed again": ("forward and backward apart", ONE_FUNCTION, []),
-    "two walks, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
+    "two passes, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
 }
 
 

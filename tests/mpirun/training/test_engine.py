@@ -13,7 +13,9 @@ import torch
 from torch.nn.functional import mse_loss
 
 import schedgen
+from schedgen.checker.files import checked
 from schedgen.cli.main import main as command
+from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.schemes import SCHEMES, load
 from schedgen.util.errors import UsageError
 
@@ -45,7 +47,7 @@ def found(tmp_path_factory, launch) -> dict[str, Any]:
             raise AssertionError(name)
     done = launch(4, folder, program=(str(PROGRAM),), limit=600)
     assert done.code == 0, done.err
-    return json.loads((folder / "found.json").read_text())
+    return {**json.loads((folder / "found.json").read_text()), "folder": folder}
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
@@ -132,6 +134,15 @@ def test_lengths_in_turn_give_the_bits_of_one_process_under_every_scheme(found):
     assert [samples for _, samples in first["evaluations"]] == [32, 32]
 
 
+@pytest.mark.parametrize("scheme", ["1f1b", "zb-h1", "fsdp-shards"])
+def test_steps_of_a_block_are_traced_whatever_their_shape_and_not_what_is_evaluated_between(found, scheme):
+    """`found`: they have the bits of one process, too."""
+    program, trace = (str(found["folder"] / f"{scheme}.{kind}") for kind in ("json", "trace"))
+    checked_program = checked(program)
+    numbers = run_numbers(checked_program, read_trace(Path(trace).read_text(), trace, checked_program))
+    assert numbers["passes"] == 4 and all(worker["busy"] > 0 for worker in numbers["workers"])
+
+
 def test_numbers_go_to_a_callback_and_to_tensorboard(found):
     told, events = found["told"]
     assert told == [[step, ["grad_norm", "largest", "loss", "lr", "samples"]] for step in (1, 2)]
@@ -168,6 +179,8 @@ SENTENCES = {
     "items": "the dataset's items should be pairs",
     "fewer": "last: 'fewer' is neither 'pad' nor 'drop': all microbatches have one shape",
     "size": "the loader's microbatch_size is 0",
+    "trace first": "trace: the first step builds the stages: trace a later one",
+    "trace in a trace": "trace: steps are traced already",
     "two save": "another run saves there: run ",
     "another optimizer": "the optimizer is torch.optim.sgd.SGD: ",
     "other data": "has microbatch_size 2, but the loader 1",

@@ -233,7 +233,7 @@ def test_a_run_that_is_asked_to_leave_writes_what_it_has(agreed, traces):
     assert ended.code == 143 and "memory: most bytes of tensors at once, by rank: " in ended.out
     assert schedgen(["stats", str(traces / "1f1b.json"), "--measured", str(agreed[1] / "trace")]) == 0
     events = json.loads((agreed[1] / "trace").read_text())["traceEvents"]
-    assert {event["args"]["walk"] for event in events if event["ph"] == "X"} == {0}
+    assert {event["args"]["pass"] for event in events if event["ph"] == "X"} == {0}
 
 
 def test_a_rank_that_is_asked_to_leave_after_the_steps_does_so_at_once(launch, traces, text, tmp_path):

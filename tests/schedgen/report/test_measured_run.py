@@ -52,7 +52,7 @@ def test_the_numbers_of_a_trace_that_was_written_by_hand(pair, run, tmp_path):
     others = [sum(e["tid"] == rank and e["name"] not in ("FWD", "BWD", "SEND") for e in events) for rank in (0, 1)]
     ends = [10 + 300 + 70 + 5 + others[0], 115 + 50 + 205 + 5 + others[1]]
     makespan = max(ends)
-    assert numbers["walks"] == 1
+    assert numbers["passes"] == 1
     assert numbers["makespan"] == pytest.approx(1e-6 * makespan)
     assert [worker["busy"] for worker in numbers["workers"]] == pytest.approx([300e-6, 50e-6])
     idle = [{key: us for key, us in worker["idle"].items() if us} for worker in numbers["workers"]]
@@ -73,7 +73,7 @@ def test_the_numbers_of_a_trace_that_was_written_by_hand(pair, run, tmp_path):
 
 
 def test_numbers_are_means_over_walks(pair, run, tmp_path):
-    """A second walk twice as slow: one and a half times the time of the first."""
+    """A second pass twice as slow: one and a half times the time of the first."""
     schedule, events = pair
     end = max(event["ts"] + event["dur"] for event in events)
     slow = [
@@ -84,7 +84,7 @@ def test_numbers_are_means_over_walks(pair, run, tmp_path):
         json.loads(run("stats", schedule, "--measured", written(each, tmp_path), "--json").out)
         for each in (events, events + slow)
     )
-    assert (once["walks"], both["walks"]) == (1, 2)
+    assert (once["passes"], both["passes"]) == (1, 2)
     for key in ("makespan", "latency"):
         assert both[key] == pytest.approx(1.5 * once[key])
     assert both["idle"] == pytest.approx({cause: 1.5 * seconds for cause, seconds in once["idle"].items()})
