@@ -15,14 +15,14 @@ LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
 
 # By contract: a file of the tree, and an import that it may not have.
 WRONG = {
-    "schedgen-rooms": ("schedgen/ir/header.py", "schedgen.schemes"),
+    "schedgen-packages": ("schedgen/ir/header.py", "schedgen.schemes"),
     "compiler-without-analysis": ("schedgen/compiler/place.py", "schedgen.analysis"),
     "checker-without-schemes": ("schedgen/checker/jobs.py", "schedgen.schemes"),
     "schedgen-without-torch": ("schedgen/simulator/machine.py", "torch"),
     "commands-of-schedgen": ("mpirun/data/text.py", "schedgen.cli.main"),
     "commands-of-mpirun": ("mpirun/__init__.py", "mpirun.cli.options"),
     "only-profile-compiles": ("mpirun/engine/setup.py", "schedgen.compiler.compile"),
-    "mpirun-rooms": ("mpirun/engine/setup.py", "mpirun.verify"),
+    "mpirun-packages": ("mpirun/engine/setup.py", "mpirun.verify"),
     "model-without-mpi": ("mpirun/data/text.py", "mpi4py"),
     "comm-without-model": ("mpirun/comm/device.py", "mpirun.model"),
     "watchdog-process": ("mpirun/watchdog/rank_state.py", "numpy"),

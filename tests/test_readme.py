@@ -156,6 +156,14 @@ def test_every_link_to_a_file_resolves(name: str) -> None:
         assert not anchor or anchor in anchors(file), link
 
 
+def test_every_file_of_mpirun_is_in_its_map() -> None:
+    text = (ROOT / "mpirun" / "README.md").read_text()
+    files = [f"{file.parent.name}/{file.name}" for file in (ROOT / "mpirun").glob("*/*.py")]
+    listed = [file for file in files if f"({file})" in text]
+    left_out = [file for file in files if file not in listed and not file.endswith("__init__.py")]
+    assert listed and all(file.startswith("examples/") for file in left_out), left_out
+
+
 def test_the_readme_s_commands_are_found() -> None:
     """Guards the pattern above: a README whose blocks are written otherwise would test nothing."""
     words = {shlex.split(command)[0] for command in COMMANDS}
