@@ -80,7 +80,7 @@ class Progress:
 
 
 def _metrics(path: str, begun: int, end: contextlib.ExitStack) -> BinaryIO:
-    """What takes rows, open until `end`; in a file they come behind those of steps that an earlier run has done."""
+    """The file that takes rows, open until `end`; rows of steps before `begun` stay in it."""
     old = Path(path)
     try:
         out = end.enter_context(open_output(path))

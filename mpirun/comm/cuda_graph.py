@@ -14,7 +14,7 @@ class CudaGraph:
     """A graph whose memory is of a pool that others share; they are replayed in the order of their captures."""
 
     def __init__(self, device: torch.device, pool: tuple[int, int], draws: int) -> None:
-        """`draws`: how often a layer begins to draw in it."""
+        """`draws`: how many generators of random numbers it has, one each time that a layer begins to draw."""
         self.pool = pool
         self.graph: Any = torch.cuda.CUDAGraph()
         self.default: Any = torch.cuda.default_generators[device.index]

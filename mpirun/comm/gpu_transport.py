@@ -41,7 +41,7 @@ class Mirror:
     """Pinned host memory for what arrives in one block of a GPU's memory, wherever in it."""
 
     def __init__(self, device: Device) -> None:
-        """It has no memory before it is first used, when all that arrives in the block is known."""
+        """Memory is allocated at the first use, when all that is received into the block is known."""
         self.device, self.begin, self.end = device, 0, 0
         self.memory: Tensor | None = None
 
@@ -91,7 +91,7 @@ class Transfer:
 
 
 class QueuedTransport(Transport):
-    """Transfers begin when the GPU has come to them, in the order of the calls: one order for sums, one for all else.
+    """A transfer begins when the GPU has come to it, in the order of the calls: one order for sums, one for all else.
 
     What arrives in one place of the GPU goes through one place of the host.
     """

@@ -43,7 +43,7 @@ def spin_then_sleep(done: Done, poll: Callable[[], None], spin: float) -> None:
 
 
 def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
-    """Whether it is so on some rank. Ranks sleep until all have come, so that those that still compute have the cores.
+    """Whether `here` is true on some rank. Ranks sleep until all are there: those that compute have the cores.
 
     A barrier, too: no rank returns before all have come.
     """

@@ -120,7 +120,9 @@ class Loader:
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
         """Microbatch `number` of any step, the same as in an iteration; UsageError for an IterableDataset."""
         if self.kind == "stream":
-            raise UsageError("an IterableDataset is read from its begin: none of its microbatches is made by itself")
+            raise UsageError(
+                "an IterableDataset is read in order from its start: no single microbatch of it can be made"
+            )
         dealt = self.deal(self._order(epoch), step)
         collated = _Samples(self, epoch).__getitems__((step, number, dealt[number].samples))
         return self._microbatch(collated, dealt[number], sum(one.real for one in dealt))
@@ -130,7 +132,7 @@ class Loader:
         return {"epoch": self.epoch, "step": self.step, "microbatches": self.microbatches, **self._unchanging()}
 
     @contextmanager
-    def from_the_begin(self) -> Iterator[None]:
+    def from_the_start(self) -> Iterator[None]:
         """Inside, iterations are those of the whole epoch; afterwards the loader is where it was."""
         position = self.epoch, self.step
         self.step = 0

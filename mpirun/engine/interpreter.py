@@ -2,7 +2,7 @@
 
 `Interpreter.table` maps every opcode to the method that prepares it. Before the first step each instruction becomes an
 act, a function without arguments that knows its tensors, its requests and its peers. A step calls the acts in the order
-of the list. Nothing here decides anything: transfers start where the list says so, and an act that needs an operand
+of the list. The list alone decides the order: transfers start where it says so, and an act that needs an operand
 waits until that has arrived.
 """
 

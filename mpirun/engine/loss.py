@@ -39,7 +39,9 @@ def check_minibatch_loss(header: Header, passes: int) -> None:
     if not header.has_flush:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
     if passes > 1:
-        raise UsageError("accumulate: the model's loss is of the whole minibatch, which is a pass through the list")
+        raise UsageError(
+            "accumulate: the model's loss is of the whole minibatch, so a step is one pass through the list"
+        )
     last = header.compute[:, -1]
     if (last != last[0, 0]).any():
         raise UsageError("the model's loss is of the whole minibatch: the last stage must be computed by one worker")

@@ -82,7 +82,7 @@ class Recipe:
         closure = inspect.signature(made.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise UsageError(
-                f"{type(made).__name__} computes gradients within its step, as no schedule does: take another"
+                f"{type(made).__name__} computes gradients inside step(), which no schedule allows: use another one"
             )
         held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
         missing = [entry.name for entry in named if id(entry.parameter) not in held]

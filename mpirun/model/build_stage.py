@@ -78,7 +78,7 @@ class _Builder:
         self.missing: list[str] = []
 
     def build(self) -> nn.Module:
-        """With ties."""
+        """The module, with ties."""
         model, stage = self.model, self.stage
         module = self.untied()
         if model.reads is None:

@@ -52,7 +52,7 @@ def load_model(
         raise UsageError(f"--model {name}: should return an mpirun.Model, not {type(model).__name__}")
     try:
         if needs_batch and model.batch is None:
-            raise UsageError("has no batch: a script gives it data, but the command line does not")
+            raise UsageError("has no batch, which the command line needs; an Engine gets its data from the script")
         return check_model(model, stages)
     except UsageError as error:
         raise UsageError(f"--model {name}: {error}") from None
@@ -97,7 +97,7 @@ def check_model(model: Model, stages: int) -> Model:
         raise UsageError(f"split should be a list, not {type(model.split).__name__}")
     for stage in model.split:
         if not isinstance(stage, Integral) or not 0 <= stage < stages - 1:
-            raise UsageError(f"the model splits stage {stage!r}, which is none before the last: that is whole")
+            raise UsageError(f"the model splits stage {stage!r}, but only stages before the last can be split")
     tied = _checked_ties(model, stages)
     if model.reads is not None:
         _check_list("reads", model.reads)

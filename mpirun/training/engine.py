@@ -516,7 +516,7 @@ class Engine:
                 yield self.prepared.evaluator(batch, shapes.of(batch, f"batch {number}"), padded, scores), batch
 
         found = evaluators()
-        whole = loader.from_the_begin() if isinstance(loader, Loader) else contextlib.nullcontext()
+        whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
         before = session.watchdog.state[PHASE]
         with session.watchdog.phase(before if before == SETTING_UP else EVALUATING), whole, contextlib.closing(found):
             first = next(found, None)

@@ -110,7 +110,7 @@ class Session:
 
     def _say_what_is_in_vain(self) -> None:
         if not any(shape.parameter_names for shape in self.setup.shapes):
-            note(self.comm, "no parameter needs a gradient: steps change nothing")
+            note(self.comm, "no parameter is trainable: steps change nothing")
         dataflow = self.setup.dataflows[0]
         unread = unread_outputs(dataflow.reads, dataflow.outputs, self.header)
         for stage in sorted({value.stage for value in unread}):

@@ -51,7 +51,7 @@ class Shapes:
             raise Stop(f"the microbatches of {name} have shapes {words}: those of one step must have one")
         size = next((leaf[1] for leaf in shape if leaf is not None and len(leaf) > 1), None) if self.buckets else None
         if self.buckets and size not in self.buckets:
-            raise Stop(f"{_has(name, shape)}: declare sizes: buckets={self.buckets}")
+            raise Stop(f"{_has(name, shape)}, not one of buckets={self.buckets}")
         expected = self.by_size.setdefault(size, shape)
         if shape != expected:
             raise Stop(f"{_has(name, shape)}, but before they had {_words(expected)} for size {size}")
@@ -73,7 +73,7 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
 def check_new_shape(header: Header) -> None:
     """Stop where a schedule can step by microbatches of one shape only, and these have another."""
     if not header.has_flush:
-        raise Stop("this schedule updates stages one by one: evaluate first what has its shape")
+        raise Stop("with weight versions there is one shape: evaluate first what has that of the steps")
 
 
 def check_padding(model: Model, header: Header) -> None:

@@ -36,7 +36,7 @@ class Touches(NamedTuple):
     number: Ints  # as in `accesses.Accesses`: of a dw, its unit
 
     def by(self, chosen: Flags) -> Touches:
-        """Those that are chosen."""
+        """The chosen rows."""
         return Touches(self.rows[chosen], self.rank[chosen], self.number[chosen])
 
     def last(self, shape: tuple[int, int]) -> Ints:

@@ -394,4 +394,4 @@ class NewOptions:
 
 @dataclass(frozen=True)
 class SchemesOptions:
-    """schemes: nothing."""
+    """The options of `schemes`: none."""

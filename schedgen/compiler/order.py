@@ -112,7 +112,7 @@ class _Queues(NamedTuple):
 
 
 def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: Flags | None) -> _Queues:
-    """Empty ones; `limited`: room is needed for what jobs make room for."""
+    """Empty queues; `limited`: what jobs make room for has to be noted, too."""
     jobs, workers, forwards = len(worker), int(worker.max()) + 1, graph.stages * graph.microbatches
     most = np.bincount(worker, minlength=workers)
     kind = np.zeros(0, np.int64)

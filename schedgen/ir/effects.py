@@ -1,4 +1,4 @@
-"""What every instruction does to which buffers. Nothing else in the program says it, apart from who executes it.
+"""What every instruction does to which buffers. Only what executes lists says it once more.
 
 `EFFECTS` is the table that says it, and a new instruction is a new row of it. `accesses.py` looks up in it what each
 row of a program does; the checker, the simulator, the exports and the passes follow buffers by that.

@@ -102,7 +102,7 @@ def check_names(module: nn.Module) -> None:
         if hasattr(traced, name):
             kind = type(module).__name__
             raise UsageError(
-                f"{kind}: its {name!r} has a name that modules of torch.fx, as stages are, have for something else: "
+                f"{kind}: its {name!r} is a name that fx.GraphModule, of which stages are made, uses itself: "
                 f"rename it, or split a module that has the {kind} as a child"
             )
 

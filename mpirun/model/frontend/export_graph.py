@@ -193,7 +193,7 @@ def _refusing_untraced() -> Iterator[None]:
 
     def refuse(what: str) -> Callable[..., NoReturn]:
         def refused(*_: object, **__: object) -> NoReturn:
-            raise UsageError(f"{what} is not traced, and its gradients would be others")
+            raise UsageError(f"{what} cannot be traced: its gradients would be wrong")
 
         return refused
 

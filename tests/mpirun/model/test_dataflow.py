@@ -72,7 +72,7 @@ def test_a_stage_gets_all_that_its_producer_returns_and_what_is_in_vain_is_said(
     whole, unread, frozen = mistakes(2, [[chain, "--model", model, *arguments] for model in models])
     assert (whole.code, whole.err) == (0, ""), whole
     assert (unread.code, unread.err) == (0, "mpirun: note: no stage reads output 0 of stage 2\n"), unread
-    note = "mpirun: note: no parameter needs a gradient: steps change nothing\n"
+    note = "mpirun: note: no parameter is trainable: steps change nothing\n"
     assert (frozen.code, frozen.err) == (0, note), frozen
 
 

@@ -78,5 +78,7 @@ def test_models_without_a_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) 
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert load_model("unfed:model", 2, 0, needs_batch=False).batch is None
-    with pytest.raises(UsageError, match=r"has no batch: a script gives it data, but the command line does not"):
+    with pytest.raises(
+        UsageError, match=r"has no batch, which the command line needs; an Engine gets its data from the script"
+    ):
         load_model("unfed:model", 2, 0)
