@@ -19,6 +19,7 @@ from mpi4py import MPI
 from mpirun.cli.options import graph_options, profile_options, run_options
 from mpirun.comm.fail_together import Stop
 from mpirun.training.errors import end_all_ranks, end_by_interrupt
+from schedgen.util.files import replace_closed_streams
 
 
 class Command(Protocol):
@@ -35,6 +36,7 @@ class Command(Protocol):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a command; the exit code. `arguments`: those of the process unless given. Collective."""
+    replace_closed_streams()
     comm, command = MPI.COMM_WORLD, None
     try:
         command = _command(comm, sys.argv[1:] if arguments is None else arguments)

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from mpirun.cli.options import ProfileOptions
-from mpirun.comm.fail_together import check_writable, from_rank_0, note, on_rank_0, together, write_output
+from mpirun.comm.fail_together import Stop, check_writable, from_rank_0, note, on_rank_0, together, write_output
 from mpirun.comm.link_speed import measure_link_speed
 from mpirun.engine.act import Act
 from mpirun.engine.build import build_interpreter
@@ -99,6 +99,8 @@ class Profile:
         self.instructions = self.program.instructions(0)
         self.current: Instruction | None = None
         self.setup = set_up_command(comm, options.setup, self.program.header)
+        if self.setup.model.loss_of == "minibatch":
+            raise Stop("a loss of the whole minibatch cannot be profiled: jobs are measured two microbatches at a time")
         together(comm, lambda: self.setup.device.try_messages(comm))
 
     def position(self) -> str:
@@ -158,7 +160,8 @@ class Profile:
     def _seconds(self) -> dict[str, object]:
         """Seconds of jobs and STEPs, and overheads of jobs, by stage: medians of a rank's, and of these over ranks."""
         steps, silent = self.options.setup.steps, self.comm.rank > 0 or not sys.stderr.isatty()
-        machine, inside, on_cpu = self._interpreter(), _Stopwatch(), self.setup.device.kind == "cpu"
+        machine, inside = together(self.comm, self._interpreter), _Stopwatch()
+        on_cpu = self.setup.device.kind == "cpu"
         for stage in machine.stages.values() if on_cpu else ():
             inside.watch(stage)
         self._step(machine, {}, inside)  # to warm up

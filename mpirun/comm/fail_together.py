@@ -39,11 +39,11 @@ class Stop(Exception):
 
 
 def together(comm: MPI.Comm, function: Callable[[], T]) -> T:
-    """`function()` on every rank; if it raises UsageError or RefusedFile on some, all raise the lowest rank's Stop."""
+    """`function()` on every rank; if some raise UsageError, RefusedFile or Stop, all raise the lowest one's Stop."""
     result, refusal = None, None
     try:
         result = function()
-    except (UsageError, RefusedFile) as error:
+    except (UsageError, RefusedFile, Stop) as error:
         refusal = (str(error), error.code)
     if sleeping_any(comm, refusal is not None):
         speaker, refused = next(one for one in enumerate(comm.allgather(refusal)) if one[1] is not None)

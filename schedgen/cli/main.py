@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import schedgen
 from schedgen.cli import make_schedules, options, read_schedules
 from schedgen.util.errors import RefusedFile, UsageError, one_line
+from schedgen.util.files import replace_closed_streams
 from schedgen.util.progress import allow
 
 
@@ -122,9 +123,7 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `schedgen ARGUMENTS`, or those of this process; the exit code."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed before we began
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold anything
@@ -145,6 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = error.filename or values.get("output") or "standard output"
         print(f"schedgen: {one_line(name)}: {error.strerror}", file=sys.stderr)
         return command.refused
-    except (KeyboardInterrupt, MemoryError) as error:
-        print(f"schedgen: {type(error).__name__}", file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else command.refused
+    except KeyboardInterrupt:
+        print("schedgen: interrupted", file=sys.stderr)
+        return 130
+    except MemoryError:
+        print("schedgen: out of memory", file=sys.stderr)
+        return command.refused

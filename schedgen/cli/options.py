@@ -80,7 +80,7 @@ def read(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse to write to a file that is read, whose contents would be lost, and files without a name."""
+    """Refuse to write to a file that is read, whose contents would be lost, to read - twice, and nameless files."""
     for each in fields(options):
         given = values[each.name]
         if each.metadata.get("file") and "" in (given if isinstance(given, list) else [given]):
@@ -90,6 +90,9 @@ def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
         use: [values[each.name] for each in fields(options) if each.metadata.get("file") == use and values[each.name]]
         for use in (READ, WRITTEN)
     }
+    read = [name for given in files[READ] for name in (given if isinstance(given, list) else [given])]
+    if read.count("-") > 1:
+        raise UsageError("- is standard input, which can be read only once")
     for name in files[WRITTEN]:
         for other in files[READ]:
             if isinstance(other, str) and other not in (*SCHEMES, FREE) and is_same_file(name, other):

@@ -34,9 +34,9 @@ class Sizes(NamedTuple):
         count = int(getattr(self, what))
         workers = count if self.workers is None else self.workers
         if workers > count:
-            raise UsageError(
-                f"{name} gives every worker at least one {what[:-1]}: {workers} workers do not fit {count} {what}"
-            )
+            one = what.removesuffix("s" if what == "stages" else "es")
+            sentence = f"{name} gives every worker at least one {one}: {workers} workers do not fit {count} {what}"
+            raise UsageError(sentence)
         return workers
 
     def per_shard(self, tensor: int) -> Sizes:

@@ -19,6 +19,13 @@ BLOCK = 2**22  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
 
 
+def replace_closed_streams() -> None:
+    """Standard streams that were closed before this process began read and write nothing from now on."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def display_name(name: str) -> str:
     """What messages call the input file `name`."""
     return "standard input" if name == "-" else name

@@ -105,6 +105,7 @@ def set_values(module: nn.Module) -> None:
 
 named("gpt2", plain_models.GPT2Like, scores_of, with_mask)
 named("tied", plain_models.Tied, scores_of, with_mask)
+named("without_values", tied_on_meta, scores_of, with_mask, init=lambda module: None)
 named("tied_on_meta", tied_on_meta, scores_of, with_mask, init=set_values)
 named("resnet", plain_models.ResNetLike, nnf.cross_entropy, image)
 named(

@@ -130,6 +130,8 @@ def test_mistakes_are_one_sentence_each(mistakes, traces, tmp_path):
     see = "(see python -m mpirun profile --help)"
     schedule = traces / "1f1b.json"
     out = ("-o", "nowhere/p.json")
+    minibatch = "a loss of the whole minibatch cannot be profiled: jobs are measured two microbatches at a time"
+    unfilled = "stage 0 of the model cannot be built: words.weight is on the meta device, and init gives it no values"
     cases = [
         (("--model", MLP, *out), 2, f"--stages or --schedule is missing {see}"),
         (("--model", MLP, "--stages", 2), 2, f"--output is missing {see}"),
@@ -141,6 +143,8 @@ def test_mistakes_are_one_sentence_each(mistakes, traces, tmp_path):
         (("--model", MLP, "--stages", 3, "--schedule", schedule, "-o", "-"), 2, f"--stages 3: {schedule} has 4"),
         (("--model", MLP, "--schedule", "nowhere", "-o", "-"), 1, "nowhere: No such file or directory"),
         (("--model", MLP, "--stages", 13, "-o", "-"), 2, f"--model {MLP}: it has 12 layers, too few for 13 stages"),
+        (("--model", "models_for_tests:splits_for_a_minibatch_loss", "--stages", 2, "-o", "-"), 2, minibatch),
+        (("--model", "split_models:without_values", "--stages", 2, "-o", "-"), 2, unfilled),
     ]
     ended = mistakes(2, [["profile", *arguments] for arguments, _, _ in cases])
     assert ended == [(code, "", f"mpirun: {reason}\n") for _, code, reason in cases]

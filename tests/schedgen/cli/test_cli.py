@@ -368,6 +368,8 @@ def test_an_error_in_a_real_process_is_one_line(process):
 def test_diff_between_a_file_and_standard_input(process, files):
     same = process("diff", "gpipe.json", "-", stdin=files["gpipe"].read_bytes())
     assert (same.returncode, same.stdout, same.stderr) == (0, b"", b"")
+    twice = process("diff", "-", "-", stdin=files["gpipe"].read_bytes())
+    assert (twice.returncode, twice.stderr) == (2, b"schedgen: - is standard input, which can be read only once\n")
 
 
 def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_file, tmp_path, monkeypatch):

@@ -144,9 +144,9 @@ def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["ddp", "--workers", 5], "5 workers do not fit 4 microbatches"),
+        (["ddp", "--workers", 5], "at least one microbatch: 5 workers do not fit 4 microbatches"),
         (["fsdp", "--workers", 5], "5 workers do not fit 4 microbatches"),
-        (["gpipe", "--workers", 5], "5 workers do not fit 4 stages"),
+        (["gpipe", "--workers", 5], "at least one stage: 5 workers do not fit 4 stages"),
         (["1f1b", "--workers", 5], "5 workers do not fit 4 stages"),
         (["lpp", "--workers", 6, "--groups", 4], "6 workers do not divide into 4 groups"),
         (["fslpp", "--workers", 6, "--groups", 4], "6 workers do not divide into 4 groups"),
