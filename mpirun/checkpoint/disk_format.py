@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
         sound &= all(isinstance(entry, str) for file in files for entry in file.entries)
         sound &= isinstance(settings["optimizer"], str) and isinstance(settings["options"], dict)
         sound &= all(type(threads) is int for threads in list(settings["threads"]))
-        sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["runs"]])
+        sound &= all(isinstance(words, str) for words in [*settings["changed"], *settings["runs"], *settings["sums"]])
         sound &= settings["data"].keys() >= {"text", "microbatches"}
         if not sound or not all(_FILE_NAME.fullmatch(file.name) for file in files):
             raise RefusedFile(f"{path}: damaged")

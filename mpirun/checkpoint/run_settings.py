@@ -21,7 +21,8 @@ def run_settings(
     `optimizer`: its name and its settings; `schedule`: its SHA-256.
     """
     name, settings = optimizer
-    options = {**settings, "--autocast": "bf16" if setup.autocast_dtype else None}
+    versions, tensor = header.lowering.get("updates"), header.tensor_parallel.degree
+    options = {**settings, "autocast": "bf16" if setup.autocast_dtype else None, "weight versions": versions}
     return {
         "seed": setup.seed,
         "optimizer": name,
@@ -32,6 +33,7 @@ def run_settings(
         },
         "options": {option: value for option, value in options.items() if value is not None},
         "threads": [torch.get_num_threads()] if setup.device.torch.type == "cpu" else [],  # of a rank, the last now
+        "sums": [f"{'' if setup.canonical else 'no '}canonical" + f" and {tensor} tensor shards" * (tensor > 1)],
         "changed": [],  # settings that changed across resumes, in words
     }
 
@@ -53,6 +55,12 @@ def differing_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     return [one_line(words) for words, differ in differs.items() if differ]
 
 
+def other_sums(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """That gradients have been summed in another order, in words if so."""
+    now = current["sums"][-1]
+    return [f"{then}, not {now}" for then in saved["sums"] if then != now][-1:]
+
+
 def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """That torch has had another number of threads on a rank, by which its sums have other bits, in words if so."""
     now = current["threads"][-1:]  # none on a GPU
@@ -61,5 +69,4 @@ def other_threads(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[
 
 
 def _in_words(name: str, value: object) -> str:
-    words = name.removeprefix("--")
-    return f"no {words}" if value is None else f"{words} {value}"
+    return f"no {name}" if value is None else f"{name} {value}"

@@ -92,7 +92,7 @@ class CheckpointWriter:
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:
                 note(comm, f"the checkpoint was made with {words}")
-            for kept in ("runs", "threads"):
+            for kept in ("runs", "threads", "sums"):
                 self.settings[kept] = [*manifest.settings[kept], *self.settings[kept]]
             self.settings["changed"] = [*manifest.settings["changed"], *differing]
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from mpirun.data.microbatches import digest_of
 from mpirun.engine.grad_buffers import GradBuffer
-from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces
+from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer, check_steps_pieces, class_name
 from mpirun.engine.stage import LocalStage
 from mpirun.engine.weight_shards import Unit, pieces
 from mpirun.model.contract import Model
@@ -58,15 +58,14 @@ class Optimizer:
 
     def description(self) -> tuple[str, dict[str, Any]] | None:
         """The name of the optimizer and its settings, as checkpoints record them; None where this rank has none."""
-        if self.recipe.name:
-            return self.recipe.name, dict(self.recipe.settings)
         for made in self.by_unit.values():
             optimizer = made.optimizer
             plain = {key: value for key, value in optimizer.defaults.items() if _is_plain(value)}
             if self.recipe.rate or self.recipe.scheduler:
                 plain.pop("lr", None)  # it is another in every step
             settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-            return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", {**settings, **self.recipe.settings}
+            name = self.recipe.name or class_name(type(optimizer))
+            return name, {**settings, **self.recipe.settings}
         return None
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:

@@ -169,7 +169,8 @@ class RateSchedule(NamedTuple):
 
 def command_line_recipe(options: SetupOptions) -> Recipe:
     """AdamW or SGD as the options of `python -m mpirun` say."""
-    decay = options.weight_decay
+
+    kind = torch.optim.SGD if options.optimizer == "sgd" else torch.optim.AdamW
 
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         parameters = [entry.parameter for entry in named]
@@ -178,22 +179,23 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
             for fused in (True, False)
         ]
         groups = [group for group in groups if group["params"]]
-        if options.optimizer == "sgd":
-            sgd = without_compile(torch.optim.SGD)
-            return sgd(groups, options.lr, momentum=options.momentum, weight_decay=decay)
-        return without_compile(torch.optim.AdamW)(groups, options.lr, weight_decay=decay)
+        momentum = {"momentum": options.momentum} if options.optimizer == "sgd" else {}
+        return without_compile(kind)(groups, options.lr, weight_decay=options.weight_decay, **momentum)
 
     settings = {
-        "--lr": options.lr,
-        "--weight-decay": decay,
-        "--lr-schedule": options.lr_schedule,
-        "--clip": options.clip,
-        "--momentum": options.momentum or None,
-        "--warmup": options.warmup or None,
-        "--steps": None if options.lr_schedule == "constant" else options.steps,
+        "lr": options.lr,
+        "lr-schedule": None if options.lr_schedule == "constant" else options.lr_schedule,
+        "clip": options.clip,
+        "warmup": options.warmup or None,
+        "steps": None if options.lr_schedule == "constant" else options.steps,
     }
     rate = RateSchedule(options.lr, options.lr_schedule, options.warmup, options.steps)
-    return Recipe(factory, rate.__call__, None, options.clip, options.optimizer, settings)
+    return Recipe(factory, rate.__call__, None, options.clip, class_name(kind), settings)
+
+
+def class_name(optimizer: type[torch.optim.Optimizer]) -> str:
+    """As checkpoints have it."""
+    return f"{optimizer.__module__}.{optimizer.__qualname__}"
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.run_settings import differing_settings, other_threads
+from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.comm.fail_together import Stop, note, on_rank_0, together
 from mpirun.comm.waiting import sleeping_barrier
@@ -179,7 +179,7 @@ class Session:
             saved = manifest.settings
             changed = [*saved["changed"], *differing_settings(saved, writer.settings)]
             if self.setup.canonical:
-                changed += other_threads(saved, writer.settings)
+                changed += [*other_sums(saved, writer.settings), *other_threads(saved, writer.settings)]
             on_rank_0(self.comm, lambda: check_repeatable(changed))
         writer.resume(manifest)
         if self.verification is not None:

@@ -111,7 +111,7 @@ def test_it_goes_on_with_the_same_bits_under_any_schedule(saved, resumed, optimi
 
 
 @pytest.fixture(scope="module")
-def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
+def damaged(mistakes, several, schedules, compiled, saved, text, tmp_path_factory):
     """How runs ended that resume from folders with something wrong, by what is wrong."""
     folder = tmp_path_factory.mktemp("damaged")
     newest, older = f"step-{STEPS:08d}", f"step-{STEPS // 2:08d}"
@@ -153,6 +153,12 @@ def damaged(mistakes, several, schedules, saved, text, tmp_path_factory):
     runs["changed on the way"] = [*command, *options, "--resume", folder / "changed", "--verify"]
     runs["threads"] = [*command, "--threads", 3, *resumed]
     runs["threads, to be verified"] = [*command, "--threads", 3, *resumed, "--verify", "--canonical"]
+    plain = ["--model", "mpirun.examples.mlp:tiny", "--text", text, "--threads", 1]
+    runs["flush"] = [schedules["1f1b on 4"], *plain, "--steps", 1, "--save", folder / "flush"]
+    late = compiled("pipedream", stages=4, microbatches=8)
+    goes_on = [*plain, "--steps", 2, "--resume", folder / "flush", "--verify"]
+    runs["versions, to be verified"] = [late, *goes_on]
+    runs["canonical, to be verified"] = [schedules["1f1b on 4"], *goes_on, "--canonical"]
     return dict(zip(runs, mistakes(4, list(runs.values())), strict=True)), folder
 
 
@@ -199,7 +205,11 @@ def test_the_first_of_several_runs_by_one_command_begins_at_the_beginning(damage
         ("none whole", 1, r"resuming from \S.*: no checkpoint is whole"),
         ("empty", 1, r"resuming from \S.*: there is no checkpoint"),
         ("of another model", 2, r"\S.*: has no \S+: is it of another model\?"),
-        ("of another optimizer", 2, r"the optimizer is sgd: \S.* was made with adamw"),
+        (
+            "of another optimizer",
+            2,
+            r"the optimizer is torch.optim.sgd.SGD: \S.* was made with torch.optim.adamw.AdamW",
+        ),
         ("into itself", 2, r"saving to \S.*: it is a checkpoint itself: save to another folder"),
         ("no name", 2, r"--save: the folder has no name \(see .*\)"),
         ("used", 2, r"saving to \S.*: it has checkpoints already: resume from it, or save elsewhere"),
@@ -231,6 +241,19 @@ def test_other_threads_are_said_and_have_other_bits_than_one_process(damaged, sa
     assert (damaged[0]["threads"].code, damaged[0]["threads"].err) == (0, f"mpirun: note: {made}")
     ended = damaged[0]["threads, to be verified"]
     assert (ended.code, ended.err) == (2, f"mpirun: verify repeats all steps from the first, but {made}")
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    {
+        "versions": "no weight versions, not weight versions stash",
+        "canonical": "no canonical, not canonical",
+    }.items(),
+)
+def test_steps_that_were_made_otherwise_are_not_verified(damaged, name, made):
+    ended = damaged[0][f"{name}, to be verified"]
+    sentence = f"mpirun: verify repeats all steps from the first, but the checkpoint was made with {made}\n"
+    assert (ended.code, ended.err) == (2, sentence)
 
 
 # Keeping

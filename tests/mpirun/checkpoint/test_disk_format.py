@@ -18,6 +18,7 @@ SETTINGS: dict[str, Any] = {
     "options": {},
     "data": {"text": "", "microbatches": 1},
     "threads": [1],
+    "sums": ["canonical"],
     "changed": [],
     "runs": ["a"],
 }

@@ -252,6 +252,30 @@ def test_a_target_may_be_a_column_of_a_table_of_which_a_microbatch_has_one_sampl
     assert (done.code, done.out) == (0, "2\n"), done.err
 
 
+RESUMES = """
+import sys, torch, mpirun
+from mpirun.examples.mlp import tiny
+model = tiny(1)
+text = torch.frombuffer(bytearray(open(sys.argv[3], "rb").read()), dtype=torch.uint8)
+with mpirun.Engine(sys.argv[1], model) as run:
+    loader = run.loader(lambda step, microbatch, rng: model.batch(text, rng))
+    assert run.resume(sys.argv[2])
+    print(run.step(next(iter(loader))).loss, run.steps)
+"""
+
+
+def test_a_run_of_the_command_line_goes_on_in_a_script(launch, compiled, text, tmp_path):
+    """With the optimizer that it had; of the text a script knows nothing."""
+    schedule = compiled("1f1b", stages=1, microbatches=2)
+    done = launch(1, schedule, "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 2, "--save", tmp_path)
+    assert done.code == 0, done.err
+    script = tmp_path / "resumes.py"
+    script.write_text(RESUMES)
+    done = launch(None, program=(str(script), str(schedule), str(tmp_path), str(text)))
+    assert done.out.split()[-1] == "3", done.err
+    assert done.err == "mpirun: note: the checkpoint was made with another text\n"
+
+
 def test_an_exception_that_is_caught_ends_its_engine_alone(tmp_path, launch):
     """As in a notebook, where every exception is: the guard does not end the process, and another Engine follows."""
     script = tmp_path / "notebook.py"
