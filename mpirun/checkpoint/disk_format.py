@@ -9,8 +9,8 @@
 Nothing in a name depends on stages, ranks or the scheme. A checkpoint appears whole or not at all:
 
 1. Ranks write its files to a draft, a folder of another name, and sync them to the disk.
-2. The draft gets the checkpoint's name.
-3. The manifest is written. A folder that lacks one, or differs from it, is no checkpoint.
+2. The manifest is written to it. A folder that lacks one, or differs from it, is no checkpoint.
+3. The draft gets the checkpoint's name. One of the same step gets another name before, by which it counts until then.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from schedgen.util.errors import RefusedFile
 VERSION = 2
 MANIFEST = "manifest.json"
 _DRAFT, _REMOVED = ".writing-", ".old-"  # how the names of folders begin that are no checkpoints yet, or no longer
+_REPLACED = ".replaced-"  # and of those that are while no other of their step has its name
+_FOLDER_NAME = re.compile(rf"({re.escape(_REPLACED)})?step-[0-9]+")
 _FILE_NAME = re.compile(r"(weights|optimizer)-[0-9]+\.safetensors")
 
 
@@ -127,26 +129,19 @@ def write_file(directory: Path, step: int, kind: str, rank: int, entries: Mappin
 
 def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequence[CheckpointFile]) -> Path:
     """Make a checkpoint of a draft to which all files are written; its folder."""
-    folder = step_folder(directory, step)
+    folder, draft = step_folder(directory, step), draft_folder(directory, step)
+    manifest = {"checkpoint": VERSION, **settings, "parts": [file._asdict() for file in files]}
     with refusing(folder):
-        sync(draft_folder(directory, step))
-        _remove(folder)  # what is there already is no checkpoint
-        draft_folder(directory, step).rename(folder)
-        sync(directory)
-        manifest = {"checkpoint": VERSION, **settings, "parts": [file._asdict() for file in files]}
-        draft = folder / f"{MANIFEST}.part"
-        draft.write_text(json.dumps(manifest, indent=1) + "\n")
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        sync(draft / MANIFEST)
         sync(draft)
-        draft.rename(folder / MANIFEST)
-        sync(folder)
+        if folder.exists():
+            replaced = folder.with_name(f"{_REPLACED}{folder.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        draft.rename(folder)
+        sync(directory)
     return folder
-
-
-def abandon(directory: Path, step: int) -> None:
-    """Remove the files of a checkpoint that could not be finished."""
-    shutil.rmtree(draft_folder(directory, step), ignore_errors=True)
-    if not (step_folder(directory, step) / MANIFEST).exists():
-        shutil.rmtree(step_folder(directory, step), ignore_errors=True)
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
@@ -163,10 +158,10 @@ def prune(directory: Path, step: int, keep: int) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove drafts, and folders whose removal was interrupted."""
-    for prefix in (_DRAFT, _REMOVED):
-        for folder in directory.glob(f"{prefix}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    """Remove drafts, checkpoints that are replaced, and folders whose removal was interrupted."""
+    folders = [folder for folder in directory.glob(f"{_REPLACED}*") if _has_other(folder)]
+    for folder in [*folders, *directory.glob(f"{_DRAFT}*"), *directory.glob(f"{_REMOVED}*")]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
@@ -183,12 +178,18 @@ def step_folders(directory: Path) -> list[Path]:
     with refusing(directory):
         if (directory / MANIFEST).exists():
             return [directory]
-        named = (path for path in directory.glob("step-*") if re.fullmatch("step-[0-9]+", path.name))
-        return sorted((path for path in named if path.is_dir()), key=_step, reverse=True)
+        named = (path for path in directory.glob("*step-*") if _FOLDER_NAME.fullmatch(path.name))
+        return sorted((path for path in named if path.is_dir() and not _has_other(path)), key=_step, reverse=True)
+
+
+def _has_other(folder: Path) -> bool:
+    """Whether another checkpoint has replaced this one."""
+    name = folder.name.removeprefix(_REPLACED)
+    return name != folder.name and folder.with_name(name).exists()
 
 
 def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    return int(folder.name.rpartition("-")[2])
 
 
 def read_manifest(folder: Path) -> Manifest:

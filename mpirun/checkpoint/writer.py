@@ -162,7 +162,7 @@ class CheckpointWriter:
             on_rank_0(comm, lambda: disk_format.prune(directory, step, keep))
         except Stop as stop:
             if comm.rank == 0:
-                disk_format.abandon(directory, step)
+                disk_format.remove_unfinished(directory)
                 last = f"the last one is that of step {self.last}" if self.last else "there is none"
                 say(f"mpirun: no checkpoint of step {step}: {stop}; {last}", sys.stderr)
             return False

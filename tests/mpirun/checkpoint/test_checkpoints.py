@@ -131,11 +131,14 @@ def damaged(mistakes, several, schedules, compiled, saved, text, tmp_path_factor
     for step in (newest, older):
         (folder / "none whole" / step).mkdir(parents=True)
     (copy("unfinished") / ".writing-00000009").mkdir()
+    (folder / "unfinished" / f".replaced-{older}").mkdir()
+    copy("half replaced")
+    (folder / "half replaced" / newest).rename(folder / "half replaced" / f".replaced-{newest}")
     (folder / "empty").mkdir()
     command = [schedules["1f1b on 4"], "--text", text, *COMMON, "--model", DROPPING]
     runs = {
         name: [*command, "--resume", folder / name]
-        for name in ("no manifest", "half a manifest", "no part", "a bit", "none whole", "empty")
+        for name in ("no manifest", "half a manifest", "no part", "a bit", "none whole", "half replaced", "empty")
     }
     runs["unfinished"] = [*command, "--resume", folder / "unfinished", "--save", folder / "unfinished"]
     runs["empty, and saved to"] = [*command, "--resume", folder / "empty", "--save", folder / "empty"]
@@ -186,6 +189,11 @@ def test_what_a_dead_run_left_unfinished_is_removed(damaged):
         f"step-{STEPS // 2:08d}",
         f"step-{STEPS:08d}",
     ]
+
+
+def test_one_that_was_set_aside_counts_where_its_run_ended_before_another_took_its_place(damaged):
+    ended = damaged[0]["half replaced"]
+    assert (ended.code, ended.err) == (0, "") and f"resumed after step {STEPS}: " in ended.out
 
 
 def test_a_trace_of_no_step_is_not_written_and_a_line_says_so(damaged):

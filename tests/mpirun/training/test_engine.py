@@ -426,6 +426,35 @@ assert steps("kept") == [2, 3, 4, 5], steps("kept")
     assert (done.code, done.err.splitlines()) == (0, sentences)
 
 
+def test_a_checkpoint_stays_until_another_of_its_step_is_whole(tmp_path, launch):
+    """A limit on the size of files stands for a full disk: one that the manifest meets, which is written last."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        SAVING
+        + """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+run, saved = engine(), folder / "saved"
+run.step((x, x))
+assert run.save(saved, keep=1)
+*others, size = sorted(path.stat().st_size for path in (saved / "step-00000001").iterdir())
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, before[1]))
+assert (saved / "step-00000001" / "manifest.json").stat().st_size == size > others[-1]
+assert not run.save(saved, keep=1)
+assert engine().resume(saved)
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
+loader = run.loader([(row, row) for row in x], 4)
+assert run.save(saved, data=loader, keep=1) and engine().resume(saved, data=loader)
+print(*sorted(path.name for path in saved.iterdir()))
+"""
+    )
+    done = launch(None, tmp_path, program=(str(script),))
+    sentence = r"mpirun: no checkpoint of step 1: \S+: File too large; the last one is that of step 1"
+    assert (done.code, done.out.splitlines()[-1]) == (0, ".lock step-00000001"), done.err
+    assert re.fullmatch(sentence, done.err.strip()), done.err
+
+
 def test_a_run_saves_to_two_directories_in_turn(tmp_path, launch):
     """As the last and the best: nobody else saves there until it ends, and it may come back to what it resumed from."""
     script = tmp_path / "two.py"
