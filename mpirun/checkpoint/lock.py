@@ -57,4 +57,4 @@ class FolderLock:
         """Let another run save there."""
         with contextlib.suppress(OSError):
             self.path.unlink()
-            os.close(self.file)
+        os.close(self.file)
