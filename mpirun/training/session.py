@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor, nn
@@ -79,9 +80,10 @@ class Session:
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
         self.end.callback(self._give_back_sigterm)
-        self.sigterm_before = signal.getsignal(signal.SIGTERM)
-        if self.sigterm_before is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._leave_at_once)
+        self.sigterm_before: Any = None  # what SIGTERM did before it was this session's
+        self.leaves_after_step = self.closed = False
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._take_sigterm()
         self.begun = 0  # steps done before this run
         self.steps = 0  # steps done
         self.writer: CheckpointWriter | None = None
@@ -145,20 +147,26 @@ class Session:
 
     def handle_sigterm(self) -> None:
         """From now on SIGTERM means: leave after the step; asked again later (Slurm asks twice), at once."""
-        signal.signal(signal.SIGTERM, self._asked_to_leave)
+        self.leaves_after_step = True
+        self._take_sigterm()
 
-    def _leave_at_once(self, *_: object) -> None:
-        """SIGTERM ends this rank, as it does by itself; the watchdog says so, and ends the others."""
-        self.watchdog.state[ASKED] = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
+    def _take_sigterm(self) -> None:
+        """Only from another session: a handler of the script's own stays."""
+        now = signal.getsignal(signal.SIGTERM)
+        if now is signal.SIG_DFL or _session_of(now) is not None:
+            if self.sigterm_before is None:
+                self.sigterm_before = now
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
-    def _asked_to_leave(self, *_: object) -> None:
-        if self.asked is None:
+    def _on_sigterm(self, *_: object) -> None:
+        if self.leaves_after_step and self.asked is None:
             self.asked = time.monotonic()
             self.interpreter.optimizer_step.leave_requested = True
-        elif time.monotonic() - self.asked > ASKED_TWICE:
-            self._leave_at_once()
+        elif not self.leaves_after_step or time.monotonic() - (self.asked or 0) > ASKED_TWICE:
+            # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
+            self.watchdog.state[ASKED] = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
 
     def checkpoints(self) -> CheckpointWriter:
         """What reads and writes the checkpoints of this run."""
@@ -283,12 +291,16 @@ class Session:
 
     def restore_sigterm(self) -> None:
         """SIGTERM ends the process again: there are no more steps."""
-        signal.signal(signal.SIGTERM, self._leave_at_once)
+        self.leaves_after_step = False
 
     def _give_back_sigterm(self) -> None:
-        """SIGTERM means what it meant before this run."""
-        if signal.getsignal(signal.SIGTERM) in (self._leave_at_once, self._asked_to_leave):
-            signal.signal(signal.SIGTERM, self.sigterm_before or signal.SIG_DFL)
+        """SIGTERM means what it meant before this run, and before those that have ended meanwhile."""
+        self.closed = True
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            before = self.sigterm_before
+            while (session := _session_of(before)) is not None and session.closed:
+                before = session.sigterm_before
+            signal.signal(signal.SIGTERM, before)
 
     def leave(self, saved: bool) -> None:
         """Stop together, as SIGTERM has asked: an exit code that is not 0 makes launchers end the other ranks."""
@@ -349,6 +361,12 @@ class Session:
         """The end of the run on this rank."""
         atexit.unregister(self.close_together)
         self.end.close()
+
+
+def _session_of(handler: object) -> Session | None:
+    """The session whose handler of SIGTERM it is."""
+    session = getattr(handler, "__self__", None)
+    return session if isinstance(session, Session) else None
 
 
 def mean(values: list[float], weights: list[float]) -> float:

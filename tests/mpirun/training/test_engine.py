@@ -386,6 +386,62 @@ def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, 
     assert done.code == 0 and "buckets" in done.err
 
 
+HANDLERS = """
+import signal, sys, threading, torch, mpirun
+from torch.nn.functional import mse_loss
+def engine():
+    return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0)
+def step(run):
+    run.step((torch.zeros(8, 4), torch.zeros(8, 4)))
+def own(*_):
+    print("own")
+"""
+
+
+def test_a_handler_of_the_scripts_own_stays(tmp_path, launch):
+    script = tmp_path / "own.py"
+    script.write_text(
+        HANDLERS
+        + """
+signal.signal(signal.SIGTERM, own)
+with engine() as run:
+    step(run)
+    signal.raise_signal(signal.SIGTERM)
+    step(run)
+print(signal.getsignal(signal.SIGTERM) is own)
+"""
+    )
+    done = launch(None, program=(str(script),))
+    assert (done.code, done.out.split()) == (0, ["own", "True"]), done.err
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_runs_at_one_time_give_sigterm_back_in_whatever_order_they_end(last_first, tmp_path, launch):
+    """What it means is a matter of those that have not ended: the one that began to step last is saved."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        HANDLERS
+        + """
+last_first = sys.argv[1] == "True"
+runs = [engine() for _ in range(3)]
+for run in runs:
+    step(run)
+last = runs.pop(1)
+for run in reversed(runs) if last_first else runs:
+    run.close()
+signal.raise_signal(signal.SIGTERM)
+try:
+    step(last)
+except SystemExit as end:
+    print(end.code)
+last.close()
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    )
+    done = launch(None, last_first, program=(str(script),))
+    assert (done.code, done.out.split()) == (0, ["143", "True"]), done.err
+
+
 SAVING = """
 import sys, torch, mpirun
 from pathlib import Path
