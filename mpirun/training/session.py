@@ -10,6 +10,7 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class Session:
         if now is signal.SIG_DFL or _session_of(now) is not None:
             if self.sigterm_before is None:
                 self.sigterm_before = now
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+            _set_sigterm(self._on_sigterm)
 
     def _on_sigterm(self, *_: object) -> None:
         if self.leaves_after_step and self.asked is None:
@@ -295,12 +296,12 @@ class Session:
 
     def _give_back_sigterm(self) -> None:
         """SIGTERM means what it meant before this run, and before those that have ended meanwhile."""
-        self.closed = True
+        self.closed, self.leaves_after_step = True, False
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             before = self.sigterm_before
             while (session := _session_of(before)) is not None and session.closed:
                 before = session.sigterm_before
-            signal.signal(signal.SIGTERM, before)
+            _set_sigterm(before)
 
     def leave(self, saved: bool) -> None:
         """Stop together, as SIGTERM has asked: an exit code that is not 0 makes launchers end the other ranks."""
@@ -367,6 +368,11 @@ def _session_of(handler: object) -> Session | None:
     """The session whose handler of SIGTERM it is."""
     session = getattr(handler, "__self__", None)
     return session if isinstance(session, Session) else None
+
+
+def _set_sigterm(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():  # no other can
+        signal.signal(signal.SIGTERM, handler)
 
 
 def mean(values: list[float], weights: list[float]) -> float:

@@ -442,6 +442,25 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
     assert (done.code, done.out.split()) == (0, ["143", "True"]), done.err
 
 
+def test_a_run_in_another_thread_leaves_sigterm_alone(tmp_path, launch):
+    """Only the main thread can set what a signal does."""
+    script = tmp_path / "thread.py"
+    script.write_text(
+        HANDLERS
+        + """
+def train():
+    with engine() as run:
+        step(run)
+        print(run.steps, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
+    )
+    done = launch(None, program=(str(script),))
+    assert (done.code, done.out.split()) == (0, ["1", "True"]), done.err
+
+
 SAVING = """
 import sys, torch, mpirun
 from pathlib import Path
