@@ -116,7 +116,7 @@ class OptimizerStep:
             metrics[mb] = [float(found[name]) for name in names]
         self.metrics.clear()
         context.transport.wait(context.transport.group(group).Iallreduce(values, sums).Test)
-        if not _are_equal(*sums[self.equal_at].tolist()):
+        if not are_equal(*sums[self.equal_at].tolist()):
             raise Stop(
                 f"the learning rate of step {context.position.step + 1} is not the same on all ranks: lr should depend "
                 "on the step alone",
@@ -130,7 +130,7 @@ class OptimizerStep:
         self.finite = (self.finite or begins) and bool(np.isfinite(sums[: self.losses_at.stop]).all())
 
     def _for_equality(self) -> Sequence[int]:
-        """Numbers whose sums over ranks tell whether all have the same learning rate, up to a hash of 20 bits."""
+        """Numbers whose sums over ranks tell whether all have the same learning rate."""
         optimizer = self.context.optimizer
         if optimizer.recipe.rate is None or not optimizer.by_unit:  # groups may have rates of their own
             return 0, 0, 0
@@ -138,8 +138,7 @@ class OptimizerStep:
             value = optimizer.rate(self.context.position.step)
         except Exception:  # raised again by this rank's STEP, if no other rank ends the run before
             return 0, 0, 0
-        number = zlib.crc32(struct.pack("d", value)) % 2**20
-        return 1, number, number * number
+        return numbers_for_equality(value)
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
@@ -156,8 +155,14 @@ class OptimizerStep:
         return act
 
 
-def _are_equal(count: float, total: float, squares: float) -> bool:
-    """Whether all hashes were the same: then, and only then, their variance is zero. Exact for 8,192 ranks."""
+def numbers_for_equality(value: float) -> tuple[int, int, int]:
+    """Those of one rank: 1, a hash of 16 bits and its square. Sums over 2^20 ranks, the most, are less than 2^53."""
+    number = zlib.crc32(struct.pack("d", value)) % 2**16
+    return 1, number, number * number
+
+
+def are_equal(count: float, total: float, squares: float) -> bool:
+    """Whether all hashes were the same, by the sums: then, and only then, their variance is zero."""
     return int(count) * int(squares) == int(total) ** 2
 
 
