@@ -169,6 +169,21 @@ def _shapes(
     return [infer_shapes(model, reads, examples[number], autocast_dtype, device, prepare) for number in firsts]
 
 
+_threads_before: list[int] = []  # one for each run that has not ended, the first run's first
+
+
+def threads_kept() -> Callable[[], None]:
+    """What it returns gives torch the threads back that it has now, once no other run of this process goes on."""
+    _threads_before.append(torch.get_num_threads())
+
+    def give_back() -> None:
+        before = _threads_before.pop()
+        if not _threads_before:
+            torch.set_num_threads(before)
+
+    return give_back
+
+
 def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
     """Choose this rank's device, by name, and torch's threads; 0: its share of the cores. Collective.
 

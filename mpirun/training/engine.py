@@ -32,7 +32,7 @@ from mpirun.data.loader import Batch, Loader
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
 from mpirun.engine.recipe import Factory
-from mpirun.engine.setup import StepOptions, use_host
+from mpirun.engine.setup import StepOptions, threads_kept, use_host
 from mpirun.model.rng import generators_kept
 from mpirun.training.arguments import (
     Log,
@@ -155,6 +155,7 @@ class Engine:
             ))  # fmt: skip
             if export is not None:
                 on_rank_0(self.comm, lambda: check_new(directory_of("export", export)))
+            self.ending.callback(threads_kept())
             self.host = use_host(self.comm, device, 0, gpu_messages, stream_words)
             self.options = StepOptions(
                 recipe=recipe, seed=seed, passes=accumulate, canonical=canonical, autocast_dtype=dtype, on_nan=on_nan,

@@ -346,14 +346,15 @@ def test_a_step_after_one_that_was_interrupted_takes_its_own_batch(launch):
 
 
 AGAIN = """
-import signal, sys, threading, torch, mpirun
+import os, signal, sys, threading, torch, mpirun
 from torch.nn.functional import mse_loss
 import mpirun.comm.progress_thread, mpirun.engine.interpreter
 def engine(**options):
     stages = [torch.nn.Linear(4, 4) for _ in range(2)]
     return mpirun.Engine("1f1b", stages, stages=2, microbatches=2, loss=mse_loss, **options)
 def now():
-    return signal.getsignal(signal.SIGTERM), sys.excepthook, threading.active_count()
+    return signal.getsignal(signal.SIGTERM), sys.excepthook, threading.active_count(), torch.get_num_threads()
+torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
 before, x = now(), torch.zeros(8, 4)
 stopped = []
 try:
@@ -377,7 +378,7 @@ if lines:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
-    """Neither what SIGTERM and an exception do in it, nor its threads, that of TensorBoard included."""
+    """Neither what SIGTERM and an exception do in it, nor its threads, TensorBoard's and torch's included."""
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     done = launch(ranks, tmp_path, program=(str(script),))
@@ -387,7 +388,7 @@ def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, 
 
 
 HANDLERS = """
-import signal, sys, threading, torch, mpirun
+import os, signal, sys, threading, torch, mpirun
 from torch.nn.functional import mse_loss
 def engine():
     return mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss, timeout=0)
@@ -416,30 +417,32 @@ print(signal.getsignal(signal.SIGTERM) is own)
 
 
 @pytest.mark.parametrize("last_first", [False, True])
-def test_runs_at_one_time_give_sigterm_back_in_whatever_order_they_end(last_first, tmp_path, launch):
-    """What it means is a matter of those that have not ended: the one that began to step last is saved."""
+def test_runs_at_one_time_give_back_sigterm_and_threads_in_whatever_order_they_end(last_first, tmp_path, launch):
+    """Those that have not ended keep them: SIGTERM ends the one that began to step last."""
     script = tmp_path / "two.py"
     script.write_text(
         HANDLERS
         + """
 last_first = sys.argv[1] == "True"
-runs = [engine() for _ in range(3)]
+torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
+before, runs = torch.get_num_threads(), [engine() for _ in range(3)]
 for run in runs:
     step(run)
 last = runs.pop(1)
 for run in reversed(runs) if last_first else runs:
     run.close()
+print(torch.get_num_threads() < before)
 signal.raise_signal(signal.SIGTERM)
 try:
     step(last)
 except SystemExit as end:
     print(end.code)
 last.close()
-print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, torch.get_num_threads() == before)
 """
     )
     done = launch(None, last_first, program=(str(script),))
-    assert (done.code, done.out.split()) == (0, ["143", "True"]), done.err
+    assert (done.code, done.out.split()) == (0, ["True", "143", "True", "True"]), done.err
 
 
 def test_a_run_in_another_thread_leaves_sigterm_alone(tmp_path, launch):
