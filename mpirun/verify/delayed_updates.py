@@ -48,7 +48,7 @@ def run_with_delayed_updates(
     beat: Callable[[], None],
 ) -> Record:
     """All steps from the first, recorded from step `begun` on; of every stage the gradient of its last update."""
-    stages = [_Versions(setup, header, stage) for stage in range(header.stages)]
+    stages = [_Versions(setup, stage) for stage in range(header.stages)]
     modules = [stage.module for stage in stages]
     start = _by_key({stage.index: stage.kept[0] for stage in stages})
     losses: list[list[float]] = []
@@ -97,7 +97,7 @@ def _call(module: nn.Module, weights: Weights, *arguments: Any) -> Any:
 class _Versions:
     """A stage with every version of its weights that a step makes."""
 
-    def __init__(self, setup: Setup, header: Header, index: int) -> None:
+    def __init__(self, setup: Setup, index: int) -> None:
         self.setup, self.index = setup, index
         self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
         self.layer_rng = LayerRng(self.module, index, setup.shapes[index].random_layers, setup.device.seed)
