@@ -21,7 +21,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,14 +144,14 @@ def publish(directory: Path, step: int, settings: Mapping[str, Any], files: Sequ
     return folder
 
 
-def prune(directory: Path, step: int, keep: int) -> None:
+def prune(directory: Path, step: int, keep: int, damaged: Collection[Path] = ()) -> None:
     """Keep the newest `keep` checkpoints up to a step; remove those before them, and unfinished ones.
 
     Checkpoints of later steps stay: they are of an earlier run, which this one could not resume from. So does what
-    cannot be removed.
+    cannot be removed, and what is `damaged`: neither counts.
     """
     folders = [folder for folder in step_folders(directory) if _step(folder) <= step and (folder / MANIFEST).exists()]
-    for folder in folders[keep:]:
+    for folder in [folder for folder in folders if folder.resolve() not in damaged][keep:]:
         with contextlib.suppress(OSError):
             _remove(folder)
     remove_unfinished(directory)

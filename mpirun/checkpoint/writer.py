@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class CheckpointWriter:
         self.directory: Path | None = None
         self.locks: dict[Path, FolderLock] = {}  # on rank 0, of all folders that this run saves to
         self.last = 0
+        self.damaged: set[Path] = set()  # checkpoints that could not be resumed from
 
     def _check_entries(self, untrained: list[str]) -> None:
         model = self.setup.unsharded_model
@@ -88,6 +90,8 @@ class CheckpointWriter:
         on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step
         if self.comm.rank == 0:
+            folders = disk_format.step_folders(manifest.folder.parent)
+            self.damaged = {folder.resolve() for folder in takewhile(manifest.folder.__ne__, folders)}
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:
@@ -159,7 +163,8 @@ class CheckpointWriter:
             of_ranks = comm.gather(together(comm, lambda: self._write_files(directory, step, divided)))
             files = [file for of_rank in of_ranks or () for file in of_rank]
             on_rank_0(comm, lambda: disk_format.publish(directory, step, {"step": step, **self.settings}, files))
-            on_rank_0(comm, lambda: disk_format.prune(directory, step, keep))
+            self.damaged.discard(disk_format.step_folder(directory, step).resolve())
+            on_rank_0(comm, lambda: disk_format.prune(directory, step, keep, self.damaged))
         except Stop as stop:
             if comm.rank == 0:
                 disk_format.remove_unfinished(directory)

@@ -274,6 +274,17 @@ def test_old_checkpoints_are_removed(several, schedules, text, tmp_path):
     assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["step-00000004", "step-00000005"]
 
 
+def test_a_checkpoint_that_is_damaged_stays_and_does_not_count(several, schedules, text, tmp_path):
+    command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--save", tmp_path]
+    ((code, _),) = several(2, [[*command, "--steps", 3, "--every", 1]])
+    assert code == 0
+    (tmp_path / "step-00000003" / "weights-0.safetensors").write_bytes(b"")
+    again = [*command, "--resume", tmp_path, "--steps", 4, "--keep", 2]
+    ((code, out),) = several(2, [again])
+    assert code == 0 and "resumed after step 2: " in out
+    assert sorted(one.name for one in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (2, 3, 4)]
+
+
 def test_a_disk_that_is_full_costs_a_checkpoint_not_the_run(launch, schedules, text, tmp_path):
     """A limit on the size of files stands for it: one that the first rank's part of the third checkpoint meets."""
     command = [schedules["ddp on 2"], "--model", "mpirun.examples.mlp:tiny", "--text", text, "--steps", 4]
