@@ -19,7 +19,7 @@ from mpirun.engine.stage import LocalStage, SavedForward
 from mpirun.engine.stage_gradients import gradient_giver, gradient_taker, output_gradients
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.dataflow import Bundle, TensorSpec
-from mpirun.model.frozen_statistics import frozen_statistics
+from mpirun.model.frozen_statistics import buffer_copies, frozen_statistics
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.instructions import Instruction, Kind, Op
@@ -31,7 +31,8 @@ Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
 class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
-    __slots__ = ("half", "loss_gradient", "saved")
+    __slots__ = ("buffers", "half", "loss_gradient", "saved")
+    buffers: dict[str, Tensor]  # of a stage whose forwards change some: what they were before one that is redone
     saved: SavedForward
     half: WeightHalf | None
     loss_gradient: Tensor  # of the last stage: what its backward begins with
@@ -55,7 +56,8 @@ class ForwardBackward:
         self.metrics: dict[int, dict[str, Tensor]] = {}  # the same
         self.digests: dict[int, str] | None = None  # by microbatch that is read, where they are asked for
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
-        self.saves -= {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
+        self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
+        self.saves -= self.redone
 
     def forget_pass(self) -> None:
         """Drop what a pass that was interrupted has kept: the next one may be of other data."""
@@ -124,11 +126,8 @@ class ForwardBackward:
                 pending.saved = saved
             return outputs, found
 
-        def compute_again(*inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-            with frozen_statistics(stage.module):
-                return compute(*inputs)
-
-        run = self._job(i, compute_again if i.op == Op.RECOMPUTE and stage.shape.overwrites_buffers else compute)
+        keeps_buffers = stage.shape.overwrites_buffers and (i.stage, mb) in self.redone
+        run = self._with_buffers(i, compute) if keeps_buffers else self._job(i, compute)
 
         def forward() -> list[Tensor]:
             if weights is not None:
@@ -151,6 +150,29 @@ class ForwardBackward:
             return outputs
 
         return forward
+
+    def _with_buffers(self, i: Instruction, compute: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+        """`compute` of a forward that is redone, or redoes one, where the stage's forwards change buffers.
+
+        It is redone with what they were the first time, and changes nothing; with what they are, if that was elsewhere.
+        """
+        module, pending, again = self.stage_of(i).module, self._pending(i), i.op == Op.RECOMPUTE
+        pending.buffers = {}
+
+        def compute_with_buffers(before: dict[str, Tensor], *inputs: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+            if again:
+                with frozen_statistics(module, before):
+                    return *compute(*inputs), {}
+            kept = buffer_copies(module)
+            return *compute(*inputs), kept
+
+        job = self._job(i, compute_with_buffers)
+
+        def run(*inputs: Any) -> tuple[Any, Any]:
+            outputs, found, pending.buffers = job(pending.buffers if again else {}, *inputs)
+            return outputs, found
+
+        return run
 
     def _score(self, i: Instruction, save: bool) -> Score:
         """The loss of a microbatch, with its metrics."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mpirun.comm.progress_thread import LONG, MessageProgress, needs_calls
@@ -147,9 +149,14 @@ class Interpreter:
         # What adds to a gradient lives as long as it is held here. A hook of the parameter would cost later steps time.
         places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
         adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
+
+        def reach(place: tuple[int, str], _: object, gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is not None:  # a backward of its own may give none
+                self.reached.add(place)
+
         with contextlib.ExitStack() as hooks:
             for place, adder in adders.items():
-                hooks.callback(adder.register_hook(lambda *_, place=place: self.reached.add(place)).remove)
+                hooks.callback(adder.register_hook(partial(reach, place)).remove)
             result = self.run(step)
         self.code, self.timed = acts, True
         self._let_mpi_go_on(seconds)

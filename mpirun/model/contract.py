@@ -38,8 +38,9 @@ class Model(NamedTuple):
                      weights and dropout are seeded by their names, so that these do not depend on the cut into stages.
                      forward takes the sources in `reads` and returns one tensor, or a tuple of them; its shapes are
                      the same for every microbatch. Trained parameters may have several types. They are found by
-                     named_parameters: hooks on them, or references kept elsewhere, are lost. forward may not change
-                     buffers that its output depends on, and draws random numbers from torch's default generator only.
+                     named_parameters: hooks on them, or references kept elsewhere, are lost. forward draws random
+                     numbers from torch's default generator only. Where its output depends on buffers that it changes,
+                     as with spectral norm, workers that share a stage differ: each has changed its own.
     loss             (output of the last stage, target) -> scalar, a mean over the microbatch. The gradient is the mean
                      over microbatches. Where the last stage returns a tuple, so is the output.
     batch            (text, rng) -> (input, target) of one microbatch, each a tensor or any pytree of them. `text` is a

@@ -1,6 +1,6 @@
 """Buffers that forwards change, as running statistics: copies of them, and forwards that leave them alone.
 
-A forward that is done again must not update them twice.
+A forward that is done again must not update them twice, and computes with the values that they had the first time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def frozen_statistics(module: nn.Module) -> Iterator[None]:
+def frozen_statistics(module: nn.Module, begin: Mapping[str, Tensor] | None = None) -> Iterator[None]:
     """Inside, forwards compute the same, but what they write to buffers is lost: they write to copies.
 
-    So are the numbers that a module with buffers counts as attributes.
+    So are the numbers that a module with buffers counts as attributes. `begin`: in place of copies of what the buffers
+    are now, these, as `buffer_copies` has given them; forwards write to them.
     """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     numbers = [(part, {name: x for name, x in vars(part).items() if isinstance(x, int | float)}) for part, _ in before]
-    copies: dict[int, Tensor] = {}  # by id of the buffer: modules may share it
+    named = dict(module.named_buffers()) if begin else {}
+    copies = {id(named[name]): copy for name, copy in (begin or {}).items()}  # modules may share a buffer
     for part, buffers in before:
         for name, buffer in buffers.items():
             if buffer is not None:

@@ -380,6 +380,11 @@ def normed(stages: int) -> Model:
     return with_stage(stages, 1, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
 
 
+def spectral(stages: int) -> Model:
+    """mlp.tiny with a weight in its second stage that is divided by what every forward estimates anew."""
+    return with_stage(stages, 1, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
+
+
 def ends_in_norms(stages: int) -> Model:
     """mlp.tiny; a linear layer and a LayerNorm are the end of every stage but the last."""
     model = mlp.tiny(stages)

@@ -65,6 +65,9 @@ AN_IDLE_WORKER = """
 COMPILED = {
     "fsdp with evicted weights": ("fsdp", {"stages": 8, "weight_slots": 1}, GPT, None),
     "activations computed again": ("zb-v", {"stages": 8, "recompute": "all"}, GPT, r'"op": "RECOMPUTE"'),
+    "buffers of then, computed again": (
+        "1f1b", {"stages": 4, "recompute": "all"}, "models_for_tests:spectral", r'"op": "RECOMPUTE"'
+    ),
     "all but the last microbatch computed again": (
         "gpipe", {"stages": 4, "recompute": "except-last"}, GPT, r'"recompute": \[\[0, 0\], .*\[3, 6\]\]'
     ),
@@ -182,7 +185,7 @@ def test_losses_and_norms_are_the_same_under_every_scheme(golden_runs, folder, n
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_schedule_gives_the_bits_of_one_process(canonical_runs, name):
     code, out = canonical_runs[name]
-    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
+    assert set(differences(out).values()) == {0}
     assert code == 0, out
 
 
