@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import CustomObjArgument
 
+from mpirun.model.frontend.assigned_buffers import changing_assigned_buffers, set_lines_of_changes
 from mpirun.model.frontend.errors import (
     called_by_user,
     check_example,
@@ -79,13 +80,14 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
-        with _silent(), _refusing_untraced(), where:
+        with _silent(), _refusing_untraced(), changing_assigned_buffers(module), where:
             program = export(module, args, kwargs, strict=False)
             exported = program.module()
     except Exception as error:
         raise export_error(module, error) from None
     graph = exported.graph
     graph.set_codegen(fx.graph.CodeGen())
+    set_lines_of_changes(graph)
     for name, part in exported.named_modules():
         if isinstance(part, fx.GraphModule) and name != "_guards_fn":
             _check_nodes(part.graph)

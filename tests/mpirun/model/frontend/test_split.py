@@ -515,6 +515,7 @@ class Assigned(nn.Module):
         super().__init__()
         self.late = late
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.register_buffer("none", None)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("mean", torch.full((WIDTH,), 0.5))
         self.register_buffer("last", torch.zeros(WIDTH))
@@ -534,11 +535,13 @@ class Assigned(nn.Module):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: bool) -> None:
-    module = Assigned(late)
-    cut = split(module, X, points=["layers.2", "layers.3"])
+@pytest.mark.parametrize("of", ["", "0."])
+def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: bool, of: str) -> None:
+    """The module's own, or a submodule's."""
+    module = nn.Sequential(Assigned(late)) if of else Assigned(late)
+    cut = split(module, X, points=[f"{of}layers.2", f"{of}layers.3"])
     buffers = [sorted(name for name, _ in stage.named_buffers()) for stage in cut.stages]
-    assert buffers == [["count", "mean"], [], ["last"]]
+    assert buffers == [[f"{of}count", f"{of}mean"], [], [f"{of}last"]]
     agree(module, cut, (X,))
 
 
@@ -565,7 +568,10 @@ def test_buffers_that_are_written_to_as_out() -> None:
     agree(module, cut, (X,))
 
 
-def test_a_buffer_that_gets_another_s_old_value() -> None:
+@pytest.mark.parametrize("after", [False, True])
+def test_a_buffer_that_gets_another_s_old_value(after: bool) -> None:
+    """`after`: after the other has got its new one."""
+
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -574,9 +580,13 @@ def test_a_buffer_that_gets_another_s_old_value() -> None:
             self.register_buffer("now", torch.ones(WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.before = self.now.detach()
+            old = self.now
+            if not after:
+                self.before = old.detach()
             x = self.layers[0](x)
             self.now = x.detach().mean(0)
+            if after:
+                self.before = old
             return self.layers[2](self.layers[1](x))
 
     module = Remembers()
@@ -656,6 +666,8 @@ def line_of(name: str) -> str:
         ("Strided", "as_strided of what an earlier stage has made, whose strides are others here"),
         ("StridedInside", "as_strided of what an earlier stage has made"),
         ("Counted", "changes the buffer seen, which several stages would use"),
+        ("Resized", r"sets the buffer seen, which is .* of shape \(16,\), to torch.float32 of shape \(4, 16\): "),
+        ("Begun", r"sets the buffer mean, which is None, to torch.float32 of shape \(16,\): a stage's buffer keeps"),
         ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
         ("Twice", "would have no computation"),

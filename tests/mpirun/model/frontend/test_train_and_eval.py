@@ -218,6 +218,7 @@ def follow_eval(cut: Cut) -> None:
         (Average, X, 2),
         (Ungraded, X, 2),
         (Assigned, X, ["second"]),
+        (lambda: nn.Sequential(Assigned()), X, ["0.second"]),
         (Updated, X, 2),
         (spectral, X, 2),
         (Paths, X, 2),

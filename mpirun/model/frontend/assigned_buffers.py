@@ -1,0 +1,70 @@
+"""Buffers that a traced forward assigns new tensors to: changes in place of the buffers, as its last operations.
+
+torch.export makes these of the root's buffers alone, and of another than was assigned where one before is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from schedgen.util.errors import UsageError
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
+    """Inside, a forward of `module` ends by copying into its buffers what it has assigned to them.
+
+    UsageError, raised by the assignment, where the buffer had another shape or type, or was none.
+    """
+    parts = {*module.modules()}
+    before: dict[tuple[nn.Module, str], Tensor] = {}  # what was there when the forward began
+
+    def assign(part: nn.Module, name: str, value: Tensor | None) -> Any:
+        buffer = part._buffers.get(name)
+        if part not in parts or value is buffer:
+            return None
+        if value is None or buffer is None or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
+            raise UsageError(
+                f"cannot be traced: sets the buffer {name}, which is {_what(buffer)}, to {_what(value)}: "
+                "a stage's buffer keeps the shape and type that it has before the forward"
+            )
+        before.setdefault((part, name), buffer)
+        memory = {x.untyped_storage()._cdata for x in (*before.values(), *module.buffers())}
+        return value.clone() if value.untyped_storage()._cdata in memory else None  # that may be changed in between
+
+    def change(*_: object) -> None:
+        for (part, name), buffer in before.items():
+            part._buffers[name] = buffer.copy_(part.get_buffer(name))
+        before.clear()
+
+    handles = [torch_module.register_module_buffer_registration_hook(assign), module.register_forward_hook(change)]
+    try:
+        with mock.patch.object(  # by which torch.export would do so, too
+            torch_module, "register_module_buffer_registration_hook", lambda hook: RemovableHandle(OrderedDict())
+        ):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def set_lines_of_changes(graph: fx.Graph) -> None:
+    """Copies at the end of the forward, which no line of the source makes, get those of what they copy."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        if isinstance(node.args[1], fx.Node) and not node.meta.get("stack_trace"):
+            node.meta = dict(node.args[1].meta)
+
+
+def _what(buffer: Tensor | None) -> str:
+    return "None" if buffer is None else f"{buffer.dtype} of shape {tuple(buffer.shape)}"
