@@ -126,7 +126,8 @@ class ForwardBackward:
                 pending.saved = saved
             return outputs, found
 
-        keeps_buffers = stage.shape.overwrites_buffers and (i.stage, mb) in self.redone
+        statistics = stage.shape.overwrites_buffers
+        keeps_buffers = statistics and (i.stage, mb) in self.redone
         run = self._with_buffers(i, compute) if keeps_buffers else self._job(i, compute)
 
         def forward() -> list[Tensor]:
@@ -136,6 +137,8 @@ class ForwardBackward:
             if packed:
                 values = [x for message, bundle in zip(values, bundles, strict=True) for x in bundle.unpack(message)]
             batch = None if read is None else read()
+            if statistics:
+                stage.take_numbers()
             if draws:
                 stage.layer_rng.at = (seed, position.step, position.accumulation_pass * microbatches + mb)
             leaves = batch.leaves if batch is not None and arguments.reads_input else ()

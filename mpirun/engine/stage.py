@@ -21,6 +21,7 @@ from mpirun.engine.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.weight_shards import part_slices, pieces, sections
 from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
+from mpirun.model.frozen_statistics import take_numbers
 from mpirun.model.rng import LayerRng
 from mpirun.model.shapes import StageShape, flat_layout
 
@@ -95,6 +96,7 @@ class LocalStage:
                 no_memory = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
                 _replace(module, parameter, nn.Parameter(no_memory))
         module.to(device.torch)
+        self.latest = [module]  # of all versions' modules, that of the latest forward
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
@@ -124,10 +126,16 @@ class LocalStage:
         stage = LocalStage(module, self.index, self.shape, self.device, False, memory, self.autocast_dtype)
         for source, target in zip(self.module.modules(), module.modules(), strict=True):
             frozen = {name: x for name, x in source._parameters.items() if x is not None and not x.requires_grad}
-            target._buffers.update(source._buffers)
+            target._buffers = source._buffers  # what a forward assigns, all versions have
             target._parameters.update(frozen)
-        stage.tied_to_earlier = self.tied_to_earlier
+        stage.latest, stage.tied_to_earlier = self.latest, self.tied_to_earlier
         return stage
+
+    def take_numbers(self) -> None:
+        """Before a forward: the module gets what that of another version has counted in the latest one."""
+        if self.latest[0] is not self.module:
+            take_numbers(self.module, self.latest[0])
+            self.latest[0] = self.module
 
     def elsewhere(self, memory: Tensor | None, shape: StageShape) -> LocalStage:
         """The same stage for microbatches of another shape.

@@ -1,6 +1,7 @@
 """Buffers that forwards change, as running statistics: copies of them, and forwards that leave them alone.
 
-A forward that is done again must not update them twice, and computes with the values that they had the first time.
+A forward that is done again must not update them twice, and computes with the values that they had the first time. What
+modules with buffers count as attributes, such as their calls, goes with them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def frozen_statistics(module: nn.Module, begin: Mapping[str, Tensor] | None = No
     are now, these, as `buffer_copies` has given them; forwards write to them.
     """
     before = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
-    numbers = [(part, {name: x for name, x in vars(part).items() if isinstance(x, int | float)}) for part, _ in before]
+    numbers = [(part, _numbers(part)) for part, _ in before]
     named = dict(module.named_buffers()) if begin else {}
     copies = {id(named[name]): copy for name, copy in (begin or {}).items()}  # modules may share a buffer
     for part, buffers in before:
@@ -34,6 +35,17 @@ def frozen_statistics(module: nn.Module, begin: Mapping[str, Tensor] | None = No
             part._buffers.update(buffers)
         for part, attributes in numbers:
             vars(part).update(attributes)
+
+
+def take_numbers(module: nn.Module, source: nn.Module) -> None:
+    """Give a stage's module the numbers that another module of the same stage has counted as attributes."""
+    for part, other in zip(module.modules(), source.modules(), strict=True):
+        if part._buffers:
+            vars(part).update(_numbers(other))
+
+
+def _numbers(part: nn.Module) -> dict[str, int | float]:
+    return {name: x for name, x in vars(part).items() if isinstance(x, int | float) and name != "training"}
 
 
 def buffer_copies(module: nn.Module) -> dict[str, Tensor]:

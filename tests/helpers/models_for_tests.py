@@ -385,6 +385,26 @@ def spectral(stages: int) -> Model:
     return with_stage(stages, 1, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)))
 
 
+class Averaging(mlp.Layer):
+    """A hidden layer of mlp.tiny less the mean of all it has computed: a buffer that it assigns, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.calls += 1
+        self.mean = self.mean + (x.detach().mean(0) - self.mean) / self.calls
+        return x - self.mean
+
+
+def averaging(stages: int) -> Model:
+    """mlp.tiny with such a layer in its second stage."""
+    return with_stage(stages, 1, Averaging)
+
+
 def ends_in_norms(stages: int) -> Model:
     """mlp.tiny; a linear layer and a LayerNorm are the end of every stage but the last."""
     model = mlp.tiny(stages)

@@ -14,7 +14,7 @@ from mpirun.model.build_stage import build_stage
 from mpirun.model.load_model import load_model
 from schedgen.ir.weight_versions import UPDATES
 
-GPT, DROPPING = "models_for_tests:gpt_tiny", "models_for_tests:dropping"
+GPT, DROPPING, AVERAGING = (f"models_for_tests:{name}" for name in ("gpt_tiny", "dropping", "averaging"))
 STEPS, BATCHES, STAGES = 2, 12, 4
 RATE = 0.05
 SGD = ["--optimizer", "sgd", "--lr", RATE, "--weight-decay", 0]
@@ -33,6 +33,7 @@ CASES = {
     "two buffers": ("1,1,1,1", "2bw", GPT, {"scheme": "pipedream-2bw", "microbatches": 18, "group": 5}, []),
     "two buffers, replicas": ("2,2", "2bw", DROPPING, {"scheme": "pipedream-2bw", "microbatches": 14}, []),
     "two buffers, split": ("1,1,1,1", "2bw", DROPPING, {"scheme": "zb-h1", "replicas": None, "recompute": "1,2"}, []),
+    "two buffers of weights, one of a mean": ("1,1,1,1", "2bw", AVERAGING, {"scheme": "pipedream-2bw"}, []),
     "warm-up and cosine": ("2,1,1", "stash", GPT, {}, ["--warmup", 1, "--lr-schedule", "cosine"]),
 }
 
