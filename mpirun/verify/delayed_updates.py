@@ -7,13 +7,10 @@ gradients of an update.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from mpirun.engine.recipe import NamedParameter
 from mpirun.engine.setup import Setup
@@ -63,7 +60,7 @@ def run_with_delayed_updates(
         gradients.append(_by_key({stage.index: stage.gradient for stage in stages}))
         for stage in stages:
             stage.kept = stage.kept[-1:]
-    parameters = _by_key({stage.index: stage.newest for stage in stages})
+    parameters = _by_key({stage.index: stage.kept[-1] for stage in stages})
     return Record(losses[begun:], gradients[begun:], parameters, start, on_host(statistics.of(modules)))
 
 
@@ -77,21 +74,16 @@ def _microbatch(
     mb: int,
 ) -> float:
     """One microbatch of a step, and the updates that it completes; its loss."""
-    weights = [stage.kept[used[stage.index, mb]] for stage in stages]
     for stage in stages:
+        stage.use(used[stage.index, mb])
         stage.layer_rng.at = (setup.seed, step, mb)
-    plain = [partial(_call, stage.module, own) for stage, own in zip(stages, weights, strict=True)]
-    calls = statistics.of_microbatch([stage.module for stage in stages], plain, mb)
-    loss = forward_backward(setup, header, calls, step, mb, divisor=1)
-    for stage, own in zip(stages, weights, strict=True):
-        stage.gradients.append((int(header.compute[F, stage.index, mb]), _take_gradients(own)))
+    modules = [stage.module for stage in stages]
+    loss = forward_backward(setup, header, statistics.of_microbatch(modules, modules, mb), step, mb, divisor=1)
+    for stage in stages:
+        stage.gradients.append((int(header.compute[F, stage.index, mb]), stage.take_gradients()))
         if len(stage.gradients) == header.weight_versions.round(stage.index) or mb + 1 == header.microbatches:
             stage.update(step)
     return loss
-
-
-def _call(module: nn.Module, weights: Weights, *arguments: Any) -> Any:
-    return functional_call(module, weights, arguments)
 
 
 class _Versions:
@@ -101,23 +93,33 @@ class _Versions:
         self.setup, self.index = setup, index
         self.module = build_stage(setup.model, index, setup.seed).to(setup.device.torch)
         self.layer_rng = LayerRng(self.module, index, setup.shapes[index].random_layers, setup.device.seed)
-        self.newest = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        self.parameters = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
         named = [
             NamedParameter(setup.model.entry_name(index, name), weight, weight.shape, True)
-            for name, weight in self.newest.items()
+            for name, weight in self.parameters.items()
         ]
         self.optimizer = setup.recipe.make(named, setup.seed) if named else None
-        self.kept = [self._copy()]  # the versions of this step
+        self.kept = [{name: weight.detach() for name, weight in self.parameters.items()}]  # the versions of this step
         self.gradients: list[tuple[int, Weights]] = []  # of an update so far: the rank that computes each, and it
         self.gradient: Weights = {}  # of the last update
 
-    def _copy(self) -> Weights:
-        return {name: weight.detach().clone().requires_grad_() for name, weight in self.newest.items()}
+    def use(self, version: int) -> None:
+        """Until the next call the module has this version of its weights: a backward may compute with them again."""
+        for name, parameter in self.parameters.items():
+            parameter.data = self.kept[version][name]
+
+    def take_gradients(self) -> Weights:
+        """Of the parameters, which have none then: zero where there was none."""
+        gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in self.parameters.items()}
+        self.module.zero_grad()
+        return gradients
 
     def update(self, step: int) -> None:
         """Step with the mean of the gradients: each owner adds its own, and these sums are added in order of ranks."""
         count = len(self.gradients)
-        for name, parameter in self.newest.items():
+        self.kept.append({name: weight.clone() for name, weight in self.kept[-1].items()})
+        self.use(-1)
+        for name, parameter in self.parameters.items():
             sums: dict[int, Tensor] = {}
             for rank, gradient in self.gradients:
                 sums[rank] = sums[rank] + gradient[name] if rank in sums else gradient[name]
@@ -126,18 +128,10 @@ class _Versions:
             self.gradient[name] = parameter.grad = total / count if count > 1 else total
         self.gradients.clear()
         if self.optimizer is not None:
-            self.optimizer.step(step, self.setup.device.seed, len(self.kept))
-        self.kept.append(self._copy())
+            self.optimizer.step(step, self.setup.device.seed, len(self.kept) - 1)
+        self.module.zero_grad()
 
 
 def _by_key(stages: Mapping[int, Mapping[str, Tensor]]) -> Parameters:
     """Tensors by stage and name, in the host's memory."""
     return on_host({(stage, name): x for stage, tensors in stages.items() for name, x in tensors.items()})
-
-
-def _take_gradients(weights: Weights) -> Weights:
-    """Their gradients, taken off them: zero where there is none."""
-    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in weights.items()}
-    for weight in weights.values():
-        weight.grad = None
-    return gradients

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mpirun import Input, Minibatch, Model, Value, split_layers
 from mpirun.examples import gpt, mlp
@@ -401,8 +402,23 @@ class Averaging(mlp.Layer):
 
 
 def averaging(stages: int) -> Model:
-    """mlp.tiny with such a layer in its second stage."""
+    """mlp.tiny with such a layer as its second stage."""
     return with_stage(stages, 1, Averaging)
+
+
+class Checkpointed(mlp.Layer):
+    """A hidden layer of mlp.tiny that computes itself again in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def checkpointed(stages: int) -> Model:
+    """mlp.tiny with such a layer as its second stage."""
+    return with_stage(stages, 1, Checkpointed)
 
 
 def ends_in_norms(stages: int) -> Model:

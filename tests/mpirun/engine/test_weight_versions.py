@@ -34,6 +34,7 @@ CASES = {
     "two buffers, replicas": ("2,2", "2bw", DROPPING, {"scheme": "pipedream-2bw", "microbatches": 14}, []),
     "two buffers, split": ("1,1,1,1", "2bw", DROPPING, {"scheme": "zb-h1", "replicas": None, "recompute": "1,2"}, []),
     "two buffers of weights, one of a mean": ("1,1,1,1", "2bw", AVERAGING, {"scheme": "pipedream-2bw"}, []),
+    "a backward that computes again": ("1,1,1,1", "stash", "models_for_tests:checkpointed", {}, []),
     "warm-up and cosine": ("2,1,1", "stash", GPT, {}, ["--warmup", 1, "--lr-schedule", "cosine"]),
 }
 
