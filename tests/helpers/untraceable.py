@@ -132,6 +132,12 @@ class Resized(Counted):
         return self.second(self.first(x))
 
 
+class Data(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.data = x.detach().sum(0)  # here
+        return self.second(self.first(x))
+
+
 class Begun(Layers):
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def export_graph(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if torch.__version__ < "2.7":  # where export makes the graph for inference
         export = getattr(torch.export, "export_for_training", export)
     try:
-        with _silent(), _refusing_untraced(), changing_assigned_buffers(module), where:
+        with _silent(), _refusing_untraced(), _tracing_data(), changing_assigned_buffers(module), where:
             program = export(module, args, kwargs, strict=False)
             exported = program.module()
     except Exception as error:
@@ -227,6 +227,23 @@ def _refusing_untraced() -> Iterator[None]:
         mock.patch.object(torch.set_grad_enabled, "__init__", switched),
         mock.patch.object(torch.inference_mode, "__enter__", inferred),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _tracing_data() -> Iterator[None]:
+    """The forward's `x.data` is `x.detach()`, which can be traced; UsageError for what it assigns to that."""
+    data: Any = vars(torch._C.TensorBase)["data"]
+
+    def read(x: Tensor) -> Tensor:
+        return x.detach() if called_by_user(sys._getframe(1)) else data.__get__(x)
+
+    def assign(x: Tensor, value: Tensor) -> None:
+        if called_by_user(sys._getframe(1)):
+            raise UsageError("what is assigned to .data cannot be traced; change the tensor without .data, as by copy_")
+        data.__set__(x, value)
+
+    with mock.patch.object(Tensor, "data", property(read, assign)):
         yield
 
 

@@ -545,7 +545,7 @@ def test_buffers_that_are_assigned_get_their_values_where_these_are_made(late: b
     agree(module, cut, (X,))
 
 
-def test_buffers_that_are_written_to_as_out() -> None:
+def test_buffers_that_are_written_to_as_out_or_through_data() -> None:
     class Written(nn.Module):
         seen: Tensor
 
@@ -557,7 +557,7 @@ def test_buffers_that_are_written_to_as_out() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             torch.add(self.seen, 1, out=self.seen)
-            self.seen.mul_(2)
+            self.seen.data.mul_(2)
             x = self.first(x)
             self.sum = torch.add(self.sum, 1, out=x.detach()[0] * 1)
             return self.second(x)
@@ -668,6 +668,7 @@ def line_of(name: str) -> str:
         ("Counted", "changes the buffer seen, which several stages would use"),
         ("Resized", r"sets the buffer seen, which is .* of shape \(16,\), to torch.float32 of shape \(4, 16\): "),
         ("Begun", r"sets the buffer mean, which is None, to torch.float32 of shape \(16,\): a stage's buffer keeps"),
+        ("Data", "what is assigned to .data cannot be traced; change the tensor without .data, as by copy_"),
         ("Kept", "1 stage at most, not 2: 4 operations stay together, since the buffer seen is changed in place at "),
         ("First", "would have no computation"),
         ("Twice", "would have no computation"),
