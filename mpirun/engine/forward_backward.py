@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,8 @@ from schedgen.ir.instructions import Instruction, Kind, Op
 
 # What computes the loss of a microbatch from the last stage's outputs, and puts its metrics into a dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
+# In torch's message where a backward needs a tensor, made by no operation, that is no longer what was saved.
+CHANGED = re.compile(r"modified by an inplace operation: \[\S+ \[[\d, ]*\]\] is at version (\d+)")
 
 
 class PendingBackward:
@@ -311,7 +314,9 @@ class ForwardBackward:
 
     def _job(self, i: Instruction, compute: Callable[..., Any]) -> Callable[..., Any]:
         """`compute`, or what captures it as a graph and replays that."""
-        return compute if self.graphs is None else Job(self.graphs, i, self.stage_of(i).layer_rng, compute)
+        stage = self.stage_of(i)
+        run = compute if self.graphs is None else Job(self.graphs, i, stage.layer_rng, compute)
+        return partial(_naming_buffers, stage, run) if stage.shape.overwrites_buffers else run
 
     def stage_of(self, i: Instruction) -> LocalStage:
         """The stage, with the version of its weights that the instruction names."""
@@ -326,3 +331,18 @@ class ForwardBackward:
 
     def _pending(self, i: Instruction) -> PendingBackward:
         return self.pending.setdefault((i.stage, i.mb), PendingBackward())
+
+
+def _naming_buffers(stage: LocalStage, job: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a job. RuntimeError that names the buffers, where a backward needs what forwards have since changed."""
+    try:
+        return job(*arguments)
+    except RuntimeError as error:
+        found = CHANGED.search(str(error))
+        names = [name for name, x in stage.module.named_buffers() if found and x._version == int(found[1])]
+        if not names:
+            raise
+        raise RuntimeError(
+            f"stage {stage.index} changes {' or '.join(names)} in place in every forward, but the backward of an "
+            "earlier forward still needs the buffer as it was: compute with a clone of it"
+        ) from None

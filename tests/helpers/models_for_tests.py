@@ -406,6 +406,23 @@ def averaging(stages: int) -> Model:
     return with_stage(stages, 1, Averaging)
 
 
+class Rescaling(mlp.Layer):
+    """A hidden layer of mlp.tiny divided by a buffer that each forward changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(0.9)
+        return super().forward(x) / self.scale
+
+
+def rescaling(stages: int) -> Model:
+    """mlp.tiny with such a layer as its second stage."""
+    return with_stage(stages, 1, Rescaling)
+
+
 class Checkpointed(mlp.Layer):
     """A hidden layer of mlp.tiny that computes itself again in its backward."""
 

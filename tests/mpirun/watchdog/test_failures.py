@@ -91,6 +91,13 @@ def test_the_end_is_explained(failure, traces):
     assert line_of(traces / "1f1b.json", line) == INSTRUCTION
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_buffer_that_a_backward_needs_as_it_was_is_named(launch, traces, text, schedule):
+    result = launch(4, traces / f"{schedule}.json", "--model", "models_for_tests:rescaling", "--text", text)
+    (message,) = result.ours
+    assert result.code == 1 and re.search("RuntimeError: stage 1 changes scale in place in every forward, but", message)
+
+
 # A job in which nothing moves
 
 LIMIT = 3  # seconds
