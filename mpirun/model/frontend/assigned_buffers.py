@@ -9,7 +9,6 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,13 +47,14 @@ def changing_assigned_buffers(module: nn.Module) -> Iterator[None]:
             part._buffers[name] = buffer.copy_(part.get_buffer(name))
         before.clear()
 
-    handles = [torch_module.register_module_buffer_registration_hook(assign), module.register_forward_hook(change)]
+    register = torch_module.register_module_buffer_registration_hook
+    handles = [register(assign), module.register_forward_hook(change)]
+    # By this torch.export would do so, too.
+    torch_module.register_module_buffer_registration_hook = lambda hook: RemovableHandle(OrderedDict())
     try:
-        with mock.patch.object(  # by which torch.export would do so, too
-            torch_module, "register_module_buffer_registration_hook", lambda hook: RemovableHandle(OrderedDict())
-        ):
-            yield
+        yield
     finally:
+        torch_module.register_module_buffer_registration_hook = register
         for handle in handles:
             handle.remove()
 

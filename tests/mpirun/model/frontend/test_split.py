@@ -656,11 +656,11 @@ def line_of(name: str) -> str:
         ("Selected", "the shape depends on data"),
         ("Wrong", "cannot be traced: RuntimeError: .*16"),
         ("Rounded", "a torch.autograd.Function, .* cannot be traced: its gradients would be wrong"),
-        ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, is not traced"),
+        ("Checkpointed", "a torch.autograd.Function, as of a checkpoint, cannot be traced"),
         ("Generated", "a Generator is no part of a stage"),
         ("Ungraded", "no_grad under autocast cannot be traced: its gradients would be wrong"),
         ("Inferred", "inference_mode, other than no_grad, cannot be traced: its gradients would be wrong"),
-        ("Hooked", "a hook on a tensor is not traced"),
+        ("Hooked", "a hook on a tensor cannot be traced"),
         ("Viewed", "changes in place what an earlier stage has made, and there are views of it"),
         ("ViewedInside", "changes in place what an earlier stage has made, and there are views of it"),
         ("Strided", "as_strided of what an earlier stage has made, whose strides are others here"),
@@ -716,7 +716,7 @@ def test_a_name_that_stages_have_for_something_else_is_refused_but_not_inside(na
         def forward(self, x: Tensor) -> Tensor:
             return self.get_submodule(name)(self.first(x))
 
-    with pytest.raises(UsageError, match=f"^Named: its '{name}' has a name that .*: rename it, or split a module"):
+    with pytest.raises(UsageError, match=f"^Named: its '{name}' is a name that .*: rename it, or split a module"):
         split(Named(), X, stages=2)
     outer = nn.Sequential(Named())
     agree(outer, split(outer, X, stages=2), (X,))
