@@ -169,7 +169,6 @@ class RateSchedule(NamedTuple):
 
 def command_line_recipe(options: SetupOptions) -> Recipe:
     """AdamW or SGD as the options of `python -m mpirun` say."""
-
     kind = torch.optim.SGD if options.optimizer == "sgd" else torch.optim.AdamW
 
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
