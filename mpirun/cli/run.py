@@ -11,6 +11,7 @@ from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.cli.options import RunOptions
 from mpirun.cli.progress_bar import Progress
 from mpirun.comm.fail_together import check_writable, note, on_rank_0
+from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_any
 from mpirun.engine.memory_tracker import track_memory
 from mpirun.engine.read_schedule import read_schedule
@@ -23,7 +24,8 @@ class Run:
 
     def __init__(self, comm: MPI.Intracomm, options: RunOptions) -> None:
         """Set up: read the schedule, start the watchdog, build the stages, resume. Collective."""
-        self.comm, self.options, self.traceback = comm, options, options.traceback
+        self.comm = comm = RunComm(comm)
+        self.options, self.traceback = options, options.traceback
         for option, path in (("--metrics", options.metrics), ("--trace", options.trace)):
             on_rank_0(comm, lambda: check_writable(option, path))
         file = read_schedule(comm, options.file)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
+from mpirun.comm.run_comm import RunComm
+
 SPIN, CROWDED_SPIN = 2e-3, 50e-6  # seconds of spinning: with a core for every rank, and with more ranks than cores
 NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds of one sleep
 LATE = 0.02  # of the time waited so far: a nap
@@ -48,10 +50,15 @@ def sleeping_any(comm: MPI.Comm, here: bool) -> bool:
     A barrier, too: no rank returns before all have come.
     """
     anywhere = np.array([here])
-    spin_then_sleep(comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test, lambda: None, 0)
+    _sleep(comm, comm.Iallreduce(MPI.IN_PLACE, anywhere, MPI.LOR).Test)
     return bool(anywhere[0])
 
 
 def sleeping_barrier(comm: MPI.Comm) -> None:
     """A barrier in which ranks sleep."""
-    spin_then_sleep(comm.Ibarrier().Test, lambda: None, 0)
+    _sleep(comm, comm.Ibarrier().Test)
+
+
+def _sleep(comm: MPI.Comm, done: Done) -> None:
+    with comm.waiting() if isinstance(comm, RunComm) else contextlib.nullcontext():
+        spin_then_sleep(done, lambda: None, 0)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
+from mpirun.comm.transport import NO_ROW
 from mpirun.data.microbatches import Microbatch
 from mpirun.engine.act import Act, Position
 from mpirun.engine.buffers import LocalBuffers
@@ -55,7 +56,12 @@ class ForwardList:
             if block is not None:
                 self.moved.append((run.stages[index], self.stages[index]))
         self.device = setup.device
-        self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, lambda row: None)
+        on_wait = run.transport.on_wait
+
+        def show(row: int | None) -> None:  # the watchdog knows the rows of the run's own list
+            on_wait(None if row is None else NO_ROW)
+
+        self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, show)
         self.position = Position(setup.passes)
         context = replace(
             run, header=header, instructions=instructions, setup=setup, stages=self.stages, slots=slots,

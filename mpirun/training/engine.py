@@ -28,6 +28,7 @@ from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.export import export as write_export
 from mpirun.checkpoint.reader import newest_checkpoint
 from mpirun.comm.fail_together import Stop, check_writable, note, on_rank_0, print_notes, together
+from mpirun.comm.run_comm import RunComm
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.expand_shards import expanded_model
 from mpirun.engine.read_schedule import Schedule, read_schedule, share_program
@@ -136,7 +137,7 @@ class Engine:
         comm: MPI.Intracomm | None = None,
     ) -> None:
         """Read or compile the schedule, and check that the model fits it; the class says what the arguments are."""
-        self.comm = MPI.COMM_WORLD if comm is None else comm
+        self.comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         self.session: Session | None = None
         self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
         self.resumed_from: Path | None = None

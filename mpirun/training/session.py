@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpi4py import MPI
 from torch import Tensor, nn
 
 from mpirun.checkpoint.disk_format import Manifest
 from mpirun.checkpoint.run_settings import differing_settings, other_sums, other_threads
 from mpirun.checkpoint.writer import CheckpointWriter
 from mpirun.comm.fail_together import Stop, note, on_rank_0, together
+from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.interpreter import Interpreter
@@ -37,7 +37,7 @@ from mpirun.model.frozen_statistics import buffer_copies, set_buffers
 from mpirun.model.weight_names import listed
 from mpirun.training.same_data import check_same_data, is_compared
 from mpirun.verify.verification import Verification, check_repeatable
-from mpirun.watchdog import ASKED, BEAT, ENDING, NOTHING, OTHERS, PHASE, ROW, SAVING, TRYING, VERIFYING, WAIT
+from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
 ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
@@ -71,12 +71,13 @@ class Result:
 class Session:
     """A run on this rank: set up once, then stepped."""
 
-    def __init__(self, comm: MPI.Intracomm, schedule: Schedule, timeout: float) -> None:
+    def __init__(self, comm: RunComm, schedule: Schedule, timeout: float) -> None:
         """`timeout`: seconds in which some rank has to move; 0: there is no watchdog."""
         self.comm, self.schedule = comm, schedule
         self.program, self.header = schedule.program, schedule.program.header
         self.instructions = self.program.instructions(comm.rank)
         self.watchdog = Watchdog(comm, schedule.first_line, self.instructions, timeout)
+        comm.on_wait = self.watchdog.show_wait
         self.end = contextlib.ExitStack()
         self.end.push(self.watchdog.end)
         self.end.callback(self._end_saving)
@@ -342,16 +343,15 @@ class Session:
     def end_with_script(self) -> None:
         """Let the end of the script be that of the run, if `close` is not called before. Collective."""
         self.at_end = self.comm.Dup()  # what a rank waits for that has ended meets nothing that others do
+        self.at_end.on_wait = self.comm.on_wait
         atexit.register(self.close_together)
 
     def wait_for_others(self) -> None:
         """Return when all ranks have come here, or let the watchdog say which has not."""
-        state = self.watchdog.state
         with self.watchdog.calling("close"):
-            state[PHASE], state[WAIT] = ENDING, OTHERS
+            self.watchdog.state[PHASE] = ENDING
             sleeping_barrier(self.at_end)
             self.at_end.Free()
-            state[WAIT] = NOTHING
 
     def close_together(self) -> None:
         """The end of the run where a script ends: nobody is done before all are."""

@@ -36,11 +36,15 @@ def explain_hang(states: list[State]) -> str:
         late = [state["rank"] for state in states if state["peer"] != -1]
         return min(late, default=None)
 
-    path = [min(by_rank)]
     stopped = [state["rank"] for state in states if state["process"] in ("stopped", "gone")]
+    waiting = [rank for rank in by_rank if by_rank[rank]["peer"] is not None]
     if stopped:  # a rank may wait and be stopped
         path = stopped[:1]
+    elif not waiting:
+        busy = [f"rank {x['rank']} on {x['host']} is {x['process']}" for x in states if x["process"] != "asleep"]
+        return ", ".join(["no rank shows what it waits for", *busy])
     else:
+        path = [min(waiting)]
         while (peer := next_of(path[-1])) is not None:
             if peer in path:
                 circle = [*path[path.index(peer) :], peer]
@@ -50,5 +54,5 @@ def explain_hang(states: list[State]) -> str:
             path.append(peer)
     last = by_rank[path[-1]]
     if last["peer"] == -1:
-        return "all ranks are in a sum that does not end"
+        return "every rank waits for others"
     return f"rank {last['rank']} on {last['host']} is {last['process']}, and others wait for it"

@@ -23,7 +23,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, together
-from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, PHASE, ROW, WAIT, WORDS
+from mpirun.watchdog import CALL, DONE, FAILED, IN_SCRIPT, METHODS, NOTHING, OTHERS, PHASE, ROW, WAIT, WORDS
 from schedgen.ir.instructions import Instruction
 from schedgen.util.errors import RefusedFile
 
@@ -106,6 +106,10 @@ class Watchdog:
         yield
         if self.state[PHASE] == phase:
             self.state[PHASE] = before
+
+    def show_wait(self, waits: bool) -> None:
+        """Show whether this rank waits for all others."""
+        self.state[WAIT] = OTHERS if waits else NOTHING
 
     def end(self, kind: object, error: BaseException | None, trace: object) -> None:
         """As `__exit__`: show that this rank is done, alone or by a Stop, or that it fails and says so itself."""

@@ -161,6 +161,16 @@ def test_a_circle_is_named(launch, compiled, text):
     assert result.code != 0
 
 
+@pytest.mark.parametrize(("method", "doing"), [("evaluate", "computing"), ("save", "asleep"), ("export", "asleep")])
+def test_the_rank_that_hangs_outside_of_a_step_is_named(launch, tmp_path, method, doing):
+    """Rank 1, in the method that all are in."""
+    result = launch(3, method, LIMIT, tmp_path / "out", program=["programs/hang_outside_steps.py"])
+    (reason,) = result.ours
+    start = f"mpirun: nothing has moved for {LIMIT} s: "
+    assert re.fullmatch(rf"{start}rank 1 on \S+ is {doing}, and others wait for it", reason), result.err
+    assert len(re.findall(r"^  rank [02] on .*, waiting for the other ranks$", result.err, re.M)) == 2, result.err
+
+
 # Ends that all ranks agree on
 
 

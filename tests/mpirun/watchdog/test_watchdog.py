@@ -40,7 +40,14 @@ def state(rank: int, peer: int | None, process: str = "asleep") -> dict[str, obj
         ([state(0, 1), state(1, None, "computing")], "rank 1 on h is computing, and others wait for it"),
         # all but 2 are in a sum
         ([state(0, -1), state(1, -1), state(2, None)], "rank 2 on h is asleep, and others wait for it"),
-        ([state(0, -1), state(1, -1)], "all ranks are in a sum that does not end"),
+        ([state(0, -1), state(1, -1)], "every rank waits for others"),
+        # 0 waits for nobody, and nobody for 0
+        ([state(0, None, "computing"), state(1, 2), state(2, None)], "rank 2 on h is asleep, and others wait for it"),
+        ([state(0, None), state(1, None)], "no rank shows what it waits for"),
+        (
+            [state(0, None), state(1, None, "computing")],
+            "no rank shows what it waits for, rank 1 on h is computing",
+        ),
         # a circle that rank 0 is not in
         ([state(0, 1), state(1, 2), state(2, 1)], "rank 1 waits for rank 2, rank 2 waits for rank 1"),
         # 1 left out what 0 waits for, and waits in a sum for 0
@@ -238,6 +245,6 @@ def test_all_ranks_may_do_something_else_between_two_calls(ranks):
         with pytest.raises(subprocess.TimeoutExpired):
             host.ended(3)
         host.words[IN_SCRIPT] = False
-        assert "nothing has moved for 1 s: rank " in host.ended(10)
+        assert "nothing has moved for 1 s: no rank shows what it waits for" in host.ended(10)
     finally:
         host.kill()

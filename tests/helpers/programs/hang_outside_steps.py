@@ -1,0 +1,49 @@
+"""An Engine on three ranks, the second of which hangs: `hang_outside_steps.py METHOD TIMEOUT DIRECTORY`.
+
+evaluate      it computes for ever
+save, export  it sleeps where it should write a file
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import mpirun
+from mpirun.checkpoint import disk_format, export
+
+METHOD, TIMEOUT, DIRECTORY = sys.argv[1:]
+
+
+class Block(nn.Linear):
+    """Rank 1's never ends in eval mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while MPI.COMM_WORLD.rank == 1 and not self.training and x.device.type != "meta":
+            pass
+        return super().forward(x)
+
+
+def sleep(*_: Any) -> None:
+    """For ever."""
+    time.sleep(1000)
+
+
+if MPI.COMM_WORLD.rank == 1:
+    disk_format.write_file = export.save_tensors = sleep
+torch.manual_seed(0)
+batch = torch.randn(8, 4), torch.randn(8, 4)
+blocks = [Block(4, 4) for _ in range(3)]
+run = mpirun.Engine("1f1b", blocks, loss=mse_loss, stages=3, microbatches=4, timeout=float(TIMEOUT))
+run.step(batch)
+{
+    "evaluate": lambda: run.evaluate([batch]),
+    "save": lambda: run.save(DIRECTORY),
+    "export": lambda: run.export(DIRECTORY),
+}[METHOD]()
