@@ -60,6 +60,7 @@ class WatchdogProcess:
         self.server = None
         if plan["listen"] is not None:
             self.server = socket.socket(fileno=plan["listen"])
+            self.server.setblocking(False)
             self.selector.register(self.server, selectors.EVENT_READ, "server")
         elif plan["addresses"] and not self.hosts.connect(self.host, plan["addresses"], plan["port"]):
             _speak(f"the guard on {self.host} cannot reach the one beside rank 0: hangs are explained by host only")
@@ -74,7 +75,8 @@ class WatchdogProcess:
             for key, _ in self.selector.select(TICK):
                 if key.data == "server":
                     assert self.server is not None
-                    self.hosts.add(self.server.accept()[0])
+                    with contextlib.suppress(OSError):  # who connected has gone, or there are too many open files
+                        self.hosts.add(self.server.accept()[0])
                 elif isinstance(key.data, Link):
                     self._receive(key.data)
                 elif key.data == "stdin" and not os.read(sys.stdin.fileno(), 1):
@@ -209,10 +211,6 @@ def main() -> None:
     """Read the plan and watch. What ends the ranks of a host by a signal does not end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends with its ranks, which may have something to save
-    plan = b""
-    while not plan.endswith(b"\n"):
-        data = os.read(sys.stdin.fileno(), 1 << 20)
-        if not data:
-            return
-        plan += data
-    WatchdogProcess(json.loads(plan)).run()
+    plan = sys.stdin.buffer.readline()
+    if plan.endswith(b"\n"):
+        WatchdogProcess(json.loads(plan)).run()

@@ -9,6 +9,7 @@ import contextlib
 import json
 import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -232,6 +233,16 @@ def test_strangers_and_rubbish_do_no_harm(hosts):
             stranger.sendall(rubbish)
             time.sleep(0.2)
     assert all(one.poll() is None for one in (a.watchdog, b.watchdog, *a.ranks, *b.ranks))
+
+
+def test_a_connection_that_cannot_be_taken_does_no_harm(hosts):
+    a, b = hosts(limit=4)
+    before = resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE, (0, before[1]))
+    with socket.create_connection(("127.0.0.1", b.port), 3):
+        time.sleep(0.5)
+        resource.prlimit(a.watchdog.pid, resource.RLIMIT_NOFILE, before)
+    assert a.ended(20).startswith("mpirun: nothing has moved for 4 s: ")
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
