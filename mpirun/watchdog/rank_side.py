@@ -46,9 +46,12 @@ class Watchdog:
         self.process: subprocess.Popen[bytes] | None = None
         self.state = memoryview(bytearray(_BYTES)).cast("q")
         if limit > 0:
-            here = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+            machine = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+            sees = machine.allgather(_sees())
+            here = machine.Split(sees.index(sees[machine.rank]), machine.rank)  # each container counts as a host
             self._start(comm, here, first_line, instructions, limit)
             here.Free()
+            machine.Free()
         self.state[ROW] = self.state[WAIT] = NOTHING
 
     def _start(
@@ -56,7 +59,8 @@ class Watchdog:
     ) -> None:
         """`here`: the ranks of this host."""
         file = together(comm, lambda: _shared_file(here.size) if here.rank == 0 else None)
-        words = _mapped(here.bcast(file.name if file is not None else None))
+        name = here.bcast(file.name if file is not None else None)
+        words = together(comm, lambda: _mapped(name))
         self.state = words[here.rank * WORDS : (here.rank + 1) * WORDS]
         rank = (comm.rank, os.getpid(), first_line, list(map(str, instructions)))
         ranks = here.gather(rank)  # all have the file open now
@@ -126,6 +130,12 @@ class Watchdog:
                 self.process.wait(2)
 
 
+def _sees() -> tuple[int, int]:
+    """What ranks must have alike to see each other's processes, and files in memory."""
+    shared_memory = Path("/dev/shm")
+    return Path("/proc/self/ns/pid").stat().st_ino, shared_memory.stat().st_dev if shared_memory.exists() else 0
+
+
 def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
     """A file for the words of so many ranks, in memory where a host has such a folder."""
     for folder in ("/dev/shm", None):
@@ -141,8 +151,12 @@ def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
 
 
 def _mapped(name: str) -> memoryview:
-    with Path(name).open("r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+    try:
+        with Path(name).open("r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+    except OSError as error:
+        shared = "ranks of one host should have one /dev/shm, or one TMPDIR"
+        raise RefusedFile(f"the guard (timeout): {name}: {error.strerror}: {shared}") from None
 
 
 def _addresses() -> list[str]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,6 +173,22 @@ def test_the_rank_that_hangs_outside_of_a_step_is_named(launch, tmp_path, method
     start = f"mpirun: nothing has moved for {LIMIT} s: "
     assert re.fullmatch(rf"{start}rank 1 on \S+ is {doing}, and others wait for it", reason), result.err
     assert len(re.findall(r"^  rank [02] on .*, waiting for the other ranks$", result.err, re.M)) == 2, result.err
+
+
+CONTAINER = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "sh", "-c"]  # its processes see no others
+
+
+def test_ranks_in_containers_of_their_own_are_watched_too(launch, tmp_path, left_behind):
+    if shutil.which("unshare") is None or subprocess.run([*CONTAINER, "true"], check=False).returncode:
+        pytest.skip("no containers can be made here")
+    command = shlex.join([sys.executable, "programs/hang_outside_steps.py", "evaluate", str(LIMIT), "-"])
+    into = f"import os; os.execvp('unshare', {[*CONTAINER, command + '; exit']})"
+    without_reads_of_other_processes = {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "OMPI_MCA_smsc": "^cma"}
+    result = launch(3, program=["-c", into], env=without_reads_of_other_processes, limit=100)
+    assert "rank 1 on" in result.ours[0] and result.ours[0].endswith(" is computing, and others wait for it"), (
+        result.err
+    )
+    assert left_behind(result) == []
 
 
 # Ends that all ranks agree on

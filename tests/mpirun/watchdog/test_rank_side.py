@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpirun.watchdog.rank_side import _shared_file
+from mpirun.watchdog.rank_side import _mapped, _shared_file
 from schedgen.util.errors import RefusedFile
 
 
@@ -34,3 +34,8 @@ def test_a_full_dev_shm_is_found_before_it_is_a_bus_error(monkeypatch, tmp_path)
     with pytest.raises(RefusedFile, match="the guard"):
         _shared_file(2)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_rank_that_does_not_see_the_file_says_so(tmp_path):
+    with pytest.raises(RefusedFile, match="ranks of one host should have one /dev/shm"):
+        _mapped(str(tmp_path / "elsewhere"))
