@@ -79,9 +79,11 @@ class MessageProgress:
 
         def act_with_hooks() -> None:
             handles = [layer.register_forward_hook(after) for layer in chosen]
-            act()
-            for handle in handles:
-                handle.remove()
+            try:
+                act()
+            finally:
+                for handle in handles:
+                    handle.remove()
 
         return act_with_hooks
 
@@ -117,8 +119,10 @@ class MessageProgress:
         def act_with_thread() -> None:
             self.computing = True
             self._open()
-            act()
-            self.computing = False
+            try:
+                act()
+            finally:
+                self.computing = False
 
         return act_with_thread
 

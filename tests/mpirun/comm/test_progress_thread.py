@@ -13,6 +13,10 @@ from statistics import median
 from typing import Any
 
 import pytest
+from mpi4py import MPI
+from torch import nn
+
+from mpirun.comm.progress_thread import MessageProgress
 
 FASTEST = 2**24 / 20e9  # seconds for 16 MiB through memory: what takes less was there before
 
@@ -37,3 +41,17 @@ def test_with_calls_of_mpi_a_message_hides_behind_a_computation(measured, way):
     if plain < max(transfer / 2, FASTEST):
         pytest.skip("this MPI moves messages by itself")
     assert with_calls < plain / 2, measured
+
+
+def test_a_computation_that_fails_leaves_nothing_behind():
+    """Neither hooks nor calls in the thread, which `free` waits for."""
+    layer, progress = nn.Linear(1, 1), MessageProgress(MPI.COMM_SELF, lambda: None)
+
+    def fail() -> None:
+        raise ValueError("thirteen is unlucky")
+
+    for act in (progress.with_hooks(fail, layer, 1.0, backward=False), progress.with_thread(fail)):
+        with pytest.raises(ValueError, match="unlucky"):
+            act()
+    assert not layer._forward_hooks and not progress.computing
+    progress.free()
