@@ -4,7 +4,8 @@ Each member of a group gives rows of n bytes, whose sections are numbers, and ev
 sum of all rows, added in ascending order of the keys: the same bits on all of them and in every run.
 1. SCATTER: member m receives slice m of every row of the others and adds these slices up.
 2. GATHER: every member receives the sums of the other slices.
-The traffic is that of a reduce-scatter and an allgather. MPI's own reductions know no bf16 and promise no order.
+The traffic is that of a reduce-scatter and an allgather. Of short rows the last slices are empty, and never sent. MPI's
+own reductions know no bf16 and promise no order.
 
 On a GPU the thread of transfers advances sums, and their kernels are in a stream of their own (`gpu_transport`).
 """
@@ -51,6 +52,7 @@ class OrderedAllreduce:
         slices = [slice(m * length, (m + 1) * length) for m in range(members)]
         others = [m for m in range(members) if m != me]
         self.own_slice = self.total[slices[me]]
+        sums = [m for m in others if slices[m].start < len(self.total)]  # the other members that add something up
         received = rows.new_empty((sum(len(keys[m]) for m in others), len(self.own_slice)))
         free_rows = iter(received)
         slice_of = {key: row[slices[me]] for key, row in zip(keys[me], rows, strict=True)}
@@ -58,13 +60,15 @@ class OrderedAllreduce:
         for m in others:
             for key in keys[m]:
                 slice_of[key] = next(free_rows)
-                self.receives.append(transport.receive(slice_of[key], m, tags[SCATTER], group))
+                if len(self.own_slice):
+                    self.receives.append(transport.receive(slice_of[key], m, tags[SCATTER], group))
         in_order = [slice_of[key] for key in sorted(slice_of)]
         self.first_slice = in_order[0]
         self.in_order = [numbers(piece, sections, slices[me].start) for piece in in_order]
-        self.scattered = [(row[slices[m]], m) for m in others for row in rows]
-        self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group, summed=True) for m in others]
-        self.others, self.transport, self.group, self.tags = others, transport, group, tags
+        self.scattered = [(row[slices[m]], m) for m in sums for row in rows]
+        self.gathers = [transport.receive(self.total[slices[m]], m, tags[GATHER], group, summed=True) for m in sums]
+        self.gather_to = others if len(self.own_slice) else []
+        self.transport, self.group, self.tags = transport, group, tags
         self.under_way: list[Done] = []
         self.ended: Mark | None = None  # in the stream of sums
         self.phase = DONE
@@ -107,7 +111,7 @@ class OrderedAllreduce:
         for receive in self.gathers:
             receive.start()
         tag = self.tags[GATHER]
-        sends = [self.transport.send(self.own_slice, m, tag, self.group, summed=True) for m in self.others]
+        sends = [self.transport.send(self.own_slice, m, tag, self.group, summed=True) for m in self.gather_to]
         self.under_way = [*(receive.done for receive in self.gathers), *sends]
 
     def arrive(self) -> None:

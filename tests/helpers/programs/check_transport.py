@@ -89,6 +89,14 @@ def sums(transport: Transport, dtype: torch.dtype) -> None:
             assert len(set(transport.group(group).allgather(data(allreduce.total)))) == 1
 
 
+def short_sums(transport: Transport) -> None:
+    """Of 16 numbers, which the first member adds up, the others get the sum from it and nothing else."""
+    rows = torch.ones((1, 16))
+    made = prepared(transport, 0, rows, [[0], [1], [2]], None)
+    counts = len(made.receives), len(made.gathers), len(made.scattered), len(made.gather_to)
+    assert counts == ((2, 0, 0, 2) if WORLD.rank == 0 else (0, 1, 1, 0))
+
+
 def in_the_background(transport: Transport) -> None:
     """A sum goes on while its members wait for something else."""
     keys = [[0], [1], [2]]
@@ -209,6 +217,7 @@ DEVICES = {
 CLAIMS: dict[str, Callable[[Transport], None]] = {
     "sums of float32": lambda transport: sums(transport, torch.float32),
     "sums of bfloat16": lambda transport: sums(transport, torch.bfloat16),
+    "short sums": short_sums,
     "sums in the background": in_the_background,
     "messages": messages,
     "kinds": kinds,

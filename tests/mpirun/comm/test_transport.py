@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 CLAIMS = (
-    "sums of float32", "sums of bfloat16", "sums in the background", "messages", "kinds", "under way", "weights again",
-    "groups", "in the stream",
+    "sums of float32", "sums of bfloat16", "short sums", "sums in the background", "messages", "kinds", "under way",
+    "weights again", "groups", "in the stream",
 )  # fmt: skip
 
 
