@@ -23,7 +23,9 @@ NAP, LONGEST_NAP = 50e-6, 1e-3  # seconds of one sleep
 LATE = 0.02  # of the time waited so far: a nap
 PR_SET_TIMERSLACK = 29  # in linux/prctl.h
 
-Done = Callable[[], bool]  # whether a transfer is done; asking lets MPI go on with it; not asked again after True
+# Whether a transfer is done; asking lets MPI go on with it. A message's stays True until its next start, and may be
+# asked again; others are not asked again after True.
+Done = Callable[[], bool]
 
 
 def punctual_naps() -> None:
