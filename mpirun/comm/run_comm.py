@@ -1,4 +1,8 @@
-"""The communicator of all ranks of a run: it shows that a rank waits in it for the others."""
+"""The communicator of all ranks of a run: it shows that a rank waits in it for the others, and takes large objects.
+
+mpi4py's own calls for objects fail from 2 GiB on, all ranks' objects together, where the library is of MPI-3.1, as Open
+MPI 5 is. Those of `pkl5` have no such limit. Its `allgather` sends from each rank to each, and nothing large needs it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpi4py import MPI
+from mpi4py.util import pkl5
 
 
-class RunComm(MPI.Intracomm):
+class RunComm(pkl5.Intracomm):
     """As MPI's. Calls that take objects, and those of `waiting`, are shown while they last."""
 
     on_wait: Callable[[bool], None] = staticmethod(lambda waits: None)  # called when a wait begins, and when it ends
@@ -27,9 +32,9 @@ class RunComm(MPI.Intracomm):
             return super().gather(sendobj, root)
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Objects of all ranks on all."""
+        """Objects of all ranks on all, less than 2 GiB together."""
         with self.waiting():
-            return super().allgather(sendobj)
+            return MPI.Intracomm.allgather(self, sendobj)
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         """The object of `root` on all ranks."""
