@@ -147,7 +147,7 @@ def _shared_file(ranks: int) -> tempfile._TemporaryFileWrapper[bytes]:
                 Path(file.name).unlink()
                 raise
             return file
-    raise RefusedFile("the guard (timeout): no file can be written in /dev/shm, nor in TMPDIR")
+    raise RefusedFile("the watchdog (timeout): no file can be written in /dev/shm, nor in TMPDIR")
 
 
 def _mapped(name: str) -> memoryview:
@@ -156,7 +156,7 @@ def _mapped(name: str) -> memoryview:
             return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
     except OSError as error:
         shared = "ranks of one host should have one /dev/shm, or one TMPDIR"
-        raise RefusedFile(f"the guard (timeout): {name}: {error.strerror}: {shared}") from None
+        raise RefusedFile(f"the watchdog (timeout): {name}: {error.strerror}: {shared}") from None
 
 
 def _addresses() -> list[str]:

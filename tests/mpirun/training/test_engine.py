@@ -277,7 +277,7 @@ def test_a_run_of_the_command_line_goes_on_in_a_script(launch, compiled, text, t
 
 
 def test_an_exception_that_is_caught_ends_its_engine_alone(tmp_path, launch):
-    """As in a notebook, where every exception is: the guard does not end the process, and another Engine follows."""
+    """As in a notebook, where every exception is: the watchdog does not end the process, and another Engine follows."""
     script = tmp_path / "notebook.py"
     script.write_text(
         """
@@ -287,14 +287,14 @@ x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 for error in (ValueError("mine"), KeyboardInterrupt(), None):
     try:
         with mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss) as run:
-            guard = run.session.watchdog.process
+            watchdog = run.session.watchdog.process
             run.step((x, x))
             if error is not None:
                 raise error
             print("done")
     except BaseException as caught:
         assert caught is error
-    assert guard.wait(60) == 0
+    assert watchdog.wait(60) == 0
 mpirun.Engine("gpipe", [torch.nn.Linear(4, 4)], stages=1, microbatches=2, loss=mse_loss,
               lr=lambda step: float("nan")).step((x, x))
 """

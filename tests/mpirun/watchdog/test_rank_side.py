@@ -31,7 +31,7 @@ def test_a_full_dev_shm_is_found_before_it_is_a_bus_error(monkeypatch, tmp_path)
         assert Path(file.name).parent == tmp_path
     monkeypatch.setattr(os, "posix_fallocate", full(Path("/dev/shm"), tmp_path))
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(RefusedFile, match="the guard"):
+    with pytest.raises(RefusedFile, match="the watchdog"):
         _shared_file(2)
     assert sorted(tmp_path.iterdir()) == before
 
