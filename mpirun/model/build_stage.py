@@ -40,15 +40,18 @@ def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped
 
 
 def stage_without_values(model: Model, stage: int, fake: FakeTensorMode) -> nn.Module:
-    """The same module, of which only shapes and types count: nothing is read for it.
+    """The same module, whose parameters and buffers are of `fake`: nothing is read for it.
 
     What builds it runs in `fake`, in which a copy of a module that is there cannot be made, so that nothing is
     initialised; where that fails, as where a constructor asks for values, it runs as always.
     """
     try:
-        return _Builder(model, stage, 0, lambda *_: False, making=fake).build()
+        module = _Builder(model, stage, 0, lambda *_: False, making=fake).build()
     except UsageError:
-        return _Builder(model, stage, 0, lambda *_: False).build()
+        module = _Builder(model, stage, 0, lambda *_: False).build()
+    real = [tensor for tensor in own_tensors(module).values() if not fake.is_our_fake(tensor)]
+    _replace(module, {id(tensor): like(tensor, fake.from_tensor(tensor.detach())) for tensor in real})
+    return module
 
 
 def check_parameter_hooks(module: nn.Module, what: str) -> None:
@@ -220,12 +223,17 @@ def _with_values(module: nn.Module, values: Mapping[str, Tensor], needs_values: 
             raise UsageError(f"{name} is on the meta device, and no weights give it values")
         elif tensor.is_meta:
             new[id(tensor)] = like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+    _replace(module, new)
+    return module
+
+
+def _replace(module: nn.Module, new: Mapping[int, Tensor]) -> None:
+    """Put tensors in the place of parameters and buffers, by their id."""
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, old in tensors.items():
                 if id(old) in new:
                     tensors[name] = new[id(old)]  # type: ignore[assignment]
-    return module
 
 
 def _parameter(module: nn.Module, stage: int, name: str) -> nn.Parameter:
