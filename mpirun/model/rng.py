@@ -2,7 +2,7 @@
 
 Rank, scheme, order and cut do not matter. A *layer* is an entry of the mapping that a stage is given as; in a stage
 made by `mpirun.split`, an operation that draws; any other stage is one layer. A loss is seeded as if it were one, an
-optimizer by the step and its first parameter. `RandomLayerFinder` finds the layers whose forward draws (dropout), where
+optimizer by the step and its first parameter. A `ForwardWatch` finds the layers whose forward draws (dropout), where
 shapes are found. `LayerRng` then seeds the generator before each of their forwards: the same forward draws the same
 numbers again, on whichever rank.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 WHOLE_STAGE = ""  # the name of the layer of a stage that is one layer
 LOSS = ".loss"  # what the loss draws is seeded by this name, which no layer has
@@ -92,28 +91,3 @@ class LayerRng:
             self.begin(name)
 
         return before
-
-
-class RandomLayerFinder(TorchDispatchMode):
-    """Notes in `random_layers` the layers of a module that draw random numbers while it is active."""
-
-    def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
-        """`layers`: their names; empty: each `RandomOp` in the module is one, or else the module."""
-        super().__init__()
-        self.drawn = False  # by the layer whose forward is running
-        self.random_layers: list[str] = []
-        operations = [name for name, part in module.named_modules() if isinstance(part, RandomOp)]
-        for name in layers or operations or [WHOLE_STAGE]:
-            layer = module.get_submodule(name) if name else module
-            layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))
-            layer.register_forward_hook(lambda *_, name=name: self.random_layers.append(name) if self.drawn else None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; note whether it draws. Attention says that it draws, but does so only with dropout."""
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            parameters = func._schema.arguments
-            values = {parameter.name: parameter.default_value for parameter in parameters}
-            values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
-            self.drawn |= (values | kwargs).get("dropout_p", 1.0) != 0.0
-        return func(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from mpirun.model.build_stage import build_stage, stage_without_values
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, all_outputs
 from mpirun.model.fake_mode import fake_mode
+from mpirun.model.forward_watch import ForwardWatch, memory
 from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
-from mpirun.model.rng import RandomLayerFinder, generator_states
+from mpirun.model.rng import generator_states
 from schedgen.util.errors import MpirunWarning, UsageError, raised
 
 CPU = torch.device("cpu")
@@ -129,23 +130,21 @@ def _stage_shapes(
         if prepare is not None:
             prepare(module)
         with fake or nullcontext(), torch.no_grad():
-            finder = RandomLayerFinder(module, list(entry) if isinstance(entry, Mapping) else [])
             sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))
             inputs = [_input(_argument(source, outputs, batch.leaves, stage), fake) for source in sources]
             if device != CPU:
                 inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
                 module.to(device)
-            write_counts, buffers = _write_counts(inputs), [*module.buffers()]
-            buffer_counts = _write_counts(buffers)
-            with autocast(device.type, autocast_dtype), finder:
+            watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
+            with autocast(device.type, autocast_dtype), watch:
                 outputs.append(_outputs(module, inputs, stage))
         shapes.append(
             parameters._replace(
                 outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
-                overwrites_inputs=write_counts != _write_counts(inputs),
-                overwrites_buffers=buffer_counts != _write_counts(buffers) or _others(buffers, [*module.buffers()]),
+                overwrites_inputs=any(map(watch.has_written_to, inputs)),
+                overwrites_buffers=bool(watch.changed_buffers()),
                 aliased_outputs=_aliased_outputs(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
-                random_layers=tuple(finder.random_layers),
+                random_layers=tuple(watch.random_layers),
                 model_stage=model.model_stage(stage),
             )
         )
@@ -189,15 +188,6 @@ def _input(x: Any, fake: FakeTensorMode | None) -> Any:
     return x if fake.is_our_fake(x) else fake.from_tensor(x)
 
 
-def _write_counts(values: Iterable[Any]) -> list[int]:
-    """By tensor, how often it has been changed in place."""
-    return [x._version for x in values if isinstance(x, Tensor)]
-
-
-def _others(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    return len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True))
-
-
 def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:
     try:
         returned = module(*inputs)
@@ -214,8 +204,8 @@ def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[T
 
 
 def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
-    storages = {x.untyped_storage()._cdata for x in others if isinstance(x, Tensor)}
-    return tuple(index for index, x in enumerate(outputs) if x.untyped_storage()._cdata in storages)
+    taken = {memory(x)._cdata for x in others if isinstance(x, Tensor)}
+    return tuple(index for index, x in enumerate(outputs) if memory(x)._cdata in taken)
 
 
 def _parameter_shape(module: nn.Module) -> StageShape:

@@ -46,3 +46,54 @@ class Views(nn.Module):
 @pytest.mark.parametrize("make", [Views, lambda *asks: lambda: Views(*asks)], ids=["module", "function"])
 def test_outputs_that_are_views_are_found(make, asks):
     assert shape_of(make(*asks), First()).aliased_outputs == (1, 2, 3)
+
+
+class Statistics(nn.Module):
+    """Its forward leaves the buffer `mean` alone, or changes it in some way."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.change = change
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.variance
+        self.change(self, x.detach().mean(0), x)
+        return x
+
+
+def replaced(module: nn.Module, new: Tensor, x: Tensor) -> None:
+    """Assigned as an attribute."""
+    module.mean = new
+
+
+def with_other_data(module: nn.Module, new: Tensor, x: Tensor) -> None:
+    """The same tensor, but elsewhere."""
+    module.mean.data = new
+
+
+CHANGES = {
+    "in place": lambda module, new, x: module.mean.add_(new),
+    "data": lambda module, new, x: module.mean.data.mul_(0.9).add_(new),
+    "view": lambda module, new, x: module.mean[1:].copy_(new[1:]),
+    "out": lambda module, new, x: torch.add(module.mean, new, out=module.mean),
+    "foreach": lambda module, new, x: torch._foreach_add_([module.variance, module.mean], [new, new]),
+    "batch norm": lambda module, new, x: nn.functional.batch_norm(x, module.mean, module.variance, training=True),
+    "instance norm": lambda module, new, x: nn.functional.instance_norm(x[None], module.mean[:4], module.variance[:4]),
+    "replaced": replaced,
+    "other data": with_other_data,
+}
+NO_CHANGES = {
+    "read": lambda module, new, x: x.add(module.mean),
+    "batch norm": lambda module, new, x: nn.functional.batch_norm(x, module.mean, module.variance),
+    "a copy": lambda module, new, x: module.mean.clone().add_(new),
+}
+
+
+@pytest.mark.parametrize("make", [Statistics, lambda change: lambda: Statistics(change)], ids=["module", "function"])
+def test_forwards_that_change_buffers_are_found_and_no_others(make):
+    for name, change in CHANGES.items():
+        assert shape_of(make(change)).overwrites_buffers, name
+    for name, change in NO_CHANGES.items():
+        assert not shape_of(make(change)).overwrites_buffers, name

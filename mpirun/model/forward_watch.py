@@ -1,0 +1,79 @@
+"""What a stage's forward does beside its outputs: it draws random numbers, and writes to tensors that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpirun.model.rng import WHOLE_STAGE, RandomOp
+
+BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # where it trains, whatever its schema says
+
+
+def memory(x: Tensor) -> Any:
+    """What a tensor lies in: that of its views has the same `_cdata`, a number that no other has while it is held."""
+    return x.untyped_storage() if x.layout == torch.strided else x
+
+
+class ForwardWatch(TorchDispatchMode):
+    """While it is active, notes in `random_layers` the layers of a module that draw, and what is written to.
+
+    Only what operations of torch write is seen: NumPy's views are not.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
+        """`layers`: their names; empty: each `RandomOp` in the module is one, or else the module."""
+        super().__init__()
+        self.module = module
+        self.buffers = {name: memory(x) for name, x in module.named_buffers()}
+        self.drawn = False  # by the layer whose forward is running
+        self.random_layers: list[str] = []
+        self.written: set[int] = set()  # the `_cdata` of memory
+        operations = [name for name, part in module.named_modules() if isinstance(part, RandomOp)]
+        for name in layers or operations or [WHOLE_STAGE]:
+            layer = module.get_submodule(name) if name else module
+            layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))
+            layer.register_forward_hook(lambda *_, name=name: self.random_layers.append(name) if self.drawn else None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; note whether it draws, and where it writes.
+
+        Attention says that it draws, but does so only with dropout.
+        """
+        kwargs = kwargs or {}
+        draws, written = torch.Tag.nondeterministic_seeded in func.tags, _may_write_to(func)
+        if draws or written:
+            parameters = func._schema.arguments
+            values = {parameter.name: parameter.default_value for parameter in parameters}
+            values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)}
+            values |= kwargs
+            self.drawn |= draws and values.get("dropout_p", 1.0) != 0.0
+            for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
+                self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
+        return func(*args, **kwargs)
+
+    def has_written_to(self, x: object) -> bool:
+        """Whether it is a tensor that was there before and has been changed."""
+        return isinstance(x, Tensor) and memory(x)._cdata in self.written
+
+    def changed_buffers(self) -> list[str]:
+        """The module's buffers that have been changed, replaced, added or taken away."""
+        after = {name: memory(x)._cdata for name, x in self.module.named_buffers()}
+        before = {name: where._cdata for name, where in self.buffers.items()}
+        return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n] in self.written]
+
+
+@cache
+def _may_write_to(operation: Any) -> frozenset[str]:
+    """The arguments that it writes to."""
+    return frozenset(
+        argument.name
+        for argument in operation._schema.arguments
+        if argument.name in BATCH_NORM_WRITES or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
