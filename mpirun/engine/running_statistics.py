@@ -24,10 +24,10 @@ def statistics_rank(header: Header, stage: int) -> int:
 
 
 def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
-    """UsageError where stages share a buffer and forwards change buffers of one: each has a copy, which comes apart."""
-    changing = {shape.model_stage for shape in shapes if shape.overwrites_buffers}
+    """UsageError where stages share a buffer and forwards change it: each has a copy, which comes apart."""
+    changed = {(shape.model_stage, name) for shape in shapes for name in shape.changed_buffers}
     for places in shared_buffers(model.stages):
-        if not changing.isdisjoint(stage for stage, _ in places):
+        if not changed.isdisjoint(places):
             (stage, name), (other, its_name), *_ = places
             raise UsageError(
                 f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "

@@ -36,7 +36,8 @@ class ForwardWatch(TorchDispatchMode):
         self.random_layers: list[str] = []
         self.written: set[int] = set()  # the `_cdata` of memory
         operations = [name for name, part in module.named_modules() if isinstance(part, RandomOp)]
-        for name in layers or operations or [WHOLE_STAGE]:
+        self.layers = layers or operations or [WHOLE_STAGE]
+        for name in self.layers:
             layer = module.get_submodule(name) if name else module
             layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))
             layer.register_forward_hook(lambda *_, name=name: self.random_layers.append(name) if self.drawn else None)

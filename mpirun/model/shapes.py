@@ -2,8 +2,8 @@
 
 Rank 0 finds it by running all stages once on fake tensors, which have shapes but no data and need little memory. They
 are on the run's device, because autocast has another list of operations for GPUs than for CPUs. Where that fails, as
-where a stage asks for values to route tokens to experts, rank 0 runs all stages on the microbatch itself, one after the
-other.
+where a stage asks for values to route tokens to experts, rank 0 runs the stages up to it on the microbatch itself, one
+after the other. By its values such a stage may draw, or change its buffers, in other microbatches only.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class StageShape(NamedTuple):
     parameter_names: tuple[str, ...]  # of the trained parameters
     weight_bytes: int = 0  # of all of them, flat
     overwrites_inputs: bool = False  # whether it changes its inputs in place
-    overwrites_buffers: bool = False  # whether it changes its buffers, as running statistics
+    overwrites_buffers: bool = False  # whether it changes its buffers, as running statistics, or might by its values
+    changed_buffers: tuple[str, ...] = ()  # those that it has changed here
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
-    random_layers: tuple[str, ...] = ()  # layers that draw random numbers
+    random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might by their values
     loss_bytes: int = 0  # the last stage: bytes of the loss, which is its x
     metrics: tuple[str, ...] = ()  # the last stage: what the loss returns beside it, ascending
     loss_draws: bool = False  # the last stage: whether the loss draws random numbers
@@ -97,10 +98,7 @@ def infer_shapes(
             if isinstance(source, Input) and source.leaf >= len(batch.leaves):
                 raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(batch.leaves)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
-    try:
-        shapes = _stage_shapes(model, reads, batch, autocast_dtype, device, prepare, fake_mode())
-    except _Failed:
-        shapes = _stage_shapes(model, reads, batch, autocast_dtype, device, prepare, None)
+    shapes = _Trial(model, reads, batch, autocast_dtype, device, prepare).shapes()
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
     before = generator_states(device)
@@ -112,45 +110,76 @@ def infer_shapes(
     ]
 
 
-def _stage_shapes(
-    model: Model,
-    reads: Reads,
-    batch: Microbatch,
-    autocast_dtype: torch.dtype | None,
-    device: torch.device,
-    prepare: Callable[[nn.Module], object] | None,
-    fake: FakeTensorMode | None,
-) -> list[StageShape]:
-    """As `infer_shapes`, without the loss; `fake`: None: the stages and the microbatch have their values."""
-    outputs: list[Sequence[Tensor]] = []
-    shapes: list[StageShape] = []
-    for stage, entry in enumerate(model.stages):
+class _Trial:
+    """All stages on one microbatch, one after the other."""
+
+    def __init__(
+        self,
+        model: Model,
+        reads: Reads,
+        batch: Microbatch,
+        autocast_dtype: torch.dtype | None,
+        device: torch.device,
+        prepare: Callable[[nn.Module], object] | None,
+    ) -> None:
+        """As for `infer_shapes`."""
+        self.model, self.reads, self.batch, self.prepare = model, reads, batch, prepare
+        self.autocast_dtype, self.device, self.fake = autocast_dtype, device, fake_mode()
+        self.real: list[tuple[Sequence[Tensor], StageShape]] = []  # of the first stages
+
+    def shapes(self) -> list[StageShape]:
+        """By stage, without the loss."""
+        outputs: list[Sequence[Tensor]] = []
+        shapes: list[StageShape] = []
+        for stage in range(len(self.model.stages)):
+            try:
+                made, shape = self._forward(stage, outputs, self.fake)
+            except _Failed:
+                made, shape = self.with_values(stage)
+                made = [self.fake.from_tensor(x) for x in made]
+            outputs.append(made)
+            shapes.append(shape)
+            if (shard := self.model.shard_of(stage)).count > 1:
+                _check_shard(shard.index, shapes)
+        return shapes
+
+    def with_values(self, stage: int) -> tuple[Sequence[Tensor], StageShape]:
+        """The outputs of a stage, and its shape, where all stages up to it and the microbatch have their values."""
+        while len(self.real) <= stage:
+            self.real.append(self._forward(len(self.real), [outputs for outputs, _ in self.real], None))
+        return self.real[stage]
+
+    def _forward(
+        self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
+    ) -> tuple[Sequence[Tensor], StageShape]:
+        """`outputs`: of the stages before; `fake`: None: it has its values, by which other microbatches may differ."""
+        model, device, entry = self.model, self.device, self.model.stages[stage]
         module = _real_stage(model, stage) if fake is None else stage_without_values(model, stage, fake)
         parameters = _parameter_shape(module)
-        if prepare is not None:
-            prepare(module)
+        if self.prepare is not None:
+            self.prepare(module)
         with fake or nullcontext(), torch.no_grad():
-            sources = reads[stage] if model.reads is not None else all_outputs(reads[stage], list(map(len, outputs)))
-            inputs = [_input(_argument(source, outputs, batch.leaves, stage), fake) for source in sources]
+            sources = self.reads[stage]
+            if model.reads is None:
+                sources = all_outputs(sources, list(map(len, outputs)))
+            inputs = [_input(_argument(source, outputs, self.batch.leaves, stage), fake) for source in sources]
             if device != CPU:
                 inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
                 module.to(device)
             watch = ForwardWatch(module, list(entry) if isinstance(entry, Mapping) else [])
-            with autocast(device.type, autocast_dtype), watch:
-                outputs.append(_outputs(module, inputs, stage))
-        shapes.append(
-            parameters._replace(
-                outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in outputs[-1]),
-                overwrites_inputs=any(map(watch.has_written_to, inputs)),
-                overwrites_buffers=bool(watch.changed_buffers()),
-                aliased_outputs=_aliased_outputs(outputs[-1], [*inputs, *module.parameters(), *module.buffers()]),
-                random_layers=tuple(watch.random_layers),
-                model_stage=model.model_stage(stage),
-            )
+            with autocast(device.type, self.autocast_dtype), watch:
+                made = _outputs(module, inputs, stage)
+        changed = tuple(watch.changed_buffers())
+        may_draw = fake is None and model.shard_of(stage).count == 1
+        return made, parameters._replace(
+            outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in made),
+            overwrites_inputs=any(map(watch.has_written_to, inputs)),
+            overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
+            changed_buffers=changed,
+            aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
+            random_layers=tuple(watch.layers if may_draw else watch.random_layers),
+            model_stage=model.model_stage(stage),
         )
-        if (shard := model.shard_of(stage)).count > 1:
-            _check_shard(shard.index, shapes)
-    return shapes
 
 
 class _Failed(UsageError):

@@ -14,11 +14,11 @@ from mpirun.model.shapes import StageShape, infer_shapes
 ROWS = torch.linspace(-1, 1, 24).view(4, 6)
 
 
-def shape_of(*stages: object) -> StageShape:
-    """That of the first of them."""
+def shapes_of(*stages: object) -> list[StageShape]:
+    """Those of a chain of stages."""
     model = Model(stages, mse_loss, lambda text, rng: (ROWS, ROWS))
     reads = model.resolved_reads([(), *((s,) for s in range(len(stages) - 1))], 1)
-    return infer_shapes(model, reads, Microbatches(model.batch, torch.zeros(1), 0, 1)(0, 0))[0]
+    return infer_shapes(model, reads, Microbatches(model.batch, torch.zeros(1), 0, 1)(0, 0))
 
 
 class First(nn.Module):
@@ -45,7 +45,7 @@ class Views(nn.Module):
 @pytest.mark.parametrize("asks", [(), (True,), (False, True)], ids=["never", "constructor", "forward"])
 @pytest.mark.parametrize("make", [Views, lambda *asks: lambda: Views(*asks)], ids=["module", "function"])
 def test_outputs_that_are_views_are_found(make, asks):
-    assert shape_of(make(*asks), First()).aliased_outputs == (1, 2, 3)
+    assert shapes_of(make(*asks), First())[0].aliased_outputs == (1, 2, 3)
 
 
 class Statistics(nn.Module):
@@ -94,6 +94,22 @@ NO_CHANGES = {
 @pytest.mark.parametrize("make", [Statistics, lambda change: lambda: Statistics(change)], ids=["module", "function"])
 def test_forwards_that_change_buffers_are_found_and_no_others(make):
     for name, change in CHANGES.items():
-        assert shape_of(make(change)).overwrites_buffers, name
+        assert shapes_of(make(change))[0].overwrites_buffers, name
     for name, change in NO_CHANGES.items():
-        assert not shape_of(make(change)).overwrites_buffers, name
+        assert not shapes_of(make(change))[0].overwrites_buffers, name
+
+
+def restarted(module: nn.Module, new: Tensor, x: Tensor) -> None:
+    """As dead codes are: not on these values."""
+    if new.sum() > 100:
+        module.mean.copy_(torch.randn(6))
+
+
+def test_what_a_stage_does_by_its_values_it_may_do_in_another_microbatch():
+    """Others, before it and after it, do not."""
+    still = NO_CHANGES["read"]
+    shapes = shapes_of(Statistics(still), Statistics(restarted), Statistics(still), Statistics(restarted))
+    assert [shape.overwrites_buffers for shape in shapes] == [False, True, False, True]
+    assert [shape.random_layers for shape in shapes] == [(), ("",), (), ("",)]
+    (layers,) = shapes_of({"first": lambda: Statistics(still), "second": lambda: Statistics(restarted)})
+    assert layers.random_layers == ("first", "second")
