@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from mpirun.data.microbatches import MicrobatchSource, Minibatch, leaf_dims, to_device
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Minibatch, leaf_dims, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow
-from mpirun.model.loss import loss_input
+from mpirun.model.loss import loss_input, try_loss
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import UsageError
 
 
 @cache
@@ -65,17 +65,25 @@ def try_minibatch_loss(
     dataflows: Sequence[Dataflow],
     autocast_dtype: torch.dtype | None,
     device: torch.device,
+    real_outputs: Callable[[Microbatch], Sequence[Tensor]],
 ) -> None:
-    """UsageError if the loss cannot be computed of zeros in the shapes of a step's outputs."""
-    loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
-    try:
-        for mb, dataflow in enumerate(dataflows):
-            zeros = [torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in dataflow.outputs[-1]]
-            loss.add_outputs(mb, zeros, to_device(microbatches(0, mb).target, device))
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
+    """UsageError if the loss cannot be computed of outputs in the shapes of a step's.
+
+    They are zeros, or where it takes none, those of the first microbatch of each shape.
+    """
+    firsts = [dataflows.index(dataflow) for dataflow in dataflows]
+
+    def real() -> list[Sequence[Tensor]]:
+        made = {mb: real_outputs(microbatches(0, mb)) for mb in sorted(set(firsts))}
+        return [made[mb] for mb in firsts]
+
+    def loss_of(outputs: Sequence[Sequence[Tensor]]) -> None:
+        loss = MinibatchLoss(model, len(dataflows), device.type, autocast_dtype)
+        for mb, of_mb in enumerate(outputs):
+            loss.add_outputs(mb, of_mb, to_device(microbatches(0, mb).target, device))
+
+    zeros: list[Sequence[Tensor]] = [[spec.zeros(device) for spec in each.outputs[-1]] for each in dataflows]
+    try_loss(loss_of, zeros, real)
 
 
 class MinibatchLoss:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import bytes_from_rank_0, from_rank_0, on_rank_0, print_notes, raised_at, together
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.data.microbatches import Microbatches, MicrobatchSource
+from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource
 from mpirun.data.text import training_text
 from mpirun.engine.expand_shards import check_shards, expanded_model
 from mpirun.engine.loss import check_minibatch_loss, try_minibatch_loss
@@ -25,7 +25,7 @@ from mpirun.engine.running_statistics import check_shared_buffers
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_reads
 from mpirun.model.load_model import load_model
-from mpirun.model.shapes import StageShape, infer_shapes
+from mpirun.model.shapes import StageShape, Trial, infer_shapes
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError, raised
 
@@ -105,13 +105,16 @@ def set_up(
         comm, lambda: _shapes(model, reads, source, options.passes, autocast_dtype, device, prepare)
     )
     together(comm, lambda: check_shared_buffers(unsharded_model, shapes_by_size[0]))
-    if model.reads is None:
-        counts = [len(shape.outputs) for shape in shapes_by_size[0]]
-        reads = [all_outputs(sources, counts) for sources in reads]
-    distinct = [Dataflow(reads, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
+    counts = [len(shape.outputs) for shape in shapes_by_size[0]]
+    outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
+    distinct = [Dataflow(outputs_read, header, [shape.outputs for shape in shapes]) for shapes in shapes_by_size]
     dataflows = [distinct[size] for size in _sizes(source)[1][: header.microbatches]]
     if model.loss_of == "minibatch":
-        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype, device))
+
+        def real(batch: Microbatch) -> Sequence[Tensor]:
+            return Trial(model, reads, batch, autocast_dtype, device, prepare).last_outputs()
+
+        on_rank_0(comm, lambda: try_minibatch_loss(model, source, dataflows, autocast_dtype, device, real))
     return Setup(
         **vars(options), **vars(host), model=model, unsharded_model=unsharded_model, shapes=shapes_by_size[0],
         dataflows=dataflows, microbatches=source, text=text,

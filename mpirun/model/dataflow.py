@@ -54,6 +54,10 @@ class TensorSpec(NamedTuple):
         """Those of its elements."""
         return math.prod(self.size) * self.dtype.itemsize
 
+    def zeros(self, device: torch.device) -> Tensor:
+        """Such a tensor."""
+        return torch.zeros(self.size, dtype=self.dtype, device=device)
+
 
 class Bundle:
     """Some outputs of a stage in one message, whose shape and type is `spec`."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mpirun.data.microbatches import Microbatch
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError, clip, raised
+
+Outputs = TypeVar("Outputs")
+Found = TypeVar("Found")
 
 # What `log` and the rows of --metrics call a step's other numbers.
 STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
@@ -60,6 +63,25 @@ def loss_and_metrics(
             raise UsageError(f"a metric is called {name}, as another number of a step: give it another name")
     loss = returned.reshape(()) if returned.dim() else returned
     return loss, {name: value.detach().reshape(()) for name, value in metrics.items()} if metrics else {}
+
+
+def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
+    """What it makes of outputs that are zero, or of real ones where it takes no zeros, as for scales.
+
+    UsageError where it fails on these, too.
+    """
+    try:
+        return loss(zeros)
+    except UsageError:
+        raise
+    except (Exception, SystemExit):
+        outputs = real()
+    try:
+        return loss(outputs)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
 
 
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:

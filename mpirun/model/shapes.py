@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, all_outputs
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.forward_watch import ForwardWatch, memory
-from mpirun.model.loss import loss_and_metrics, loss_input
+from mpirun.model.loss import loss_and_metrics, loss_input, try_loss
 from mpirun.model.parallel_layers import ShardedDim, sharded_dims
 from mpirun.model.rng import generator_states
 from schedgen.util.errors import MpirunWarning, UsageError, raised
@@ -88,7 +89,7 @@ def infer_shapes(
     device: torch.device = CPU,
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> list[StageShape]:
-    """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros.
+    """By stage, its shape on this microbatch, found by running all stages, and the loss on zeros or their outputs.
 
     `prepare`: what is done to every stage's module before; None: it is in train mode, as it is built.
     UsageError where a stage, or the loss, cannot take what it reads, or does not return what the contract says.
@@ -98,34 +99,39 @@ def infer_shapes(
             if isinstance(source, Input) and source.leaf >= len(batch.leaves):
                 raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {len(batch.leaves)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what it raises
-    shapes = _Trial(model, reads, batch, autocast_dtype, device, prepare).shapes()
+    trial = Trial(model, reads, batch, autocast_dtype, device, prepare)
+    shapes = trial.shapes()
     if model.loss_of == "minibatch":  # its outputs are those of all microbatches
         return shapes
-    before = generator_states(device)
-    loss, metrics = _zero_loss(model, shapes[-1].outputs, to_device(batch, device), autocast_dtype, device)
-    size, draws, last = loss.element_size(), generator_states(device) != before, shapes[-1].model_stage
+    on_device = to_device(batch, device)
+
+    def loss_of(outputs: Sequence[Tensor]) -> tuple[int, tuple[str, ...], bool]:
+        before = generator_states(device)
+        with autocast(device.type, autocast_dtype):
+            loss, metrics = loss_and_metrics(model.loss, loss_input(outputs), on_device)
+        return loss.element_size(), tuple(sorted(metrics)), generator_states(device) != before
+
+    zeros: Sequence[Tensor] = [spec.zeros(device) for spec in shapes[-1].outputs]
+    size, metrics, draws = try_loss(loss_of, zeros, trial.last_outputs)
+    last = shapes[-1].model_stage
     return [
         shape._replace(loss_bytes=size, metrics=metrics, loss_draws=draws) if shape.model_stage == last else shape
         for shape in shapes
     ]
 
 
-class _Trial:
-    """All stages on one microbatch, one after the other."""
+@dataclass
+class Trial:
+    """All stages on one microbatch, one after the other; what it is made of is as for `infer_shapes`."""
 
-    def __init__(
-        self,
-        model: Model,
-        reads: Reads,
-        batch: Microbatch,
-        autocast_dtype: torch.dtype | None,
-        device: torch.device,
-        prepare: Callable[[nn.Module], object] | None,
-    ) -> None:
-        """As for `infer_shapes`."""
-        self.model, self.reads, self.batch, self.prepare = model, reads, batch, prepare
-        self.autocast_dtype, self.device, self.fake = autocast_dtype, device, fake_mode()
-        self.real: list[tuple[Sequence[Tensor], StageShape]] = []  # of the first stages
+    model: Model
+    reads: Reads
+    batch: Microbatch
+    autocast_dtype: torch.dtype | None
+    device: torch.device
+    prepare: Callable[[nn.Module], object] | None
+    fake: FakeTensorMode = field(default_factory=fake_mode)
+    real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages
 
     def shapes(self) -> list[StageShape]:
         """By stage, without the loss."""
@@ -148,6 +154,10 @@ class _Trial:
         while len(self.real) <= stage:
             self.real.append(self._forward(len(self.real), [outputs for outputs, _ in self.real], None))
         return self.real[stage]
+
+    def last_outputs(self) -> Sequence[Tensor]:
+        """Those of the last stage where everything has its values."""
+        return self.with_values(len(self.model.stages) - 1)[0]
 
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
@@ -260,22 +270,3 @@ def _check_shard(index: int, shapes: Sequence[StageShape]) -> None:
             f"shards of {name} are parts of a sum, but one gives "
             f"{before.dtype} of shape {before.size}, another {output.dtype} of shape {output.size}"
         )
-
-
-def _zero_loss(
-    model: Model,
-    outputs: Sequence[TensorSpec],
-    batch: Microbatch,
-    autocast_dtype: torch.dtype | None,
-    device: torch.device,
-) -> tuple[Tensor, tuple[str, ...]]:
-    """The loss of outputs that are zero, and the names of the metrics."""
-    try:
-        with autocast(device.type, autocast_dtype):
-            zeros = loss_input([torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in outputs])
-            loss, metrics = loss_and_metrics(model.loss, zeros, batch)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}") from None
-    return loss, tuple(sorted(metrics))

@@ -121,8 +121,9 @@ def test_the_loss_of_a_whole_minibatch_gets_once_what_every_microbatch_got() -> 
 def test_a_loss_of_the_whole_minibatch_is_tried_before_the_first_step(loss: Any, sentence: str) -> None:
     model = Model([nn.Identity()], loss, lambda text, rng: (torch.zeros(4), torch.zeros(4)), loss_of="minibatch")
     dataflows = [SimpleNamespace(outputs=[[TensorSpec((4,), torch.float32)]])] * 2
+    batches, outputs = Microbatches(model.batch, torch.zeros(1), 0, 2), [torch.zeros(4)]
     with pytest.raises(UsageError, match=sentence):
-        try_minibatch_loss(model, Microbatches(model.batch, torch.zeros(1), 0, 2), dataflows, None, torch.device("cpu"))
+        try_minibatch_loss(model, batches, dataflows, None, torch.device("cpu"), lambda batch: outputs)
 
 
 def test_losses_of_uneven_microbatches_count_by_their_samples() -> None:

@@ -1156,6 +1156,40 @@ def test_stages_may_ask_for_values(launch):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+TAKING_NO_ZEROS = """
+import torch, mpirun
+from torch import nn
+from torch.distributions import Normal
+def loss(output, target):
+    return -Normal(*output).log_prob(target).mean()
+class Gaussian(nn.Linear):
+    def forward(self, x):
+        mean, scale = super().forward(x).chunk(2, -1)
+        return mean, nn.functional.softplus(scale)
+x = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
+for whole in (False, True):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), Gaussian(6, 12))
+    expected = loss(net(x[0]), x[0]).item()
+    stages = mpirun.Model(list(net), loss, loss_of="minibatch") if whole else mpirun.split(net, x[0, :4], stages=2)
+    with mpirun.Engine("gpipe", stages, stages=2, microbatches=4, loss=None if whole else loss) as run:
+        found = [run.step((batch, batch)).loss for batch in x]
+        if not whole:
+            run.evaluate([(x[0], x[0])])
+    if run.rank == 0:
+        print(expected, found[0])
+"""
+
+
+def test_a_loss_may_take_no_zeros(launch):
+    """As a likelihood, whose scales are positive: it is tried on outputs of the model."""
+    done = launch(2, program=("-c", TAKING_NO_ZEROS))
+    assert done.code == 0, done.err
+    for line in done.out.splitlines():
+        expected, found = map(float, line.split())
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 OF_OTHER_TYPES = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
