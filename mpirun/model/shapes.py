@@ -23,7 +23,7 @@ from mpirun.data.microbatches import Microbatch, to_device
 from mpirun.model.autocast import autocast
 from mpirun.model.build_stage import build_stage, stage_without_values
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, all_outputs
+from mpirun.model.dataflow import ALIGN, Input, Reads, Source, TensorSpec, Value, all_outputs
 from mpirun.model.fake_mode import fake_mode
 from mpirun.model.forward_watch import ForwardWatch, memory
 from mpirun.model.loss import loss_and_metrics, loss_input, try_loss
@@ -168,11 +168,14 @@ class Trial:
         parameters = _parameter_shape(module)
         if self.prepare is not None:
             self.prepare(module)
-        with fake or nullcontext(), torch.no_grad():
+        with fake or nullcontext(), torch.set_grad_enabled(self.prepare is None):
             sources = self.reads[stage]
             if model.reads is None:
                 sources = all_outputs(sources, list(map(len, outputs)))
-            inputs = [_input(_argument(source, outputs, self.batch.leaves, stage), fake) for source in sources]
+            inputs = [
+                _input(_argument(source, outputs, self.batch.leaves, stage), fake, isinstance(source, Value))
+                for source in sources
+            ]
             if device != CPU:
                 inputs = [x.to(device) if isinstance(x, Tensor) else x for x in inputs]
                 module.to(device)
@@ -181,7 +184,7 @@ class Trial:
                 made = _outputs(module, inputs, stage)
         changed = tuple(watch.changed_buffers())
         may_draw = fake is None and model.shard_of(stage).count == 1
-        return made, parameters._replace(
+        return [x.detach() for x in made], parameters._replace(
             outputs=tuple(TensorSpec(tuple(x.shape), x.dtype) for x in made),
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
@@ -218,20 +221,22 @@ def _argument(source: Source, outputs: Sequence[Sequence[Tensor]], leaves: Seque
     return produced[source.output]
 
 
-def _input(x: Any, fake: FakeTensorMode | None) -> Any:
+def _input(x: Any, fake: FakeTensorMode | None, needs_grad: bool) -> Any:
     """What a stage is called with for x, which it may change."""
     if not isinstance(x, Tensor):
         return x
-    if fake is None:
-        return x.clone()
-    return x if fake.is_our_fake(x) else fake.from_tensor(x)
+    if fake is not None and not fake.is_our_fake(x):
+        x = fake.from_tensor(x)
+    return x.detach().requires_grad_(needs_grad and x.is_floating_point()).clone()
 
 
 def _outputs(module: nn.Module, inputs: Sequence[Any], stage: int) -> Sequence[Tensor]:
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
-        raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}") from None
+        without = not torch.is_grad_enabled() and "does not require grad" in str(error)
+        hint = "; evaluations are without gradients: a forward may ask for them with torch.enable_grad()"
+        raise _Failed(f"stage {stage} fails on the shapes it gets: {raised(error)}{hint if without else ''}") from None
     outputs = [returned] if isinstance(returned, Tensor) else returned
     what = f"a {type(returned).__name__}"
     if isinstance(outputs, (list, tuple)):

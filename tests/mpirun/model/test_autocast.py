@@ -6,6 +6,7 @@ import models_for_tests
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from mpirun.data.microbatches import Microbatches
 from mpirun.examples import mlp
@@ -17,11 +18,11 @@ TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype
 
 
 def shapes(model: Model, device: str, dtype: torch.dtype | None = None) -> list[StageShape]:
-    """Without the loss, which is tried on numbers, not on fake tensors."""
+    """Without the loss, which is tried on numbers, and without gradients, for which torch asks for the GPU."""
     assert model.batch is not None
     batch = Microbatches(model.batch, TEXT, 0, 1)(0, 0)
     reads = model.resolved_reads(CHAIN, len(batch.leaves))
-    return infer_shapes(model._replace(loss_of="minibatch"), reads, batch, dtype, torch.device(device))
+    return infer_shapes(model._replace(loss_of="minibatch"), reads, batch, dtype, torch.device(device), nn.Module.train)
 
 
 def types(model: Model, device: str) -> list[torch.dtype]:

@@ -1190,6 +1190,44 @@ def test_a_loss_may_take_no_zeros(launch):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+FORCES = """
+import sys, torch, mpirun
+from torch import nn
+from torch.nn.functional import mse_loss
+class Forces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    def forward(self, x):
+        with torch.set_grad_enabled(torch.is_grad_enabled() or "always" in sys.argv):
+            x = x + torch.zeros_like(x, requires_grad=True)
+            return -torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+torch.manual_seed(0)
+x, stages = torch.randn(8, 6), [nn.Linear(6, 6), Forces()]
+expected = mse_loss(nn.Sequential(*stages)(x), x).item()
+with mpirun.Engine("1f1b", stages, loss=mse_loss, microbatches=2) as run:
+    evaluated = run.evaluate([(x, x)]).loss if "always" in sys.argv else expected
+    found = run.step((x, x)).loss
+    if run.rank == 0:
+        print(expected, evaluated, found)
+    run.evaluate([(x, x)])
+"""
+
+
+def test_a_forward_may_ask_for_gradients(launch):
+    """As forces of an energy; in evaluations, too, where it turns them on."""
+    always, seldom = (launch(2, program=("-c", FORCES, when)) for when in ("always", "in training"))
+    for done in (always, seldom):
+        expected, *found = map(float, done.out.split())
+        assert found == pytest.approx([expected] * 2, rel=1e-6)
+    assert (always.code, seldom.code) == (0, 2), always.err
+    refused = seldom.err.splitlines()[-1]
+    assert refused.startswith(
+        "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
+    )
+    assert refused.endswith("evaluations are without gradients: a forward may ask for them with torch.enable_grad()")
+
+
 OF_OTHER_TYPES = """
 import torch, mpirun
 from torch.nn.functional import mse_loss
