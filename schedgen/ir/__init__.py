@@ -1,3 +1,3 @@
 """The instruction list: instructions and what they mean, the header, the program, and its file.
 
-Imports `util` only; everything else reads it."""
+Imports `util` only; all other packages build on it."""

@@ -1,4 +1,4 @@
-"""What every row of a program does to which buffers: the table of `effects.py`, looked up for each row.
+"""Which buffers every row of a program affects, and how: the table of `effects.py`, looked up for each row.
 
 In: a program. Out: `Accesses`.
 """
@@ -20,10 +20,10 @@ _KINDS = len(Kind)
 
 
 class Accesses(NamedTuple):
-    """What the rows of a program do to which buffers, in the order in which they do it; arrays by access.
+    """What the rows of a program do to which buffers, in the order in which they do it; one array entry per access.
 
-    Buffers are numbered within their kind: x and g by stage, or behind the stages by edge, and then microbatch; w by
-    unit and then version; dw by unit; partials by unit and then sender; saved and half by stage and then microbatch.
+    Buffers are numbered within their kind: x and g by stage or, after all stages, by edge, and then by microbatch; w by
+    unit and version; dw by unit; partials by unit and sender; saved and half by stage and microbatch.
     """
 
     row: Ints  # ascending
@@ -32,21 +32,21 @@ class Accesses(NamedTuple):
     number: Ints  # -1: there is no such buffer
 
     def begin(self, rows: Numbers) -> Numbers:
-        """By row, the first access that is not of an earlier row."""
+        """For each of these rows, the index of the first access that belongs to it or to a later row."""
         return np.searchsorted(self.row, rows)
 
 
 def numbers_per_size(header: Header) -> Numbers:
-    """By kind of buffer, how many numbers share a size: number // that is its column in arrays of sizes.
+    """By kind of buffer, how many consecutive numbers share a size: number // this is the column in arrays of sizes.
 
-    The columns are: of x and g, stages and behind them edges; of w, dw and partials, units; of the rest, stages.
+    The columns are stages and then edges for x and g, units for w, dw and partials, and stages for the rest.
     """
     batches = header.microbatches
     return np.array([batches, batches, header.weight_versions.count, 1, header.workers, batches, batches])
 
 
 def numbers_in_all(header: Header) -> Numbers:
-    """By kind of buffer, how many numbers there are: all are below."""
+    """By kind of buffer, how many numbers there are: every number is below this."""
     graph = header.graph
     columns = np.full(len(Buffer), header.stages)
     columns[[Buffer.W, Buffer.DW, Buffer.PARTIAL]] = len(header.weight_shards.units)
@@ -56,9 +56,9 @@ def numbers_in_all(header: Header) -> Numbers:
 
 
 class Slots(NamedTuple):
-    """A place for every buffer in one array: that of number k of a kind is begin[kind] + step[kind] * k.
+    """A slot for every buffer in one array: number k of a kind has slot begin[kind] + step[kind] * k.
 
-    What jobs of one stage and microbatch have stands side by side, in one line of the cache.
+    The buffers of one stage and microbatch are adjacent, so that they share a cache line.
     """
 
     begin: Numbers
@@ -67,7 +67,7 @@ class Slots(NamedTuple):
 
 
 def slots(numbers: Numbers) -> Slots:
-    """The places for so many `numbers` by kind of buffer."""
+    """The slots for `numbers`, how many buffers there are of each kind."""
     of_jobs = [kind for kind in (Buffer.X, Buffer.G, Buffer.SAVED, Buffer.HALF) if numbers[kind]]
     begin, step = np.zeros(len(Buffer), np.int64), np.ones(len(Buffer), np.int64)
     begin[of_jobs], step[of_jobs] = np.arange(len(of_jobs)), len(of_jobs)
@@ -96,9 +96,9 @@ def operands(header: Header, buffer: AnyInts, number: AnyInts) -> tuple[Ints, In
 
 
 def accesses(program: Program, buffers: Collection[Buffer] = tuple(Buffer)) -> Accesses:
-    """What every row does to buffers of these kinds. `program` may be damaged; it may hold some ranks' rows only.
+    """What every row does to buffers of these kinds. `program` may be damaged, or hold only some ranks' rows.
 
-    A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory: check refuses it.
+    A rank's second ALLREDUCE of one tie has no accesses, so that repeating it takes no memory; check refuses it.
     """
     forms = [tuple(does for does in EFFECTS[op].get(kind, ()) if does.buffer in buffers) for op in Op for kind in Kind]
     begin = np.cumsum([0, *map(len, forms)])
@@ -112,7 +112,7 @@ def accesses(program: Program, buffers: Collection[Buffer] = tuple(Buffer)) -> A
 
 
 def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> int:
-    """How many accesses there are at the most, to make room for."""
+    """An upper bound on the number of accesses, for allocation."""
     form = program.rows.op.astype(np.int16) * _KINDS + program.rows.kind
     most = int(np.bincount(form, minlength=len(begin) - 1) @ np.diff(begin))
     several = {  # how many buffers, by stage or by tie
@@ -132,18 +132,18 @@ def _most(program: Program, names: _Names, table: Numbers, begin: Numbers) -> in
 class _Names(NamedTuple):
     """What the numbers of buffers depend on."""
 
-    edges: Numbers  # (edges, 2): producer, consumer; by producer, then consumer
-    by_consumer: Numbers  # the edges' places, by consumer, then producer
-    first_in: Numbers  # by_consumer[first_in[s] : first_in[s + 1]] are those of producers of stage s
-    first_out: Numbers  # edges first_out[s] to first_out[s + 1] - 1 are those of consumers of stage s
+    edges: Numbers  # (edges, 2): producer, consumer; sorted by producer, then consumer
+    by_consumer: Numbers  # indices of the edges, sorted by consumer, then producer
+    first_in: Numbers  # by_consumer[first_in[s] : first_in[s + 1]] are the edges into stage s
+    first_out: Numbers  # edges first_out[s] to first_out[s + 1] - 1 lead out of stage s
     per_consumer: Flags
     first_unit: Numbers
     first_of_tie: Numbers  # the stages of tie k are tied[first_of_tie[k] : first_of_tie[k + 1]]
     tied: Numbers
     owner: Flags  # (workers, units)
     redone: Flags  # (stages, microbatches): the forward keeps nothing, or the backward's rank redoes it
-    stays: Flags  # by row, of STEP: a FREE of the version before follows
-    again: Flags  # by row: an ALLREDUCE of a tie that its rank has entered
+    stays: Flags  # by row, for STEP: the version before has a FREE, so it stays
+    again: Flags  # by row: an ALLREDUCE of a tie that its rank has entered before
     stages: int
     batches: int
     versions: int
@@ -151,7 +151,7 @@ class _Names(NamedTuple):
 
 
 def _names(program: Program) -> _Names:
-    """Gather them from the header, and from the rows that change what others do."""
+    """Gather them from the header, and from the rows that change what other rows do."""
     header, table = program.header, program.rows
     edges = np.array(header.graph.edges, np.int64).reshape(-1, 2)
     by_consumer = np.lexsort((edges[:, 0], edges[:, 1]))
@@ -180,7 +180,7 @@ def _names(program: Program) -> _Names:
 
 
 def _freed_later(program: Program) -> Flags:
-    """By row, of STEP of weights with versions: whether the version before has a FREE, so that it lives on."""
+    """By row, for STEP of weights with versions: whether the version before has a FREE, and so lives on."""
     table, versions = program.rows, program.header.weight_versions.count
     stays = np.zeros(len(program), bool)
     if versions > 1:
@@ -194,7 +194,7 @@ def _freed_later(program: Program) -> Flags:
 
 
 def _entered_again(program: Program) -> Flags:
-    """By row, of ALLREDUCE of a tie: whether its rank has entered that before."""
+    """By row, for ALLREDUCE of a tie: whether its rank has entered that tie before."""
     table, again = program.rows, np.zeros(len(program), bool)
     rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == Kind.T))
     entries = table.rank[rows].astype(np.int64) * len(program.header.tied) + table.tie[rows]
@@ -207,7 +207,7 @@ def _expand(
     rank: Ints, op: Small, kind: Small, stage: Ints, mb: Ints, via: Ints, peer: Ints, table: Numbers, begin: Numbers,
     names: _Names, of_row: Ints, effect: Small, buffer: Small, number: Ints,
 ) -> int:  # fmt: skip
-    """Write down the accesses of every row; how many they are."""
+    """Write the accesses of every row into the arrays; return how many there are."""
     first_in, first_out, first_unit = names.first_in, names.first_out, names.first_unit
     batches, count = names.batches, 0
     for row in range(len(op)):
@@ -274,7 +274,7 @@ def _expand(
 
 @kernel
 def _edge_named(names: _Names, thing: int, s: int, consumer: int) -> int:
-    """The stage or, behind all stages, the edge whose x or g is called by this consumer; -1: there is none."""
+    """The column of the x or g of stage s with this consumer: s or, after all stages, the edge; -1 if there is none."""
     edge, behind = names.first_out[s], names.first_out[s + 1]
     several = names.per_consumer[s] or (thing == Buffer.G and behind - edge > 1)
     if (thing == Buffer.G and behind == edge) or several == (consumer < 0):

@@ -1,4 +1,4 @@
-"""Durations of jobs, in the unit of the schedule: the defaults, and how a user's become those of each direction."""
+"""Durations of jobs, in the schedule's unit of time: the defaults, and how a user's costs give those of directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedgen.ir.instructions import DIRECTIONS, Op
 from schedgen.ir.limits import MOST_RATIO
 from schedgen.util.errors import UsageError
 
-Amount = float | Sequence[float] | NDArray[np.float64]  # of every stage, or by stage
+Amount = float | Sequence[float] | NDArray[np.float64]  # one for all stages, or one a stage
 
 # By the number of directions.
 DEFAULT_COST: dict[int, Mapping[str, float]] = {1: {"F": 1}, 2: {"F": 1, "B": 2}, 3: {"F": 1, "I": 1, "W": 1}}
@@ -26,7 +26,7 @@ def is_amount(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e18  # type: ignore[operator]
 
 
-REDO = "R"  # the duration of a RECOMPUTE, among the costs where it is not that of F; it may be 0
+REDO = "R"  # the key of a RECOMPUTE's duration among the costs, where it is not that of F; it may be 0
 
 
 def redo_duration(cost: Mapping[str, Any]) -> Any:
@@ -35,16 +35,16 @@ def redo_duration(cost: Mapping[str, Any]) -> Any:
 
 
 def without_redo(cost: Mapping[str, Any]) -> dict[str, Any]:
-    """The costs without R: nothing is redone."""
+    """The costs without R, for a schedule that redoes nothing."""
     return {name: time for name, time in cost.items() if name != REDO}
 
 
 def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]:
     """The duration of each direction that a schedule has, a number or an array by stage; None: the default.
 
-    Of a schedule that does not split the backward, B is I + W unless it is given; of one that does, B is left out;
-    of forwards alone, only F does. R is left out.
-    UsageError where they differ too much, or one is missing.
+    If the schedule does not split the backward, B is I + W unless it is given; if it does, B is left out; in a list
+    of forwards alone, all but F is. R is always left out.
+    UsageError if durations differ too much, or one is missing.
     """
     if cost is None:
         return dict(DEFAULT_COST[directions])
@@ -64,14 +64,14 @@ def durations(cost: Mapping[str, Any] | None, directions: int) -> dict[str, Any]
 
 
 def has_both(cost: Mapping[str, Any]) -> bool:
-    """Whether costs are known of whole backwards and of their halves."""
+    """Whether the costs of both whole and split backwards are known."""
     return "B" in cost and "I" in cost
 
 
 def shortest_halves(cost: Mapping[str, Any], stages: int) -> dict[str, NDArray[np.float64]]:
-    """F, I and W by stage, of costs with B, too: W is no longer than what a whole backward takes behind its I.
+    """F, I and W by stage, from costs that also have B: I is at most B, and W at most B - I.
 
-    No schedule whose backwards are partly whole takes less than with these.
+    A schedule that mixes whole and split backwards takes no less time than with these.
     """
     forward, whole, first, rest = (by_stage(cost[name], stages) for name in "FBIW")
     first = np.minimum(first, whole)

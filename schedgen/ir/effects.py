@@ -1,8 +1,8 @@
-"""What every instruction does to which buffers. Only what executes lists says it once more.
+"""What every instruction does to which buffers. Only code that executes lists states it a second time.
 
-`EFFECTS` is the table that says it, and a new instruction is a new row of it. `accesses.py` looks up in it what each
-row of a program does; the checker, the simulator, the exports and the passes follow buffers by that.
-`reference_machine.py` says the same as an execution, on purpose without this table.
+`EFFECTS` is the table of it: a new instruction is a new entry. `accesses.py` looks up what each row of a program does;
+the checker, the simulator, the exports and the passes follow buffers by that. `reference_machine.py` states the same
+by executing lists, deliberately without this table.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Buffer(IntEnum):
 class Effect(IntEnum):
     """What happens to a buffer."""
 
-    READ = 0  # it is there, and stays
-    SEND = 1  # READ, by a message that may still be under way behind the instruction
-    DEFINE = 2  # it is not there before, and is behind
-    RECEIVE = 3  # DEFINE, by a message: the next instruction to touch it waits for that
-    ADD = 4  # a summand is added to it; DEFINE where it is not there
-    CHANGE = 5  # it is rewritten in place, behind the messages that send it
-    END = 6  # it is there before, and is not behind, nor are messages that send it
+    READ = 0  # it exists, and still does afterwards
+    SEND = 1  # READ, by a message that may still be in flight after the instruction
+    DEFINE = 2  # it does not exist before, and exists afterwards
+    RECEIVE = 3  # DEFINE, by a message: the next instruction that touches it waits for the message
+    ADD = 4  # a summand is added to it; DEFINE if it does not exist
+    CHANGE = 5  # it is rewritten in place, after the messages that send it have left
+    END = 6  # it exists before and not afterwards, when the messages that send it have left
 
 
 class Which(IntEnum):
-    """Which buffers of a kind, of an instruction at (stage s, microbatch b); how many of them."""
+    """Which buffers of a kind are meant, for an instruction at (stage s, microbatch b)."""
 
-    NAMED = 0  # the one that `buf`, or `stage` and `shard`, name; of a partial, that of rank `from`
+    NAMED = 0  # the one that `buf`, or `stage` and `shard`, name; for a partial, the one from rank `from`
     JOB = 1  # that of this job
     UNREDONE = 2  # that of this job, but none if a RECOMPUTE redoes the job
-    INPUTS = 3  # of each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
-    OUTPUTS = 4  # of each consumer of s, x.s.b as s gives it, or g.s.b as s reads it; of x one where all read the same
-    PARTS = 5  # of each part of the weights of s
-    TIED = 6  # of each stage of tie k that this rank owns
+    INPUTS = 3  # for each producer p of s: x.p.b as s reads it, or g.p.b as s gives it
+    OUTPUTS = 4  # for each consumer of s: x.s.b as s gives it (only one x if all read the same), or g.s.b as s reads it
+    PARTS = 5  # for each part of the weights of s
+    TIED = 6  # for each stage of tie k that this rank owns
     BEFORE = 7  # version v - 1 of the weights named; none where weights have no versions
-    IN_PLACE = 8  # the weights named, unless a FREE of version v - 1 follows: v takes its place
-    BESIDE = 9  # the weights named, if a FREE of version v - 1 follows: v gets memory of its own
+    IN_PLACE = 8  # the weights named, unless version v - 1 has a FREE: v overwrites it
+    BESIDE = 9  # the weights named, if version v - 1 has a FREE: v gets memory of its own
 
 
 class Does(NamedTuple):
@@ -67,20 +67,20 @@ Form = dict[Kind, tuple[Does, ...]]  # what an opcode does, by the kind of buffe
 
 
 def _job(*does: Does) -> Form:
-    """What an opcode does that names no buffer."""
+    """The form of an opcode that names no buffer."""
     return {Kind.NONE: does}
 
 
 def _named(effect: Effect, *buffers: Buffer) -> Form:
-    """One effect on the buffer that is named, which may be of these kinds."""
+    """The form of an opcode with one effect on the buffer that it names, which may be of these kinds."""
     return {Kind[buffer.name]: (Does(effect, buffer, NAMED),) for buffer in buffers}
 
 
 _FORWARD = Does(READ, W, PARTS), Does(READ, X, INPUTS)
 _BACKWARD = *_FORWARD, Does(READ, G, OUTPUTS)
 
-# In the order in which memory is taken and given back. What an instruction ends takes memory until it is done. A
-# message goes to rank `to` or comes from rank `from`; all ranks of `group` enter an ALLREDUCE and a NORM together.
+# Effects are in the order in which memory is taken and released. What an instruction ends takes memory until it is
+# done. A message goes to rank `to` or comes from rank `from`; all ranks of `group` enter an ALLREDUCE or NORM together.
 EFFECTS: dict[Op, Form] = {
     Op.FETCH_W: _named(RECEIVE, W),
     Op.RECV: _named(RECEIVE, X, G) | {Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),)},

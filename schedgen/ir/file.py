@@ -33,7 +33,7 @@ from schedgen.util.progress import counted
 VERSION = 1
 CHUNK = 2**16  # rows written at a time
 MOST_LINE = 2**27  # bytes of a line of the header
-MOST_HEADER = 2**28  # bytes of a header, 64 more for each of its lines
+MOST_HEADER = 2**28  # bytes of a header, plus 64 for each of its lines
 
 _PROGRAMS = ' "programs": ['
 
@@ -73,7 +73,7 @@ def header_lines(header: Header) -> list[str]:
 
 
 def header_entries(header: Header) -> dict[str, Any]:
-    """What a file says of its header, but for the placement of jobs."""
+    """The header's entries in a file, except for the placement of jobs."""
     graph, tensor = header.graph, header.tensor_parallel
     return {
         "generator": header.generator,
@@ -91,7 +91,7 @@ def header_entries(header: Header) -> dict[str, Any]:
 
 
 def _placement_lines(key: str, placement: Ints) -> list[str]:
-    """A worker by stage, or a stage a line by microbatch. A direction equal to the one before is left out."""
+    """A line of workers by stage, or a line a stage by microbatch. A direction equal to the one before is left out."""
     lines = [f' "{key}": {{']
     for d, name in enumerate(DIRECTIONS[len(placement)]):
         if d and (placement[d] == placement[d - 1]).all():
@@ -107,7 +107,7 @@ def _placement_lines(key: str, placement: Ints) -> list[str]:
 
 
 def line_of(program: Program, row: int, rank: int | None = None) -> int:
-    """The line (from 1) of a row of a projected program in its file; `rank` where the row is not its own."""
+    """The line (from 1) of a row of a projected program in its file; `rank`: whose list it is counted in."""
     rank = int(program.rows.rank[row]) if rank is None else rank
     return len(header_lines(program.header)) + 2 * rank + row + 2
 
@@ -204,7 +204,7 @@ def parse(content: str, name: str) -> Program:
 
 
 class _Lines:
-    """A file's lines, hashed and counted as they are read; what is wrong is a RefusedFile with the line."""
+    """A file's lines, hashed and counted as they are read; an error is a RefusedFile that names the line."""
 
     def __init__(self, source: BinaryIO, name: str) -> None:
         """Nothing is read yet."""
@@ -231,7 +231,7 @@ class _Lines:
             raise self.refuse("not ASCII text") from None
 
     def read_block(self) -> bool:
-        """Read on; False at the end of the source."""
+        """Read another block; False at the end of the source."""
         data = self.source.read(BLOCK)
         self.rest += data
         return bool(data)
@@ -243,7 +243,7 @@ class _Lines:
         self.number += count
 
     def ended(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the file ends here."""
         return not self.rest and not self.source.read(1)
 
     def refuse(self, reason: str) -> RefusedFile:
@@ -252,7 +252,7 @@ class _Lines:
 
 
 def _read_programs(lines: _Lines, limits: Limits) -> Rows:
-    """Every rank's list, up to and with the bracket that ends them all."""
+    """Every rank's list, up to and including the bracket that ends them all."""
     state = State()
     blocks: list[list[NDArray[Any]]] = [[] for _ in Rows._fields]  # by column
     length = 0
@@ -262,7 +262,7 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
             taken = read_lines(np.frombuffer(lines.rest, np.uint8), state, limits)
             state = taken.state
             for column, block in zip(blocks, taken.rows.columns(), strict=True):
-                column.append(block.copy())  # of what was made for the shortest lines
+                column.append(block.copy())  # the arrays were allocated for the shortest lines
             length += len(taken.rows.op)
             if length > MOST_ROWS:
                 raise lines.refuse(f"more than {MOST_ROWS} instructions: too many")
@@ -272,7 +272,7 @@ def _read_programs(lines: _Lines, limits: Limits) -> Rows:
             done(len(taken.rows.op))
     if next(lines) != " ],":
         raise lines.refuse("the programs should end here, with ' ],'")
-    return Rows(*(np.concatenate(blocks.pop(0)) for _ in Rows._fields))  # each column's blocks go when it is whole
+    return Rows(*(np.concatenate(blocks.pop(0)) for _ in Rows._fields))  # frees each column's blocks once it is whole
 
 
 def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:
@@ -296,5 +296,5 @@ def _wrong_line(lines: _Lines, state: State, limits: Limits) -> RefusedFile:
 
 
 def _key_line(lines: Iterable[str], key: str) -> int:
-    """The line (from 1) of the header that has an entry; 1 where none has."""
+    """The line (from 1) of the header where the entry `key` begins; 1 if there is none."""
     return next((i for i, line in enumerate(lines, start=1) if line.lstrip("{ ").startswith(f'"{key}"')), 1)

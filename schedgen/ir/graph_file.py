@@ -3,7 +3,7 @@
 It is a JSON object. `stages`, the number of the model's stages, must be there; what is left out has this default:
 
 edges   pairs [producer, consumer]; default: the chain, or those of the scheme
-apart   stages of which each of several consumers reads an output of its own; default: none
+apart   stages that give each of several consumers an output of its own; default: none
 tied    ties, each a list of stages that share parameters; default: none
 whole   stages that every shard of a tensor-parallel schedule computes in full, besides the last; default: none
 layers  how many layers of the model make each stage; default: mpirun's cut
@@ -43,9 +43,9 @@ class ModelGraph:
 
 
 def read_graph(text: str, name: str) -> ModelGraph:
-    """The graph in a file's text. Raises RefusedFile where it is none, UsageError where its values do not fit.
+    """The graph in a file's text. Raises RefusedFile if it is not a graph file, UsageError if its values do not fit.
 
-    `name`: what sentences call the file.
+    `name`: what error messages call the file.
     """
     values = read_json(text, name)
     optional = ("edges", "apart", "tied", "whole", "layers")
@@ -73,5 +73,5 @@ def read_graph(text: str, name: str) -> ModelGraph:
 
 
 def _lists(value: Any) -> list[Any]:
-    """The entries of a list; anything else as the only entry, which then is no list."""
+    """The entries of a list; any other value becomes the only entry, which the caller refuses as not a list."""
     return value if isinstance(value, list) else [value]

@@ -1,7 +1,7 @@
 """The header of a schedule: what it is, apart from its instructions.
 
 Each concept that a schedule may have is a value with its own methods: `graph`, `weight_shards`,
-`weight_versions`, `tensor_parallel`. What most callers ask of them the header answers itself: which of the model's
+`weight_versions`, `tensor_parallel`. The header itself answers what most callers ask of them: which of the model's
 stages a stage is, who owns a unit of weights, whether there is a flush.
 """
 
@@ -49,7 +49,7 @@ class Header:
     compute: Ints
     weights: Ints
     generator: str
-    tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters: a tie is 2 or more, ascending
+    tied: tuple[tuple[int, ...], ...] = ()  # stages that share parameters: each tie has 2 or more, ascending
     part_owners: tuple[tuple[int, ...], ...] = ()  # by stage, the owner of each part of its weights; empty: no parts
     tensor_parallel: TensorParallel = TensorParallel(1, (), 0)  # noqa: RUF009  frozen
 
@@ -60,7 +60,7 @@ class Header:
 
     @property
     def stages(self) -> int:
-        """S, the stages of the schedule: T for each of the model's where it is tensor-parallel."""
+        """S, the stages of the schedule: T for each stage of the model if it is tensor-parallel."""
         return int(self.scheme["stages"])
 
     @property
@@ -70,7 +70,7 @@ class Header:
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """F and B, or F, I and W where the backward is split; F of a list of forwards alone."""
+        """F and B, or F, I and W if the backward is split; F alone in a list of forwards."""
         return DIRECTIONS[len(self.compute)]
 
     @property
@@ -84,7 +84,7 @@ class Header:
         return self.stages // self.tensor_parallel.degree
 
     def model_stage(self, stage: _Stage) -> _Stage:
-        """The model's stage that a stage is, or is a shard of; or those of an array of stages."""
+        """The model's stage that `stage` is, or is a shard of; elementwise for an array."""
         return stage // self.tensor_parallel.degree
 
     @property
@@ -101,7 +101,7 @@ class Header:
         return self.tensor_parallel.siblings(stage)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs give x.s, or the gradients of what stage s reads: all its shards, or itself."""
+        """The stages whose jobs add up to x.s, or to the gradients of what stage s reads: all its shards, or itself."""
         return self.tensor_parallel.summed_stages(stage)
 
     @cached_property
@@ -117,18 +117,18 @@ class Header:
 
     @property
     def unsharded_ties(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of the model that share parameters, as `tied`: what shards of one stage share is no tie."""
+        """The ties between stages of the model, in the form of `tied`; those among one stage's shards are left out."""
         ties = {tuple(sorted({self.model_stage(stage) for stage in tie})) for tie in self.tied}
         return tuple(sorted(tie for tie in ties if len(tie) > 1))
 
     def ties_shards(self, tie: int) -> bool:
-        """Whether a tie is of the shards of one stage, which share what is not cut."""
+        """Whether a tie joins the shards of one stage, which share the parameters that are not cut."""
         stages = self.tied[tie]
         return bool(self.tensor_parallel) and stages == tuple(self.shards_of(stages[0]))
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
-        """owners(s): every worker that w_weights names, ascending; of a divided stage, the owners of parts."""
+        """By stage, every worker that w_weights names, ascending; for a divided stage, the owners of its parts."""
         if self.part_owners:
             return tuple(tuple(sorted(set(ranks))) for ranks in self.part_owners)
         return owners_of(self.weights)
@@ -140,7 +140,7 @@ class Header:
 
     @cached_property
     def several_owners(self) -> tuple[bool, ...]:
-        """By stage, whether it has several owners of all its weights, which sum up among themselves."""
+        """By stage, whether several ranks own all of its weights, and so sum its gradients among themselves."""
         return tuple(not self.part_owners and len(ranks) > 1 for ranks in self.owners)
 
     @cached_property
@@ -150,7 +150,7 @@ class Header:
 
     @cached_property
     def is_owner(self) -> Flags:
-        """Whether a rank owns a unit, a stage or one part of its weights; shape (workers, units)."""
+        """Whether a rank owns a unit (a stage, or one part of its weights); shape (workers, units)."""
         return self.weight_shards.is_owner(self.workers)
 
     def units_of(self, rank: int) -> list[tuple[int, int]]:
@@ -178,12 +178,12 @@ class Header:
 
     @property
     def has_flush(self) -> bool:
-        """Whether weights change once a list, when all microbatches are through, so that they have one version."""
+        """Whether weights change only once per list, after all microbatches, so that they have one version."""
         return not self.weight_versions
 
     @property
     def stepped_together(self) -> str | None:
-        """Which stages step their weights together, so that these have no versions of their own; None: none do."""
+        """Which stages step their weights together, so that these have no versions, in words; None: no stages do."""
         return "tied stages" if self.tied else "shards of stages" if self.tensor_parallel else None
 
     @property
@@ -193,5 +193,5 @@ class Header:
         return limit if isinstance(limit, int) else None
 
     def part_uses(self) -> int:
-        """How many parts of weights all jobs use together."""
+        """How many times all jobs together use a part of weights; 0 if no weights are divided."""
         return len(self.weight_shards.units) * self.microbatches * len(self.compute) if self.part_owners else 0

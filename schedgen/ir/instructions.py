@@ -1,4 +1,4 @@
-"""The instruction set: opcodes, what they are about, and how an instruction is written.
+"""The instruction set: opcodes, their operands, and how an instruction is written.
 
 This is the only place that defines an opcode and its operands. What an instruction does to which buffers is
 `effects.py`; what it means, step by step, is `reference_machine.py`.
@@ -39,7 +39,7 @@ class Op(IntEnum):
     BWD_W = 6  # the part of BWD that adds to dw.stage
     RECOMPUTE = 7  # redo FWD for a later backward, output thrown away
     ADD = 8  # buf += the partial received from rank `from`
-    ALLREDUCE = 9  # buf = sum of the group's buf, of x and g of their shards' buf; a missing dw counts as zero
+    ALLREDUCE = 9  # buf = sum of the group's buf (for x and g: of the shards' buf); a missing dw counts as zero
     NORM = 10  # all ranks learn the losses and the norm of the whole gradient
     STEP = 11  # optimizer step on this rank's w.stage, or one part of it, which becomes its next version
     FREE = 12  # last use is past; waits for sends of buf still under way
@@ -119,32 +119,32 @@ class Instruction(NamedTuple):
 
     @property
     def part(self) -> int:
-        """Of weights and their gradients: which part of its stage's; -1 where they are not divided."""
+        """For weights and their gradients: which part of the stage's; -1 where they are not divided."""
         return self.via
 
     @property
     def consumer(self) -> int:
-        """Of x and g: the stage that reads, or gives, this one; -1 where it is the only one."""
+        """For x: the stage that reads it; for g: the stage that gives it; -1 where the name has no consumer."""
         return self.via
 
     @property
     def tie(self) -> int:
-        """Of t.k: the tie k."""
+        """For t.k: the tie k."""
         return self.stage
 
     @property
     def group(self) -> int:
-        """Of collectives: the group of ranks that enter it."""
+        """For collectives: the group of ranks that enter it."""
         return self.peer
 
     @property
     def version(self) -> int:
-        """Of compute, STEP and FREE of weights: the version of the weights; -1 where there are none."""
+        """For compute, STEP and FREE of weights: the version of the weights; -1 where they have none."""
         return self.peer
 
     @property
     def buffer(self) -> str:
-        """The name of the buffer it names."""
+        """The name of the buffer that the instruction names."""
         version = self.peer if self.op == Op.FREE else -1
         return buffer_name(self.kind, self.stage, self.mb, self.via, version)
 

@@ -1,4 +1,4 @@
-"""The job graph: what each job waits for, and what waits for it: pred and succ of Rahimi 2025.
+"""The job graph: what each job waits for, and what waits for it (pred and succ of Rahimi 2025).
 
 A node is a direction and a stage; it stands for the jobs of all microbatches, whose edges are alike.
 """
@@ -34,7 +34,7 @@ def job_graph(
     directions: int,
     summed_stages: Callable[[int], Iterable[int]] = lambda stage: (stage,),
 ) -> JobGraph:
-    """The jobs of a stage graph; what a stage gives is there when the jobs of all its `summed_stages` have run."""
+    """The jobs of a stage graph; a stage's output is complete once the jobs of all its `summed_stages` have run."""
     S = stages.stages
     pred: list[set[int]] = [set() for _ in range(directions * S)]
     for producer, consumer in stages.edges:

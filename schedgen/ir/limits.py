@@ -1,4 +1,4 @@
-"""How large a schedule may be: what is larger is refused before memory is taken for it.
+"""How large a schedule may be: anything larger is refused before memory is allocated for it.
 
 The MOST_ numbers hold for every schedule, `Limits` for one file.
 """
@@ -14,14 +14,14 @@ MOST_WORKERS = 2**20
 MOST_STAGES = 2**20  # of a model's graph file
 MOST_LAYERS = 2**31  # of one of its stages
 MOST_ROWS = 2**30  # instructions of a file
-MOST_PAIRS = 2**25  # of a worker and a stage: tables are that large
+MOST_PAIRS = 2**25  # pairs of a worker and a stage: tables have an entry for each
 MOST_TIES = 16  # of one stage
-MOST_USES = 64  # of parts of weights, for every instruction
+MOST_USES = 64  # of parts of weights, per instruction
 MOST_RATIO = 1e6  # of the longest job's duration to the shortest's
 
 
 class Limits(NamedTuple):
-    """The sizes that every number in a file is below."""
+    """The exclusive upper bounds of the numbers in a file."""
 
     workers: int
     stages: int
@@ -32,18 +32,18 @@ class Limits(NamedTuple):
     parts: tuple[int, ...] = ()  # of the weights of each stage; empty: none are divided
 
     def divided(self, stage: object) -> bool:
-        """Whether the weights of a stage have parts; False for what is no stage."""
+        """Whether the weights of a stage have parts; False for anything that is not a stage."""
         return isinstance(stage, int) and 0 <= stage < len(self.parts) and self.parts[stage] > 1
 
 
 def check_jobs(stages: int, microbatches: int, per_pair: int) -> None:
-    """UsageError where jobs are too many; `per_pair`: those of a stage and a microbatch."""
+    """UsageError if there are too many jobs; `per_pair`: jobs per stage and microbatch."""
     if stages * microbatches * per_pair > MOST_JOBS:
         raise UsageError(f"{stages} stages x {microbatches} microbatches are more than {MOST_JOBS} jobs: too many")
 
 
 def check_workers(workers: int, stages: int, what: str = "stages") -> None:
-    """UsageError where workers are too many, or their pairs with so many stages, or what else is meant."""
+    """UsageError if there are too many workers, or too many pairs of one with a stage (or with what `what` names)."""
     if workers > MOST_WORKERS:
         raise UsageError(f"{workers} workers are too many: {MOST_WORKERS} at the most")
     if workers * stages > MOST_PAIRS:

@@ -21,8 +21,8 @@ Bytes = NDArray[np.uint8]
 
 LONGEST_LINE = 128  # bytes: four numbers of ten digits, two names and what stands between
 SHORTEST_LINE = 24  # bytes of an instruction
-# What an operand is written from, and the size that a number of it is below: an index into Limits (a shard's is that
-# of its stage).
+# Where an operand's value is stored, and the index in Limits of the bound of its number (-1: a buffer has several, and
+# a shard's is the number of parts of its stage).
 STAGE, MB, PEER, BUFFER, VERSION, SHARD = range(6)
 WORKERS, STAGES, MICROBATCHES, GROUPS, TIES, VERSIONS = range(6)
 _OPERAND = {
@@ -33,25 +33,25 @@ _OPERAND = {
 FETCH_W, FREE = int(Op.FETCH_W), int(Op.FREE)
 NONE, W, DW, T = int(Kind.NONE), int(Kind.W), int(Kind.DW), int(Kind.T)
 SPACE, QUOTE, COMMA, DOT, SLASH, ZERO, NINE, AT, OPEN, CLOSE, BRACE, NEWLINE = b' ",./09@[]}\n'
-# How the line before an instruction ends: without a comma, with one, or it is the bracket that begins the list.
+# How the line before an instruction ends: without a comma, with one, or as the bracket that begins the list.
 NO_COMMA, WITH_COMMA, BRACKET = range(3)
 
 
 class Templates(NamedTuple):
     """A line is text, field, text, field, text; a buffer's name is letters and up to three numbers.
 
-    Where weights have no versions, a field VERSION and the text before it are left out; where those of the stage are
-    not divided, a field SHARD.
+    Where weights have no versions, a field VERSION and the text before it are left out; so is a field SHARD, where the
+    weights of the stage are not divided.
     """
 
-    letters: Bytes  # all texts, one behind the other
-    begin: Numbers  # (opcodes, 4): where text k begins in `letters`, and behind the last field
+    letters: Bytes  # all texts, concatenated
+    begin: Numbers  # (opcodes, 4): where text k, before field k or after the last, begins in `letters`
     length: Numbers  # (opcodes, 4): 0 where an opcode has no such text
     fields: Numbers  # (opcodes,): how many
     field: Numbers  # (opcodes, 3): STAGE, MB, PEER, BUFFER, VERSION or SHARD
-    limit: Numbers  # (opcodes, 3): which size a number there is below
+    limit: Numbers  # (opcodes, 3): index of the number's bound in Limits
     kinds: Flags  # (opcodes, kinds): the kinds of buffer an opcode may name
-    name_begin: Numbers  # (kinds,): the name's letters
+    name_begin: Numbers  # (kinds,): where the name begins in `letters`
     name_length: Numbers
     fewest: Numbers  # (kinds,): numbers in a name
     most: Numbers
@@ -90,7 +90,7 @@ EMPTY = rows(0, np.zeros(0, np.int32))
 
 
 def write_lines(table: Rows, begin: int, end: int, last: bool, out: Bytes) -> int:
-    """Write the lines of rows begin to end - 1, the last of all without its comma; the number of bytes."""
+    """Write the lines of rows begin to end - 1; return the number of bytes. `last`: the last of them has no comma."""
     write = _write.sized(8 * (end - begin), ahead=8 * (len(table.op) - end))
     return write(*table[1:], begin, end, last, out, 0, *TEMPLATES[:5], TEMPLATES.name_begin, TEMPLATES.name_length)
 
@@ -145,7 +145,7 @@ def _write(
 
 @kernel
 def write_number(out: Bytes, at: int, number: int) -> int:
-    """Write the digits of a number of at least 0; the place behind it."""
+    """Write the digits of a number of at least 0; return the position after them."""
     size = 1
     rest = number // 10
     while rest:
@@ -174,14 +174,14 @@ class Taken(NamedTuple):
     rows: Rows
     bytes: int
     lines: int
-    state: State  # behind them
+    state: State  # after them
     wrong: bool  # whether a wrong line follows
 
 
 def read_lines(data: Bytes, state: State, limits: Limits) -> Taken:
     """Read whole lines, up to the end of the last rank's list, the last whole line, or the first wrong one.
 
-    Wrong is a line that `write_lines` and the brackets around it would not give.
+    A line is wrong if `write_lines` would not write it and it is not a bracket in its place.
     """
     most = len(data) // SHORTEST_LINE + 1
     columns: list[NDArray[Any]] = [np.empty(most, column.dtype) for column in EMPTY]
@@ -282,7 +282,7 @@ def _read_name(
     mb: Ints, via: Ints, peer: Ints, letters: Bytes, kinds: Flags, name_begin: Numbers,
     name_length: Numbers, fewest: Numbers, most: Numbers,
 ) -> int:  # fmt: skip
-    """Read the name of a buffer into a row; the place behind it, -1 where it is none that the opcode may name."""
+    """Read a buffer's name into a row; return the position after it, or -1 if the opcode may not name such a buffer."""
     named = NONE
     for k in range(1, len(name_begin)):
         size = name_length[k]
@@ -327,7 +327,7 @@ def _read_name(
 
 @kernel
 def matches(data: Bytes, at: int, letters: Bytes, begin: int, length: int) -> bool:
-    """Whether the data at a place are these letters."""
+    """Whether the data at a position are these letters."""
     for i in range(length):  # noqa: SIM110  numba has no all() of a generator
         if data[at + i] != letters[begin + i]:
             return False
@@ -336,7 +336,7 @@ def matches(data: Bytes, at: int, letters: Bytes, begin: int, length: int) -> bo
 
 @kernel
 def read_number(data: Bytes, at: int, stop: int) -> tuple[int, int]:
-    """A number without leading zeros, and the place behind it; -1 where there is none below 2**31."""
+    """A number without leading zeros, and the position after it; the number is -1 if there is none below 2**31."""
     number, first = 0, at
     while at < stop and ZERO <= data[at] <= NINE and at - first < 10:
         number = number * 10 + int(data[at]) - ZERO

@@ -22,10 +22,10 @@ class Rows(NamedTuple):
     """Instructions as columns of equal length; -1 where a field does not apply.
 
     `kind`, `stage`, `mb`, `via` name the buffer (`via`: the consumer c of
-    x.s.b.c and g.s.b.c, the part k of w.s/k and dw.s/k; of t.k `stage` is no stage,
-    but k); for compute and STEP `stage` and `mb` are the job, and `via` is STEP's
+    x.s.b.c and g.s.b.c, the part k of w.s/k and dw.s/k; for t.k, `stage` is
+    k); for compute and STEP `stage` and `mb` are the job, and `via` is STEP's
     shard. `peer` is the operand `from`, `to`, `group` or `version`,
-    and of w.s@v it is v.
+    and for w.s@v it is v.
     """
 
     rank: Ints
@@ -38,22 +38,22 @@ class Rows(NamedTuple):
 
     @property
     def consumer(self) -> Ints:
-        """Of x and g: the stage that reads, or gives, this one; -1 where it is the only one."""
+        """For x: the stage that reads it; for g: the stage that gives it; -1 where the name has no consumer."""
         return self.via
 
     @property
     def tie(self) -> Ints:
-        """Of t.k: the tie k."""
+        """For t.k: the tie k."""
         return self.stage
 
     @property
     def group(self) -> Ints:
-        """Of collectives: the group of ranks that enter it."""
+        """For collectives: the group of ranks that enter it."""
         return self.peer
 
     @property
     def version(self) -> Ints:
-        """Of compute, STEP and FREE of weights: the version of the weights; -1 where there are none."""
+        """For compute, STEP and FREE of weights: the version of the weights; -1 where they have none."""
         return self.peer
 
     def take(self, index: Numbers | slice) -> Rows:
@@ -85,7 +85,7 @@ def rows(op: int | AnyInts, rank: AnyInts, **fields: int | AnyInts) -> Rows:
 
 
 def concatenate(parts: list[Rows]) -> Rows:
-    """The rows of all parts, one part behind the other."""
+    """The rows of all parts, one part after another."""
     return Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -102,7 +102,7 @@ class Program:
         return len(self.rows.op)
 
     def insert(self, new: Rows, after: Numbers) -> Program:
-        """Put row k of `new` behind row `after[k]` (-1: first); equal places keep their order."""
+        """Insert row k of `new` after row `after[k]` (-1: at the front); rows at the same place keep their order."""
         order: slice | Numbers = slice(None)
         if (after[1:] < after[:-1]).any():
             order = np.argsort(after, kind="stable")
@@ -110,7 +110,7 @@ class Program:
         places = after + 1 + np.arange(len(after))
         is_old = np.ones(len(self) + len(after), bool)
         is_old[places] = False
-        old_places = np.flatnonzero(is_old)  # numbers: they move columns four times as fast as the mask
+        old_places = np.flatnonzero(is_old)  # indices: they move columns four times as fast as the mask
 
         def merge(column: NDArray[Any], inserted: NDArray[Any]) -> NDArray[Any]:
             merged = np.empty(len(is_old), column.dtype)

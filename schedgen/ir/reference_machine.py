@@ -1,9 +1,9 @@
 """The reference machine: what a schedule means. This file is the definition of the format.
 
 In: a projected program. Out: how many buffers of each kind every rank held at the most, or `CannotExecute` at the
-first instruction that makes no sense. It executes every rank's list on symbols, one instruction after another and every
-SEND a rendezvous, and shares nothing with `effects.py`, so that the checker can be held against it: what the checker
-accepts this machine executes, and what this machine cannot execute the checker refuses.
+first instruction that makes no sense. It executes every rank's list on symbols, one instruction after another, with
+every SEND a rendezvous. It shares nothing with `effects.py`, so that the checker can be tested against it: what the
+checker accepts this machine executes, and what this machine cannot execute the checker refuses.
 
 A rank holds buffers by their names in the file: "x.0.3", "g.0.3.2", "w.1", "w.1@4", "w.1/2", "dw.1"; besides them
 "partial", a received dw that is not added yet, "saved", what a forward keeps for its backward, and "half", what BWD_I
@@ -29,14 +29,14 @@ class ReferenceMachine:
     """Every rank, and the messages whose receives have been posted."""
 
     def __init__(self, program: Program) -> None:
-        """All ranks stand at the begin of their lists. `program` may be damaged."""
+        """All ranks stand at the beginning of their lists. `program` may be damaged."""
         self.header = program.header
         self.ranks = [Rank(rank, program) for rank in range(self.header.workers)]
-        # By (from, to, kind): what receives wait for, the name as it is sent and as it is received.
+        # By (from, to, kind): the posted receives, each with the buffer's name at the sender and at the receiver.
         self.posted: defaultdict[tuple[int, int, int], deque[tuple[str, str]]] = defaultdict(deque)
         self.jobs = {(s, b) for s in range(self.header.stages) for b in range(self.header.microbatches)}
         redone = {(i.stage, i.mb) for rank in self.ranks for i in rank.list if i.op == Op.RECOMPUTE}
-        self.keep_nothing = self.jobs if self.header.is_forward else redone  # forwards without a backward, or redone
+        self.keep_nothing = self.jobs if self.header.is_forward else redone  # forwards that save nothing
         self.forwards: Counter[tuple[int, int]] = Counter()
         # By job: the version of the weights that it uses, and the newest that was there when its forward ran.
         self.uses: dict[tuple[int, int], int] = {}
@@ -45,7 +45,7 @@ class ReferenceMachine:
     def run(self) -> list[dict[str, int]]:
         """Execute all lists to their ends; by rank, the most buffers of each of HELD at once.
 
-        In which order ranks go on does not matter: what can be executed stays so.
+        The order in which ranks advance does not matter: an instruction that can be executed stays executable.
         """
         while any(self.advance(rank) for rank in self.ranks):
             pass
@@ -56,7 +56,7 @@ class ReferenceMachine:
         return [{kind: rank.most[kind] for kind in HELD} for rank in self.ranks]
 
     def advance(self, rank: Rank) -> bool:
-        """Take a rank as far as it gets; whether it got anywhere."""
+        """Execute a rank's list until it has to wait; return whether the rank advanced."""
         begin = rank.at
         try:
             while rank.at < len(rank.list):
@@ -70,9 +70,9 @@ class ReferenceMachine:
         return rank.at > begin
 
     def end(self) -> None:
-        """At the end every job is done, every owner has stepped, and it has the newest of its weights and no more.
+        """Check the end: every forward ran once, every owner has stepped and holds only the newest of its weights.
 
-        No owner steps where there are forwards alone. Copies are equal, and nobody has held more than it may.
+        In a list of forwards alone no owner steps. Copies are equal, and no rank has held more than it may.
         """
         if self.forwards != Counter(self.jobs):
             raise CannotExecute("not every forward is there once")
@@ -91,7 +91,7 @@ class ReferenceMachine:
         self.check_copies()
 
     def check_versions(self) -> None:
-        """Every job has used the version that `updates` says: the newest, that of the entry, or the one before."""
+        """Check that every job used the version that `updates` prescribes: the newest, the entry's, or one late."""
         versions, rounds = self.header.weight_versions, self.header.weight_versions.rounds
         entries = [s for s in range(self.header.stages) if not self.header.graph.producers[s]]
         for (s, b), version in self.uses.items():
@@ -104,7 +104,7 @@ class ReferenceMachine:
                 raise CannotExecute(f"stage {s} uses version {version} for microbatch {b}, not {right}")
 
     def check_copies(self) -> None:
-        """All owners of all shards of a whole stage have stepped with the same bits."""
+        """Check that all owners of all shards of a stage that is not split stepped with the same bits."""
         for first in self.header.first_shards:
             if len(self.header.summed_stages(first)) > 1:
                 continue
@@ -116,7 +116,7 @@ class ReferenceMachine:
     # What jobs read and give.
 
     def read_weights(self, rank: Rank, i: Instruction) -> None:
-        """w.s, all its parts, in the version that all jobs of this stage and microbatch use, where `compute` says."""
+        """Read w.s, all its parts, in the one version that all jobs of (s, b) use, on the rank that `compute` names."""
         d = {Op.FWD: F, Op.BWD_W: W}.get(Op(i.op), B)
         here = d < len(self.header.compute) and self.header.compute[d, i.stage, i.mb] == rank.rank
         rank.need(bool(here), "this job is none of this rank")
@@ -125,32 +125,32 @@ class ReferenceMachine:
         rank.need(self.uses.setdefault((i.stage, i.mb), i.version) == i.version, "its other jobs use another version")
 
     def inputs(self, i: Instruction) -> list[str]:
-        """x.p.b, of every producer p what stage s reads of it."""
+        """The names of the x.p.b that stage s reads, one for every producer p."""
         graph = self.header.graph
         return [buffer_name(Kind.X, p, i.mb, graph.output_consumer(p, i.stage)) for p in graph.producers[i.stage]]
 
     def gradients(self, i: Instruction) -> list[str]:
-        """g.s.b, of every consumer what it gives."""
+        """The names of the g.s.b that stage s reads, one for every consumer."""
         graph = self.header.graph
         return [
             buffer_name(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in graph.consumers[i.stage]
         ]
 
     def result(self, stage: int) -> Value:
-        """What a job gives: a shard's term of a sum, or a whole."""
+        """The value that a job gives: the number of a shard's term in a sum, or WHOLE."""
         summed = self.header.summed_stages(stage)
         return summed.index(stage) if len(summed) > 1 else WHOLE
 
     # One method for every opcode: rank r, stage s, microbatch b.
 
     def receive(self, rank: Rank, i: Instruction) -> None:
-        """FETCH_W, RECV: buf = what rank `from` sends next of its kind, once that is there. A dw lies apart."""
+        """FETCH_W, RECV: buf = what rank `from` sends next of this kind, once it is there. A dw becomes a partial."""
         name = i.buffer if i.kind != Kind.DW else f"partial.{i.buffer} from {i.peer}"
         rank.define(name, UNDER_WAY)
         self.posted[i.peer, rank.rank, i.kind].append((i.buffer, name))
 
     def send(self, rank: Rank, i: Instruction) -> None:
-        """SEND: once rank `to` has posted its receive, that has what buf is."""
+        """SEND: once rank `to` has posted its receive, the buffer there gets the value of buf."""
         value = rank.read(i.buffer)
         if not self.posted[rank.rank, i.peer, i.kind]:
             raise MustWait
@@ -159,7 +159,7 @@ class ReferenceMachine:
         self.ranks[i.peer].held[name] = value
 
     def forward(self, rank: Rank, i: Instruction) -> None:
-        """FWD: x.s.b, and what its backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
+        """FWD: x.s.b, and what the backward needs if there is one and no RECOMPUTE, from every x.p.b and w.s."""
         rank.need((i.stage, i.mb) not in rank.redone, "it has been redone before")
         self.use_inputs(rank, i, (i.stage, i.mb) not in self.keep_nothing)
         self.forwards[i.stage, i.mb] += 1
@@ -168,7 +168,7 @@ class ReferenceMachine:
             rank.define(buffer_name(Kind.X, i.stage, i.mb, consumer), self.result(i.stage))
 
     def recompute(self, rank: Rank, i: Instruction) -> None:
-        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. The forward is done before, if on this rank."""
+        """RECOMPUTE: what the backward needs, from every x.p.b and w.s. The FWD must come before, if on this rank."""
         self.use_inputs(rank, i, save=True)
         rank.redone.add((i.stage, i.mb))
 
@@ -183,7 +183,7 @@ class ReferenceMachine:
     def backward(self, rank: Rank, i: Instruction) -> None:
         """BWD, BWD_I, BWD_W, from what is saved, every x.p.b, every share of g.s.b and w.s.
 
-        BWD_I gives g.p.b for every producer p, BWD_W adds b to dw.s and ends what is saved; BWD does both.
+        BWD_I gives g.p.b for every producer p; BWD_W adds microbatch b to dw.s and ends what is saved; BWD does both.
         """
         self.read_weights(rank, i)
         saved, half = f"saved.{i.stage}.{i.mb}", f"half.{i.stage}.{i.mb}"
@@ -204,7 +204,7 @@ class ReferenceMachine:
             rank.end(half)
 
     def add(self, rank: Rank, i: Instruction) -> None:
-        """ADD: buf += the partial of buf that came from rank `from`, which ends."""
+        """ADD: buf += the partial of buf from rank `from`; the partial ends."""
         name = f"partial.{i.buffer} from {i.peer}"
         more = rank.read(name)
         assert isinstance(more, Sum)
@@ -235,7 +235,7 @@ class ReferenceMachine:
             member.at += member is not rank
 
     def of_model(self, i: Instruction) -> Instruction:
-        """What members of one collective have in common: of a sum over shards each has its own stage."""
+        """The instruction as all members of a collective have it: in a sum over shards each names its own stage."""
         model_stage = self.header.model_stage
         return i._replace(stage=model_stage(i.stage), via=model_stage(i.via)) if i.kind in EXCHANGED else i
 
@@ -249,7 +249,7 @@ class ReferenceMachine:
             member.held[i.buffer] = WHOLE
 
     def tie(self, rank: Rank, i: Instruction) -> None:
-        """ALLREDUCE of t.k: in dw.s of each tied stage s that the rank owns, what they share, from a complete sum."""
+        """ALLREDUCE of t.k: sum what tied stages share, in dw.s of each that the rank owns; dw.s must be complete."""
         stages = rank.newest.keys() & set(self.header.tied[i.tie])
         rank.need(bool(stages) and not rank.normed, f"rank {rank.rank} owns no stage of the tie, or NORM is past")
         for stage in stages:
@@ -258,7 +258,7 @@ class ReferenceMachine:
         rank.ties.append(i.tie)
 
     def norm(self, rank: Rank, members: list[Rank]) -> None:
-        """NORM: all losses are there, and the whole gradient; without a flush that of the last updates."""
+        """NORM: needs all losses and the whole gradient or, without a flush, every STEP."""
         rank.need(len(members) == len(self.ranks), "it is not of all ranks")
         last = self.header.first_shards[-1]
         losses = sum(count for (stage, _), count in self.forwards.items() if stage >= last)
@@ -276,7 +276,7 @@ class ReferenceMachine:
             rank.need(sorted(member.ties) == ties, "not all ties are summed up")
 
     def step(self, rank: Rank, i: Instruction) -> None:
-        """STEP: w.s = optimizer(w.s, dw.s), dw.s being the sum over all microbatches, behind NORM."""
+        """STEP: w.s = optimizer(w.s, dw.s), where dw.s is the sum over all microbatches, after NORM."""
         gradient = buffer_name(Kind.DW, i.stage, via=i.part)
         if rank.versions:
             self.step_version(rank, i, gradient)
@@ -293,7 +293,7 @@ class ReferenceMachine:
     def step_version(self, rank: Rank, i: Instruction, gradient: str) -> None:
         """STEP, where weights have versions: w.s@v from w.s@v-1 and the sum over the microbatches of its round.
 
-        It takes the place of w.s@v-1 unless there is a FREE of that. No more is added to dw.s until its FREE.
+        It replaces w.s@v-1 unless that has a FREE. Nothing more is added to dw.s until its FREE.
         """
         s, m, batches = i.stage, self.header.weight_versions.round(i.stage), self.header.microbatches
         rank.need((s, -1) in rank.owned and i.version == rank.newest[s] + 1, "this is not the next version")

@@ -20,7 +20,7 @@ WHOLE, UNDER_WAY, STEPPED = "whole", "under way", "stepped"
 
 
 class Sum(NamedTuple):
-    """A gradient of weights: what was added one behind the other, from the left."""
+    """A weight gradient: what was added one after another, from the left."""
 
     terms: tuple[int | Sum, ...] = ()  # the gradient of a microbatch, or a sum of its own
 
@@ -33,7 +33,7 @@ class Sum(NamedTuple):
         return self.microbatches() == Counter(microbatches)
 
     def shape(self) -> Sum:
-        """The same bits in every case: without zeros, and a sum of one sum is that sum."""
+        """The form that determines its bits: without zeros, and with a sum of one sum replaced by that sum."""
         terms = tuple(t.shape() if isinstance(t, Sum) else t for t in self.terms)
         terms = tuple(t for t in terms if t != Sum())
         return terms[0] if len(terms) == 1 and isinstance(terms[0], Sum) else Sum(terms)
@@ -54,7 +54,7 @@ class Rank:
     """What one rank has."""
 
     def __init__(self, rank: int, program: Program) -> None:
-        """At the begin of its list: the weights it owns, and nothing else."""
+        """At the beginning of its list it has the weights it owns, and nothing else."""
         self.rank = rank
         self.versions = not program.header.has_flush
         self.list = program.instructions(rank)
@@ -68,7 +68,7 @@ class Rank:
         self.redone: set[tuple[int, int]] = set()  # jobs whose forward it has done again
         self.normed = False  # whether it has entered NORM
         self.gradients: dict[str, Sum] = {}  # by name, what it has stepped with
-        self.alive: Counter[str] = Counter()  # buffers at once, by kind: the weights that it owns do not count
+        self.alive: Counter[str] = Counter()  # buffers at once, by kind, without the weights that it owns
         self.most: Counter[str] = Counter()
 
     def weights(self, stage: int, part: int, version: int | None = None) -> str:
@@ -87,7 +87,7 @@ class Rank:
             raise self.refuse(reason)
 
     def read(self, name: str, term: bool = False) -> Value:
-        """The value of a buffer, which is there; unless `term`, it is no mere term of a sum."""
+        """The value of a buffer, which must exist and, unless `term`, must not be a mere term of a sum."""
         self.need(name in self.held, f"{name} is not there")
         value = self.held[name]
         if value is UNDER_WAY:
@@ -97,7 +97,7 @@ class Rank:
         return value
 
     def define(self, name: str, value: Value) -> None:
-        """A new buffer, which is not there yet."""
+        """Add a new buffer, which must not exist yet."""
         self.need(name not in self.held, f"{name} is there already")
         self.held[name] = value
         kind = name.split(".")[0]
@@ -105,23 +105,23 @@ class Rank:
         self.most[kind] = max(self.most[kind], self.alive[kind])
 
     def end(self, name: str) -> None:
-        """A buffer is gone."""
+        """Remove a buffer."""
         del self.held[name]
         self.alive[name.split(".")[0]] -= 1
 
     def add(self, name: str, term: int | Sum) -> None:
-        """name += term, where a dw that is not there is zero."""
+        """name += term, where a dw that does not exist is zero."""
         self.change(name, Sum((*self.sum(name).terms, term)))
 
     def sum(self, name: str) -> Sum:
-        """The dw that may still be added to; zero where it is not there."""
+        """The dw, which may still be added to; zero if it does not exist."""
         value = self.held.get(name, Sum())
         self.need(isinstance(value, Sum), f"{name} still holds the gradient of the step before")
         assert isinstance(value, Sum)
         return value
 
     def change(self, name: str, value: Sum) -> None:
-        """name = value, where a dw that is not there begins."""
+        """name = value; a dw that does not exist is defined."""
         if name not in self.held:
             self.define(name, value)
         self.held[name] = value

@@ -1,7 +1,7 @@
 """The stage graph: which stages read the output of which. The chain is the default.
 
-Stages that read one output may all read the same, or each an output of its own (*per consumer*). Each gives the
-producer a gradient of its own either way.
+The consumers of a stage may all read the same output, or each an output of its own (*per consumer*). Either way each
+gives the producer a gradient of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from schedgen.util.errors import UsageError, clip
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Who reads what of whom."""
+    """Which stage reads which output of which other."""
 
     stages: int
     edges: tuple[tuple[int, int], ...]  # (producer, consumer), ascending
-    per_consumer: tuple[int, ...] = ()  # stages of whose output each of several consumers reads one of its own
+    per_consumer: tuple[int, ...] = ()  # stages that give each of several consumers an output of its own
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
@@ -68,19 +68,19 @@ class StageGraph:
 
 
 def chain(stages: int) -> tuple[tuple[int, int], ...]:
-    """The edges of stages each of which reads the one before it."""
+    """The edges of a chain: each stage reads the one before it."""
     return tuple((s, s + 1) for s in range(stages - 1))
 
 
 def expand_shards(edges: tuple[tuple[int, int], ...], tensor: int) -> tuple[tuple[int, int], ...]:
-    """The edges of so many shards of every stage, each from a shard to the same shard of the consumer."""
+    """The edges if every stage has `tensor` shards: each goes from a shard to the same shard of the consumer."""
     return tuple(sorted((p * tensor + t, c * tensor + t) for p, c in edges for t in range(tensor)))
 
 
 def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int, int], ...]:
-    """The user's edges, sorted; an error where they are no DAG that ends in one loss.
+    """The user's edges, sorted; UsageError unless they are a DAG that ends in one loss.
 
-    `tensor`: each stage has so many shards, and they edges of their own.
+    `tensor`: how many shards each stage has; the shards have edges of their own.
     """
     try:
         pairs = sorted({(index(p), index(c)) for p, c in edges})  # type: ignore[attr-defined]
@@ -106,12 +106,12 @@ def check_edges(edges: object, stages: int, tensor: int = 1) -> tuple[tuple[int,
 
 
 def check_per_consumer(stages: Sequence[object], edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """The stages, ascending, each once; UsageError where one has no two consumers."""
+    """The stages, ascending, each once; UsageError if one has fewer than two consumers."""
     consumers = Counter(producer for producer, _ in edges)
     checked = set[int]()
     for stage in stages:
         number = None
-        with suppress(TypeError):  # no whole number
+        with suppress(TypeError):  # not a whole number
             number = index(stage)  # type: ignore[arg-type]
         if number is None or consumers[number] < 2:
             raise UsageError(f"apart: the output of stage {clip(repr(stage))} is not read by several stages")

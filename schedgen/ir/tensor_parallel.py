@@ -18,7 +18,7 @@ from schedgen.util.errors import UsageError
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How many shards every stage of the model has, and which of its stages they replicate; true above one."""
+    """How many shards every stage of the model has, and which of its stages they replicate; true above one shard."""
 
     degree: int  # T, the shards of each stage; 1: stages have none
     replicated: tuple[int, ...]  # the model's stages that all shards compute alike, ascending
@@ -41,7 +41,7 @@ class TensorParallel:
         return range(first, first + self.degree)
 
     def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs give x.s, or the gradients of what stage s reads: all its shards, or itself."""
+        """The stages whose jobs add up to x.s, or to the gradients of what stage s reads: all its shards, or itself."""
         return self.siblings(stage) if self.split[stage] else range(stage, stage + 1)
 
 

@@ -41,7 +41,7 @@ class Wrong(Exception):
 
 
 def read_limits(raw: Mapping[str, Any]) -> Limits:
-    """The limits that a header sets; Wrong where it sets none."""
+    """The limits that a header sets; Wrong if one is missing or wrong."""
     scheme = raw.get("scheme")
     if not isinstance(scheme, dict) or not isinstance(scheme.get("name"), str):
         raise Wrong("scheme", "scheme must be an object with a name")
@@ -67,19 +67,19 @@ def read_limits(raw: Mapping[str, Any]) -> Limits:
 
 
 def _stage_counts(raw: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """The stages a file has where a list has a number for each stage of the scheme, of the model, or of the file."""
+    """How many stages a file may have, if a list has a number for each stage of the model, or of the scheme."""
     parts = raw["scheme"].get("parts", 1)
     return tuple(length * _degree(raw) * p for p in (1, parts) if _is_whole(p, 1, LARGEST))
 
 
 def _degree(raw: Mapping[str, Any]) -> int:
-    """The shards of each stage that a header claims, not checked yet; 0 where it claims what is no number."""
+    """The shards of each stage that a header claims, not checked yet; 0 if the claim is not a number."""
     degree = raw["tensor"].get("degree") if isinstance(raw.get("tensor"), dict) else 1
     return degree if type(degree) is int else 0
 
 
 def _check_layers(raw: Mapping[str, Any], stages: int) -> None:
-    """Of `layers`, by which the runtime cuts a model: as many as the model has stages."""
+    """Check `layers`, by which the runtime cuts a model: a number for each stage of the model."""
     layers = raw["scheme"].get("layers")
     if "layers" in raw["scheme"] and not (isinstance(layers, list) and len(layers) * _degree(raw) == stages):
         raise Wrong("scheme", "scheme: layers must be a list of a number for each stage of the model")
@@ -155,13 +155,13 @@ def _order(value: object) -> dict[str, Any]:
 
 
 def _room(jobs: int, shape: tuple[int, int, int]) -> int:
-    """What the instructions can be for: of forwards alone, one instruction reads many inputs, or parts of weights."""
+    """How many uses the instructions allow: in a list of forwards, one reads many inputs or parts of weights."""
     return jobs * MOST_USES if shape[0] == 1 else jobs
 
 
 def _check_sizes(shape: tuple[int, int, int], limits: Limits, jobs: int) -> None:
     least = shape[0] * shape[1] * shape[2]
-    if shape[0] > 1:  # every rank enters NORM; of forwards alone a rank's list may be empty
+    if shape[0] > 1:  # every rank enters NORM; in a list of forwards alone a rank's list may be empty
         least = max(least, limits.workers)
     if least > jobs or limits.workers * limits.stages > MOST_PAIRS:
         raise Wrong("scheme", f"the sizes ask for more jobs or workers than {jobs} instructions can be for")
@@ -188,7 +188,7 @@ def _tensor_parallel(raw: Mapping[str, Any], limits: Limits) -> TensorParallel:
 
 
 def _check_shards(header: Header, jobs: int) -> None:
-    """Of divided weights."""
+    """Check the header of divided weights."""
     for stage, ranks in enumerate(header.part_owners):
         if (header.weights[:, stage] != ranks[0]).any():
             raise Wrong("shards", f"shards: the first owner of stage {stage} is not the worker that weights names")
@@ -199,7 +199,7 @@ def _check_shards(header: Header, jobs: int) -> None:
 
 
 def _check_forward(header: Header) -> None:
-    """Of a list of forwards alone."""
+    """Check the header of a list of forwards alone."""
     if header.tied:
         raise Wrong("tied", "tied: a list of forwards sums no gradients, so it has no ties")
     if header.lowering["recompute"] or not header.has_flush:
@@ -236,7 +236,7 @@ def _lowering(value: object, limits: Limits) -> dict[str, Any]:
 
 
 def _is_redone(each: object, limits: Limits) -> bool:
-    """A stage, or a stage and a microbatch."""
+    """Whether it is a stage, or a stage and a microbatch."""
     stage, mb = each if isinstance(each, list) and len(each) == 2 else (each, 0)
     return _is_whole(stage, 0, limits.stages - 1) and _is_whole(mb, 0, limits.microbatches - 1)
 
@@ -264,7 +264,7 @@ def _per_consumer(raw: Mapping[str, Any], edges: tuple[tuple[int, int], ...], li
 
 
 def _tied(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """Ties are known by their place (t.k): they are refused, not sorted."""
+    """The ties; t.k names one by its position, so lists out of order are refused, not sorted."""
     ties = _lists("tied", value, "stages", limits.stages)
     if any(len(stages) < 2 for stages in ties) or list(ties) != sorted(set(ties)):
         raise Wrong("tied", "tied must have two stages or more in each list, and different lists, ascending")
@@ -285,7 +285,7 @@ def _lists(key: str, value: object, what: str, limit: int) -> tuple[tuple[int, .
 
 
 def _groups(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
-    """A collective names its group by the place: the same ranks have one."""
+    """The groups; collectives name them by position, so the same ranks may not be there twice."""
     groups = _lists("groups", value, "ranks", limits.workers)
     for ranks, count in Counter(groups).items():
         if count > 1:
@@ -294,7 +294,7 @@ def _groups(value: object, limits: Limits) -> tuple[tuple[int, ...], ...]:
 
 
 def _weights_shape(raw: Mapping[str, Any], shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Of forwards alone, too, weights may have the directions of training."""
+    """The shape of `weights`, which may have the directions of training even in a list of forwards alone."""
     named = raw.get("weights")
     if shape[0] > 1 or not isinstance(named, dict):
         return shape
@@ -326,7 +326,7 @@ def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], li
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:
-    """Whether a value is a whole number, and no boolean, within these."""
+    """Whether a value is a whole number, not a boolean, from `least` to `most`."""
     return type(value) is int and least <= value <= most
 
 

@@ -51,7 +51,7 @@ def _number(value: object, what: str, limit: int) -> int:
 
 
 def _buffer(op: Op, value: object, limits: Limits) -> tuple[int, int, int, int, int]:
-    """Kind, stage, microbatch, consumer or part, and version of a buffer by its name; -1 for what it has not."""
+    """Kind, stage, microbatch, consumer or part, and version of a buffer by its name; -1 for what it lacks."""
     match = _BUFFER.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"no buffer is called {_quoted(value)}")

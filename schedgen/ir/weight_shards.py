@@ -13,11 +13,11 @@ import numpy as np
 
 from schedgen.ir.instructions import Flags, Numbers
 
-LINE = 64  # bytes: where a part of weights, or of a sum, begins is a multiple
+LINE = 64  # bytes: parts of weights, and slices of a sum, begin at multiples of it
 
 
 def part_offsets(size: int, parts: int) -> list[int]:
-    """Where the parts of `size` bytes begin, and the end: all but the last that is not empty are equally long.
+    """The offsets in bytes where the parts begin, and the end; all but the last non-empty part are equally long.
 
     A part begins at a multiple of 64 bytes.
     """
@@ -27,7 +27,7 @@ def part_offsets(size: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class WeightShards:
-    """The units of a schedule and who owns each; true where a stage is divided."""
+    """The units of a schedule and who owns each; true if a stage is divided."""
 
     part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part; empty: no stage is divided
     owners: tuple[tuple[int, ...], ...]  # by stage

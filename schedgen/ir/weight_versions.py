@@ -1,4 +1,4 @@
-"""Versions of weights: where weights change without a flush, which of them a job uses.
+"""Versions of weights: which one a job uses, where weights change without a flush.
 
 [Narayanan et al. 2019, PipeDream, section 3.3; 2021, Memory-efficient pipeline-parallel training, section 3.1: 2BW]
 """
@@ -23,7 +23,7 @@ UPDATES = {
 
 @dataclass(frozen=True)
 class WeightVersions:
-    """When the weights of a schedule change; true where they have versions."""
+    """When the weights of a schedule change; true if they have versions."""
 
     updates: str  # one of UPDATES
     microbatches: int
@@ -36,7 +36,7 @@ class WeightVersions:
 
     @property
     def count(self) -> int:
-        """The number that every version is below; 1 where weights have none."""
+        """The exclusive upper bound of versions; 1 if weights have none."""
         return self.microbatches + 1 if self else 1
 
     def round(self, stage: int) -> int:

@@ -1,2 +1,2 @@
-"""What every room may use: errors, files, JSON, progress bars, option types, text tables, compiled loops,
+"""What every package may use: errors, files, JSON, progress bars, option types, text tables, compiled loops,
 heaps, sorting, the version."""

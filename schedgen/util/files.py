@@ -1,6 +1,6 @@
 """Files under the names that users give them, where - is standard input or output.
 
-Reading at once is limited in size. A file that is written appears complete or not at all.
+Input that is read whole is limited in size. A regular file that is written appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def display_name(name: str) -> str:
 
 
 def is_same_file(name: str, other: str) -> bool:
-    """Whether both names are of one regular file that is there; - is none."""
+    """Whether both names refer to the same existing regular file; - never does."""
     if "-" in (name, other) or not (Path(name).is_file() and Path(other).is_file()):
         return False
     return Path(name).samefile(other)
@@ -61,13 +61,13 @@ def read_bytes(name: str, limit: int = READ_LIMIT) -> bytes:
 
 
 def read_text(name: str, limit: int = READ_LIMIT) -> str:
-    """The file `name` as UTF-8, where bytes that are none become U+FFFD; errors as in `read_bytes`."""
+    """The file `name` as UTF-8, with undecodable bytes replaced by U+FFFD; errors as in `read_bytes`."""
     return read_bytes(name, limit).decode(errors="replace")
 
 
 @contextlib.contextmanager
 def open_output(name: str) -> Iterator[BinaryIO]:
-    """The file `name`, opened for writing; it takes the place of an older one only when all is written."""
+    """The file `name`, opened for writing; an older regular file is replaced only once everything is written."""
     if (stream := _standard_stream(name)) is not None:
         yield stream.buffer
         stream.buffer.flush()
@@ -77,7 +77,7 @@ def open_output(name: str) -> Iterator[BinaryIO]:
         with path.open("wb") as out:
             yield out
         return
-    path = Path(os.path.realpath(path))  # Path.resolve raises of a link to itself
+    path = Path(os.path.realpath(path))  # Path.resolve raises on a link to itself
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
@@ -95,16 +95,16 @@ def open_output(name: str) -> Iterator[BinaryIO]:
 
 
 def is_standard_output(name: str | None) -> bool:
-    """Whether what is written to the file `name` goes to standard output, under whatever name, and is not lost."""
+    """Whether what is written to the file `name` reaches standard output, under any name; not if it is /dev/null."""
     return name not in (None, os.devnull) and _standard_stream(str(name)) is sys.stdout
 
 
 def _standard_stream(name: str) -> TextIO | None:
-    """Standard output or error, where the file `name` is that, such as /dev/stdout; else None."""
+    """Standard output or error if the file `name` is that stream, as - and /dev/stdout are; else None."""
     if name == "-":
         return sys.stdout
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        with contextlib.suppress(OSError):  # one of both is not there
+        with contextlib.suppress(OSError):  # the file or the stream does not exist
             if os.path.samestat(Path(name).stat(), os.fstat(number)):
                 return stream
     return None

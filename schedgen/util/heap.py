@@ -1,7 +1,7 @@
 """Priority queues as kernels: binary heaps in slices of an array, and a tournament tree of minima.
 
-A heap's items are integers. With `time` empty their order is that of the integers. Otherwise it is by time and then by
-integer: an item below len(by_rank) is the rank of job by_rank[item], any other item is its own index into `time`.
+A heap's items are integers. If `time` is empty, they are ordered as integers; otherwise by time and, where times are
+equal, as integers. An item below len(by_rank) is the rank of job by_rank[item]; any other is its own index into `time`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def pop(heap: Numbers, size: int, time: Times, by_rank: Numbers) -> None:
 
 @kernel
 def set_leaf(tree: Times, node: int, key: float) -> None:
-    """Set a leaf of a tree of minima, in which node k is the smaller of nodes 2 k and 2 k + 1 and node 1 the least."""
+    """Set a leaf of a tournament tree: node k is the minimum of nodes 2 k and 2 k + 1, and node 1 the least of all."""
     tree[node] = key
     while node > 1:
         node //= 2
@@ -71,7 +71,7 @@ def set_leaf(tree: Times, node: int, key: float) -> None:
 
 @kernel
 def least_leaf(tree: Times, leaves: int) -> int:
-    """The number of the first leaf with the least key of a tree of minima whose leaves are its nodes from `leaves`."""
+    """The index of the first leaf with the least key in a tournament tree whose leaves are the nodes from `leaves`."""
     node = 1
     while node < leaves:
         node = 2 * node if tree[2 * node] <= tree[2 * node + 1] else 2 * node + 1

@@ -1,12 +1,12 @@
 """`kernel`: a decorator for loops that numba compiles when their input is large.
 
 A kernel takes only numbers and NumPy arrays, and may call other kernels. While its work is small it runs as plain
-Python, so that small commands wait neither for numba nor for its compiler, which takes a second for a long kernel. Then
-it is compiled, once per machine, because numba keeps the result on disk, where it can write. Both ways give the same
-results, bit for bit.
+Python, so that small commands wait neither for numba nor for its compiler, which takes a second for a long kernel.
+After that it is compiled, once per machine where numba can write its cache to disk. Both ways give the same results,
+bit for bit.
 
-numba compiles every NumPy function that a kernel calls, and a kernel again for a variable that begins as a constant: so
-kernels make no arrays, and get such numbers as arguments.
+numba also compiles every NumPy function that a kernel calls, and compiles a kernel a second time for a variable that
+is initialized with a constant. So kernels allocate no arrays, and take such initial values as arguments.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SMALL = 100_000  # elements of work, of a kernel in a process: interpreting so many takes a tenth of a second or two
+SMALL = 100_000  # elements of work, per kernel and process: interpreting that many takes 0.1 to 0.2 seconds
 
 _compile_always = False  # set by compiled_always
 
 
 @contextmanager
 def compiled_always() -> Iterator[None]:
-    """Within it, kernels are compiled for inputs of any size: it pays for loops over many small inputs."""
+    """Within it, kernels are compiled for inputs of any size, which pays for loops over many small inputs."""
     global _compile_always
     before, _compile_always = _compile_always, True
     try:
@@ -48,14 +48,14 @@ class kernel(Generic[P, T]):
         update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it as Python. In what `sized` returned a kernel's name stands for its interpreted or compiled form."""
+        """Run it as Python. In functions that `sized` returned, kernels are called interpreted or compiled instead."""
         return self.function(*args, **kwargs)
 
     def sized(self, work: int, ahead: int = 0) -> Callable[..., T]:
-        """The function to call on `work` elements, a microsecond of Python each, where calls for `ahead` will follow.
+        """The function to call on `work` elements, a microsecond of Python each; calls on `ahead` more will follow.
 
-        It is compiled when these and the work of all calls before add up to SMALL: so all calls together never take
-        twice as long as with the better choice from the start.
+        It is compiled once these and the work of all earlier calls add up to SMALL. So all calls together take less
+        than twice as long as with the better choice from the start.
         """
         self.done += work
         small = self.done + ahead < SMALL and not _compile_always
@@ -64,7 +64,7 @@ class kernel(Generic[P, T]):
 
 @cache
 def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with plain numbers for members of enums, whose look-up takes Python 3.11 most of a small loop."""
+    """The function with plain numbers for enum members, whose lookup dominates a small loop in Python 3.11."""
     module = function.__globals__
     enums = {name: module[name] for name in function.__code__.co_names if isinstance(module.get(name), EnumType)}
     numbers = {name: SimpleNamespace(**{each.name: int(each) for each in enum}) for name, enum in enums.items()}
@@ -79,7 +79,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except ImportError:  # for example no wheel for this Python yet: the same results, slower
         return _interpreted(function)
     compiled = njit(_with_kernels(function, _compiled, {}))
-    with suppress(RuntimeError, AttributeError):  # there is no folder to write to, or another numba keeps it otherwise
+    with suppress(RuntimeError, AttributeError):  # no writable cache folder, or this numba caches differently
         compiled.enable_caching()
         compiled._cache._cache_file._source_stamp = sources()
     return cast(Callable[..., Any], compiled)
@@ -87,7 +87,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def sources() -> bytes:
-    """A digest of all modules: a kernel has numbers of others in it, while numba looks at its own file alone."""
+    """A digest of all modules: a compiled kernel contains constants of others, while numba checks only its own file."""
     digest, package = sha256(), Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
@@ -97,7 +97,7 @@ def sources() -> bytes:
 def _with_kernels(
     function: Callable[..., Any], convert: Callable[[Callable[..., Any]], Callable[..., Any]], names: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """A copy of the function in whose globals the kernels that it calls are converted, and `names` are others."""
+    """A copy of the function in whose globals the kernels that it calls are converted, and `names` override others."""
     module = function.__globals__
     called = {name: module[name] for name in function.__code__.co_names if isinstance(module.get(name), kernel)}
     converted = {name: convert(inner.function) for name, inner in called.items()}

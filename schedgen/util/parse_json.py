@@ -10,15 +10,15 @@ from schedgen.util.errors import RefusedFile, clip
 
 
 def parse_json(text: str) -> Any:
-    """As `json.loads`; ValueError also where an object has an entry twice, of which JSON would take the last."""
+    """Like `json.loads`, but a key that an object has twice is a ValueError, too (JSON would take the last value)."""
     return json.loads(text, object_pairs_hook=_distinct)
 
 
 def read_json(text: str, name: str) -> Any:
-    """As `parse_json` of what is in the file `name`; RefusedFile, with the line if it is known, in place of errors."""
+    """`parse_json` of the content of the file `name`; its errors become RefusedFile, with the line if it is known."""
     try:
         return parse_json(text)
-    except (ValueError, RecursionError) as error:  # such as a number of thousands of digits, or brackets in brackets
+    except (ValueError, RecursionError) as error:  # such as a number of thousands of digits, or deep nesting
         where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
         raise RefusedFile(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
 

@@ -27,7 +27,7 @@ def allow(quiet: bool) -> None:
 
 @contextmanager
 def counted(label: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
-    """Yields a function to call with the amount of `unit` just done; `total` is None where nobody knows it."""
+    """Yields a function to call with the amount of `unit` just done; `total` is None if it is not known."""
     if _earliest is None:
         yield lambda _: None
         return

@@ -1,3 +1,3 @@
-"""The version of schedgen, which the files that it writes name."""
+"""The version of schedgen, as named in the files that it writes."""
 
 __version__ = "0.1.0"
