@@ -1,14 +1,14 @@
-"""What a list does, computed once for everyone: checker, simulator, planner and reports share one `Analysis`.
+"""What a list does, computed once and shared: checker, simulator, planner and reports use the same `Analysis`.
 
     analysis = analyse(program)     projected; the same object every time
     analysis.accesses               what every row does to which buffers
-    analysis.lifetimes              from where to where every buffer lives, and the first fault
-    analysis.messages               which receive each SEND belongs to
+    analysis.lifetimes              where every buffer's lives begin and end, and the first fault
+    analysis.messages               which receive each SEND is matched with
     analysis.waits                  the graph of what rows wait for
     analysis.memory                 the most buffers of each kind at once
 
 Nothing is refused here: a damaged program has faults in `lifetimes` and unmatched rows in `messages`, which the
-checker words. `waits` is for programs that the checker has accepted so far.
+checker puts into words. `waits` is only for programs that have passed the checker's rules so far.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Accesses", "Analysis", "Lifetimes", "Memory", "MemoryTimeline", "Mes
 
 
 class Analysis:
-    """What there is to know about one projected program; every part is computed when it is first asked for."""
+    """What there is to know about one projected program; each part is computed on first use."""
 
     def __init__(self, program: Program) -> None:
         """Nothing is computed yet. Ask `analyse` for the analysis of a program."""
-        self._program = Program(program.header, program.rows)  # a twin: what refers to its own key is never forgotten
+        self._program = Program(program.header, program.rows)  # a copy: a value that holds its own key is never freed
 
     @cached_property
     def accesses(self) -> Accesses:
@@ -38,7 +38,7 @@ class Analysis:
         return accesses(self._program)
 
     def forget_accesses(self) -> None:
-        """Give the memory of `accesses` back; they are computed again if they are asked for."""
+        """Release the memory of `accesses`, which are computed again if they are needed."""
         self.__dict__.pop("accesses", None)
 
     @cached_property
@@ -53,12 +53,12 @@ class Analysis:
 
     @cached_property
     def waits(self) -> Waits:
-        """What rows wait for; for programs with rules 3, 6 and 7 proved."""
+        """What rows wait for; only for programs for which rules 3, 6 and 7 are proved."""
         return wait_graph(self._program, self.lifetimes, self.messages)
 
     @cached_property
     def memory(self) -> Memory:
-        """Rule 8: the most buffers of each kind that every rank holds at once."""
+        """The most buffers of each kind that every rank holds at once, which is rule 8's peak memory."""
         return self.lifetimes.peaks()
 
 

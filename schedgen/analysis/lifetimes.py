@@ -1,12 +1,12 @@
-"""Liveness: from where to where every buffer lives on every rank, and what follows from that by arithmetic.
+"""Liveness: where the lives of every buffer on every rank begin and end, and what follows from that.
 
 In: a projected program and its accesses. Out: `Lifetimes`. Buffers are followed once: peaks in numbers of buffers
 or in bytes, the memory timeline and the memory plan are all computed from the lives found here.
 
-The accesses to one buffer on one rank, in the order of the list, must read
+The accesses to one buffer on one rank, in the order of the list, must be of the form
     DEFINE READ* END
-where ADD may stand for DEFINE and for READ, an owned weight is there from the start to the end, and a fetched weight
-may have several lives. What an instruction ends takes memory until it is done.
+where ADD may take the place of DEFINE and of READ. An owned weight exists from start to end, and a fetched weight may
+have several lives. A buffer that an instruction ends takes memory until the instruction is done.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from schedgen.util.jit import kernel
 
 UNDEFINED, AGAIN, TWICE, OWNED, LEFT, NOTHING = range(1, 7)  # codes of faults
 _NEW, _ENDED, _KEPT = -1, -2, -3  # in place of a life: there is none yet, it has ended, its owner has it throughout
-_RANK, _LIFE, _ARRIVING, _SENT = range(4)  # what is known of a buffer's slot
+_RANK, _LIFE, _ARRIVING, _SENT = range(4)  # the columns of what is known about a buffer
 
 
 class Fault(NamedTuple):
-    """The first access that is wrong or, of a buffer that nothing ends, the last."""
+    """The first wrong access; for a buffer that is never ended, its last access."""
 
     code: int  # UNDEFINED, AGAIN (after its end), TWICE (defined), OWNED (by the rank), LEFT, NOTHING (no such buffer)
     row: int
@@ -38,11 +38,11 @@ class Fault(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The most buffers (or their bytes) of each kind alive at once, in the order of `Buffer`; one entry a rank."""
+    """The most buffers (or bytes) of each kind that are alive at once, in the order of `Buffer`; one entry a rank."""
 
     activation: Numbers
     gradient: Numbers
-    weight: Numbers  # copies of stages the rank does not own, and of its own all versions but one
+    weight: Numbers  # copies of stages the rank does not own; of its own stages, all versions but one
     weight_gradient: Numbers
     partial: Numbers
     saved: Numbers
@@ -57,35 +57,35 @@ class MemoryTimeline(NamedTuple):
 
     @property
     def during(self) -> Numbers:
-        """What a rank holds while it executes the row: all that is taken is freed by the rank's end."""
+        """What a rank holds while it executes each row, provided that everything taken is freed by the rank's end."""
         level: Numbers = np.cumsum(self.taken - self.freed) + self.freed
         return level
 
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """Every life of every buffer, in the order of their first accesses; arrays by life unless they say otherwise.
+    """Every life of every buffer, ordered by first access; one array entry per life unless stated otherwise.
 
-    Weights that their owner holds throughout have no life. Where weights have versions, an owner's have: the first
-    begins at -1, one that a STEP changes in place lives on under the next number, and the newest does not end.
+    Weights that their owner holds throughout have no life. Where weights have versions, those of an owner have one: the
+    first begins at -1, one that a STEP changes in place lives on under the next number, and the newest does not end.
     """
 
     program: Program
-    fault: Fault | None  # behind it nothing is followed
+    fault: Fault | None  # nothing after it is followed
     rank: Ints
     buffer: Small  # a Buffer
     number: Ints  # within its kind, as in `Accesses`
     begin: Ints  # the row that defines or receives it; -1: it is there from the start
     end: Ints  # the row that ends it; -1: it stays
-    # By first use of what was received, in the order of the list: the row that uses it, and the row that received it.
+    # One entry per first use of what was received, in the order of the list: the using row and the receiving row.
     users: Ints
     received: Ints
-    # By row, of what sends, changes or ends a buffer: the SEND of that buffer before it in its life; -1: there is none.
+    # By row that sends, changes or ends a buffer: the last SEND of it in its life and since a change; -1: none.
     send_before: Ints
 
     @cached_property
     def size_column(self) -> Numbers:
-        """Where a buffer's size stands in a row of an array of sizes by kind: see `numbers_per_size`."""
+        """By life, the column of the buffer's size in an array of sizes by kind: see `numbers_per_size`."""
         columns: Numbers = self.number // numbers_per_size(self.program.header)[self.buffer]
         return columns
 
@@ -95,7 +95,7 @@ class Lifetimes:
 
     @cached_property
     def is_received(self) -> Flags:
-        """Whether it begins with a message, not with a computation."""
+        """By life, whether it begins with a message rather than a computation."""
         return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
 
     def amounts(self, sizes: Numbers) -> Numbers:
@@ -106,7 +106,7 @@ class Lifetimes:
     def timeline(self, amounts: Numbers) -> MemoryTimeline:
         """What a rank holds while it executes its rows, counted in `amounts`, one a life."""
         taken, freed = np.zeros((2, len(self.program) + 1), np.int64)
-        np.add.at(taken, self.begin, amounts)  # -1 is the entry behind all rows
+        np.add.at(taken, self.begin, amounts)  # -1 is the entry after all rows
         np.add.at(freed, self.end, amounts)
         return MemoryTimeline(taken[:-1], freed[:-1])
 
@@ -115,7 +115,7 @@ class Lifetimes:
         return self.timeline((self.buffer == Buffer.SAVED).astype(np.int64))
 
     def peaks(self, sizes: Numbers | None = None) -> Memory:
-        """The most of each kind at once: in bytes, `sizes` as for `amounts`; without, in numbers of buffers."""
+        """The most of each kind at once: in bytes, with `sizes` as for `amounts`; without, in numbers of buffers."""
         amounts = np.ones(len(self.buffer), np.int64) if sizes is None else self.amounts(sizes)
         peak = np.zeros((self.program.header.workers, len(Buffer)), np.int64)
         _peaks.sized(2 * len(self.program))(
@@ -131,7 +131,7 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
     owner, versions = header.is_owner, header.weight_versions.count
     numbers = numbers_in_all(header)
     numbers[Buffer.HALF] *= (accesses.buffer == Buffer.HALF).any()
-    # Of the partials that there might be few are there: they are numbered anew.
+    # Only few of the possible partials exist: they are renumbered.
     partial = np.flatnonzero(accesses.buffer == Buffer.PARTIAL)
     partials, numbered = np.unique(number[partial], return_inverse=True)
     numbers[Buffer.PARTIAL] = len(partials)
@@ -167,11 +167,11 @@ def follow_buffers(program: Program, accesses: Accesses) -> Lifetimes:
 
 
 def _left(lifetimes: Lifetimes, accesses: Accesses, rank: int) -> Fault:
-    """Of the buffers that nothing on a rank ends, that whose last access comes first."""
+    """Of the buffers that are never ended on a rank, the one whose last access comes first."""
     header = lifetimes.program.header
     open_ = np.flatnonzero((lifetimes.rank == rank) & (lifetimes.end < 0))
     left = set(zip(lifetimes.buffer[open_].tolist(), lifetimes.number[open_].tolist(), strict=True))
-    if not header.has_flush:  # the newest of its own stays
+    if not header.has_flush:  # the newest of its own weights stays
         for unit in np.flatnonzero(header.is_owner[rank]).tolist():
             versions = [n for kind, n in left if kind == Buffer.W and n // header.weight_versions.count == unit]
             left -= {(int(Buffer.W), max(versions, default=-1))}
@@ -191,10 +191,10 @@ def _follow(
     alive: Numbers, owner: Flags, versions: int, of_rank: Ints, buffer: Small, named: Ints, begin: Ints,
     end: Ints, users: Ints, received: Ints, send_before: Ints,
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """Fill the columns of `Lifetimes`: (fault, its access, how many lives and uses there are); fault 0: none.
+    """Fill the columns of `Lifetimes`; return (fault, its access, number of lives, number of uses), fault 0: none.
 
-    `known`, zeros, by slot: the rank + 1 that the others speak of; the life; the row that receives it, until it is
-    used; its last SEND. `alive`: zeros, by kind.
+    `known`, zeros, by slot: the rank + 1 that the other columns are about; the life; the row that receives it, until
+    its first use; its last SEND. `alive`: zeros, by kind.
     """
     lives, uses = 0, 0
     for a in range(len(of_row)):
@@ -214,7 +214,7 @@ def _follow(
         is_alive = life >= 0 or life == _KEPT
         replaces = does == Effect.CHANGE and thing == Buffer.W and versions > 1  # the version before
         begins = does == Effect.DEFINE or does == Effect.RECEIVE or replaces
-        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one behind the other
+        several = thing == Buffer.W or (thing == Buffer.DW and versions > 1)  # lives, one after another
         if own and versions == 1 and (begins or does == Effect.END):
             fault = OWNED
         elif is_alive and begins:
@@ -263,7 +263,8 @@ def _peaks(
 ) -> None:  # fmt: skip
     """Fill `peak`, (workers, kinds): the most of each kind that is alive on a rank at once.
 
-    `alive`: by kind, zeros. `ends`: by row, of the lives that end there the last, -1 as yet; `following` it by life.
+    `alive`: zeros, by kind. `ends`: by row, the last of the lives that end there, at first -1; `following`: by life,
+    the next one that ends in the same row.
     """
     for life in range(len(begin)):
         if end[life] >= 0:

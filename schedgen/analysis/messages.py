@@ -1,4 +1,4 @@
-"""Messages: which RECV or FETCH_W every SEND belongs to, and which rows enter one collective together."""
+"""Messages: which RECV or FETCH_W every SEND is matched with, and which rows enter one collective together."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from schedgen.util.sort import stable_order
 class Messages(NamedTuple):
     """The k-th SEND and the k-th receive, channel by channel; a channel is sender, receiver and kind.
 
-    Messages of one kind between two ranks arrive in the order they are sent, so the k-th SEND of a channel belongs to
-    its k-th RECV or FETCH_W. Of a damaged program only the first `matched` belong together.
+    Messages of one kind between two ranks arrive in the order in which they are sent, so the k-th SEND of a channel is
+    matched with its k-th RECV or FETCH_W. In a damaged program only the first `matched` pairs belong together.
     """
 
     sends: Numbers  # rows
     receives: Numbers  # rows
-    matched: int  # in each of the first so many pairs both are of one channel and name one buffer
+    matched: int  # the leading pairs in which both rows are of one channel and name one buffer
 
     @property
     def complete(self) -> bool:
@@ -48,7 +48,7 @@ def match_messages(program: Program) -> Messages:
 
 
 def entries(program: Program) -> list[tuple[int, Numbers]]:
-    """(group, the rows that enter a collective of it), by group; rows ascend, so they stand rank by rank."""
+    """By group: (group, the rows that enter its collectives); rows ascend, so they are sorted by rank."""
     rows = program.rows_of(*COLLECTIVES)
     rows = rows[np.argsort(program.rows.group[rows], kind="stable")]
     groups, begin = np.unique(program.rows.group[rows], return_index=True)

@@ -1,7 +1,7 @@
 """The wait graph: which rows every row waits for, apart from the row before it on its rank.
 
-A SEND waits until its receiver has come to the RECV or FETCH_W (rendezvous); the first use of what arrives waits
-until its SEND is past; a collective waits for all its members.
+A SEND waits until its receiver has reached the RECV or FETCH_W (rendezvous); the first use of what arrives waits until
+its SEND has been executed; a collective waits for all its members.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from schedgen.ir.program import Program
 
 
 class Waits(NamedTuple):
-    """The graph as arrays by row, -1 where a row has none; for programs with rules 3, 6 and 7 proved."""
+    """The graph as arrays by row, -1 where a row has none; only for programs for which rules 3, 6 and 7 are proved."""
 
-    first: Ints  # row r is the first to use what the SENDs in sends[first[r] : first[r + 1]] brought; (rows + 1,)
+    first: Ints  # row r is the first to use what SENDs sends[first[r] : first[r + 1]] bring; shape (rows + 1,)
     sends: Ints
     receiver: Ints  # of a SEND: the RECV or FETCH_W
     collective: Ints  # of an ALLREDUCE or NORM: the number of the collective it enters ...
@@ -27,7 +27,7 @@ class Waits(NamedTuple):
 
 
 def wait_graph(program: Program, lifetimes: Lifetimes, messages: Messages) -> Waits:
-    """Put the graph together from what was followed and matched."""
+    """Build the graph from the lifetimes and the matched messages."""
     length = len(program)
     receiver, sender = np.full(length, -1, np.int32), np.full(length, -1, np.int32)
     receiver[messages.sends], sender[messages.receives] = messages.receives, messages.sends

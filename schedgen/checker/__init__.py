@@ -1,12 +1,12 @@
-"""The total checker: proves a projected program right without running it, or refuses it.
+"""The static checker: proves a projected program right without running it, or refuses it.
 
-It trusts nothing but the header and shares no code with the passes. What an instruction does to which buffers it reads
+It trusts nothing but the header and shares no code with the passes. What an instruction does to which buffers comes
 from `ir.effects`, what follows from the list from `analysis`. A refusal is a `RefusedFile` with file, line, rank,
-instruction, reason and rule. Time grows with the length of the program, and with its logarithm where it sorts.
+instruction, reason and rule. Run time is linear in the length of the program, times its logarithm where it sorts.
 
 proof.py            the program under proof, and how a refusal is worded
 jobs.py             rule 1
-buffers.py          rules 2, 7 and 8; the exact peak memory is then `analysis.memory`
+buffers.py          rules 2, 7 and 8; the exact peak memory is `analysis.memory`
 messages.py         rules 3 and 6
 deadlock.py         rule 4
 gradient_sums.py    rule 5
@@ -34,7 +34,7 @@ __all__ = ["RULES", "Memory", "check", "check_compiled"]
 
 
 def check(program: Program, name: str = "program") -> Memory:
-    """Prove the eleven rules for a projected program; `name` stands in errors. Gives the exact peak memory."""
+    """Prove the eleven rules for a projected program; return its exact peak memory. `name` is for error messages."""
     proof = Proof(program, name)
     rules = (rule_1, rule_9, ties_entered_once, rule_2, rule_3, rule_10, rule_6, rule_7, rule_8, rule_5)
     with counted("check", len(rules) + 2, "step") as done:
@@ -50,12 +50,12 @@ def check(program: Program, name: str = "program") -> Memory:
 
 
 def check_compiled(program: Program) -> None:
-    """Prove what the compiler has just written, where that is not right by construction. Raises UsageError.
+    """Check what is not right by construction in a program that the compiler has just written. Raises UsageError.
 
-    * Where weights have versions, the sums among a stage's owners stand in the middle of the list, where sums of
+    * Where weights have versions, the sums among a stage's owners are in the middle of the list, where sums of
       different stages may wait for one another. Every other pass keeps the order of time executable.
-    * A w that places each shard itself may have the shards of a whole stage sum up in different groups.
-    * A memory limit holds no backward back.
+    * A w that places each shard itself may make the shards of a whole stage add up gradients in different groups.
+    * A memory limit does not delay backwards that run away from their forwards.
     """
     header = program.header
     if not header.has_flush and any(header.several_owners):
@@ -70,7 +70,7 @@ def check_compiled(program: Program) -> None:
 
 
 def _check_updates(program: Program) -> None:
-    """Refuse sums of different stages that wait for one another."""
+    """Run all rules; UsageError if sums of different stages wait for one another."""
     try:
         check(program)
     except RefusedFile as error:

@@ -1,6 +1,6 @@
-"""Rules 2 and 7: every buffer is defined before it is used and ended once, as `analysis.lifetimes` has followed it.
+"""Rules 2 and 7: every buffer is defined before it is used and ended once, as found by `analysis.lifetimes`.
 
-Rule 8: saved forwards, as they then live, are within the header's limit.
+Rule 8: the saved forwards alive at once are within the header's limit.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ RULE_7 = {
 
 
 def rule_2(proof: Proof) -> None:
-    """Refuse the first fault of a life if a buffer is not there."""
+    """Refuse the first fault of a buffer's life if the buffer does not exist there."""
     _refuse(proof, 2, RULE_2)
 
 
 def rule_7(proof: Proof) -> None:
-    """Refuse the first fault of a life if a buffer is there too long or too often."""
+    """Refuse the first fault of a buffer's life if the buffer is there too long or too often."""
     _refuse(proof, 7, RULE_7)
 
 
 def rule_8(proof: Proof) -> None:
-    """Refuse more saved forwards at once on a rank than the header's limit; rules 2 and 7 are proved."""
+    """Refuse more saved forwards at once on a rank than the header's limit; needs rules 2 and 7 proved."""
     limit = proof.header.memory_limit
     if limit is None:
         return
@@ -52,7 +52,7 @@ def _refuse(proof: Proof, rule: int, words: dict[int, str]) -> None:
 
 
 def _name(proof: Proof, fault: Fault) -> str:
-    """What the buffer is called in a refusal."""
+    """The name of the buffer in a refusal."""
     header, buffer = proof.header, fault.buffer
     stage, mb, via = (int(column[0]) for column in operands(header, np.array([buffer]), np.array([fault.number])))
     rest = fault.number % int(numbers_per_size(header)[buffer])  # version of weights, sender of a partial

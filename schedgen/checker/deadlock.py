@@ -1,7 +1,7 @@
 """Rule 4: every rank reaches its end even if every SEND is a rendezvous.
 
-Every rank's list is executed as far as the wait graph allows. In which order does not matter: what can be reached
-does not depend on it.
+Every rank's list is executed as far as the wait graph allows. The order in which ranks advance does not change what
+can be reached.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from schedgen.checker.proof import Proof
 from schedgen.ir.instructions import Ints, Numbers
 from schedgen.util.jit import kernel
 
-SHOWN = 4  # rows of a circle that are named
+SHOWN = 4  # rows of a cycle that are named
 
 
 def rule_4(proof: Proof, waits: Waits) -> None:
-    """Refuse a program with rules 3, 6 and 7 proved whose ranks wait for one another in a circle."""
+    """Refuse a program, with rules 3, 6 and 7 proved, whose ranks wait for one another in a cycle."""
     length, collectives, workers = len(proof.program), len(waits.members), proof.header.workers
     reached = proof.program.bounds[:-1].copy()
     _advance.sized(2 * length)(
@@ -36,11 +36,11 @@ def _advance(
     rank: Ints, bounds: Numbers, first: Ints, sends: Ints, receiver: Ints, collective: Ints, outside: Numbers,
     at: Numbers, left: Numbers, asleep: Ints, next_asleep: Ints, runnable: Numbers,
 ) -> None:  # fmt: skip
-    """Take every rank as far as it gets: `at` becomes the row that each ends up at.
+    """Advance every rank as far as it gets: `at` becomes the row at which each stops.
 
-    `outside`: by collective, members still to arrive. `left`: by rank, of the sends of its row the first that may not
-    be past. `asleep`: by row, and behind all rows by collective, the first rank that sleeps on it, and `next_asleep`
-    the one behind each. `runnable`: a stack of ranks, at first of all.
+    `outside`: by collective, the members still to arrive. `left`: by rank, the first send its row waits for that may
+    not have been executed. `asleep`: by row and, after all rows, by collective, the first rank that sleeps on it;
+    `next_asleep`: by rank, the next that sleeps on the same. `runnable`: a stack of ranks, at first all.
     """
     top = len(runnable)
     while top:
@@ -82,13 +82,13 @@ def _advance(
 
 
 def _circle(proof: Proof, waits: Waits, at: Numbers) -> list[int]:
-    """The rows that wait for one another, `at` being what each rank has reached; empty where every rank has ended."""
+    """A cycle of rows that wait for one another, given the row `at` which each rank is; empty if all have ended."""
     stuck = np.flatnonzero(at < proof.program.bounds[1:])
     if not len(stuck):
         return []
     entering = np.argsort(waits.collective, kind="stable")
     begin = np.searchsorted(waits.collective[entering], np.arange(len(waits.members) + 1))
-    path: dict[int, int] = {}  # rows, and how many are before
+    path: dict[int, int] = {}  # row -> number of rows before it
     row = int(at[stuck[0]])
     while row not in path:
         path[row] = len(path)

@@ -1,4 +1,4 @@
-"""Schedule files by the names that users give them, proved before anything else is done with them."""
+"""Schedule files by the names that users give them, proved before they are used."""
 
 from __future__ import annotations
 

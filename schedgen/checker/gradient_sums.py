@@ -1,9 +1,9 @@
 """Rule 5: every gradient reaches every owner exactly once, every owner steps once.
 
-dw.s on a rank takes in that rank's backwards and the partials it adds. Then it either is sent on, once and complete,
-or (on an owner) ends in STEP. Sums move forward in time only, so each ends at an owner, and every gradient is in
-exactly one sum; owners, where there are several, sum up once among themselves. Of divided weights this holds for
-every part: a backward adds to them all. Owners of tied stages then sum up what these share, once for every tie.
+dw.s on a rank collects that rank's backwards and the partials it adds. Then it either is sent on, once and complete,
+or (on an owner) is used by STEP. Sums move forward in time only, so each ends at an owner, and every gradient is in
+exactly one sum. Several owners of a stage then sum up once among themselves. For divided weights this holds for every
+part: a backward adds to all of them. Owners of tied stages then sum up what these share, once for every tie.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from schedgen.ir.instructions import Ints, Kind, Numbers, Op
 
 
 def ties_entered_once(proof: Proof) -> None:
-    """Refuse a rank that enters a tie twice: to be proved before buffers are followed, which leave that out."""
+    """Refuse a rank that enters a tie twice; to be proved first, since accesses leave out the second time."""
     rows = _ties(proof)
     entries = proof.rank[rows].astype(np.int64) * len(proof.header.tied) + proof.stage[rows]
     again = np.delete(rows, np.unique(entries, return_index=True)[1])
@@ -24,9 +24,9 @@ def ties_entered_once(proof: Proof) -> None:
 
 
 def rule_5(proof: Proof) -> None:
-    """Refuse a gradient that is lost or counted twice, where weights have no versions; else rule 9 comes with it.
+    """Refuse a gradient that is lost or counted twice, in a program with a flush; without one, rule 9 includes this.
 
-    Where there are forwards alone, rule 1 has refused all that could be.
+    In a list of forwards alone rule 1 has already refused everything that could break this.
     """
     header, owner = proof.header, proof.header.is_owner
     if header.is_forward or not header.has_flush:
@@ -74,20 +74,20 @@ def rule_5(proof: Proof) -> None:
 
 
 def _ties(proof: Proof) -> Numbers:
-    """The rows that sum up a tie."""
+    """The rows with the ALLREDUCE of a tie."""
     sums = proof.rows_of(Op.ALLREDUCE)
     ties: Numbers = sums[proof.kind[sums] == Kind.T]
     return ties
 
 
 def _said(proof: Proof, unit: int) -> str:
-    """What follows w. and dw. in the name of a unit."""
+    """The part of a unit's name that follows w. and dw."""
     stage, part = proof.header.weight_shards.units[unit]
     return f"{stage}/{part}" if part >= 0 else f"{stage}"
 
 
 def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
-    """NORM once on every rank, of all ranks, behind every loss and sum and before every STEP: its row by rank."""
+    """Prove one NORM on every rank, of all ranks, after every loss and sum and before every STEP; its row by rank."""
     everyone = tuple(range(proof.header.workers))
     right = [ranks == everyone for ranks in proof.header.groups]
     norm = np.full(len(everyone), -1, np.int64)
@@ -108,7 +108,7 @@ def norms(proof: Proof, last_sum: Ints, last_step: Ints) -> Numbers:
 
 
 def _sums_of_ties(proof: Proof, last_sum: Ints, norm: Numbers) -> None:
-    """Every owner of a tied stage enters each of its ties, behind its sums of the tie's stages and before NORM."""
+    """Prove that every owner of a tied stage enters each of its ties, after the sums of its stages and before NORM."""
     header, rows = proof.header, _ties(proof)
     rows = rows[np.argsort(proof.stage[rows], kind="stable")]
     bounds = np.searchsorted(proof.stage[rows], np.arange(len(header.tied) + 1))

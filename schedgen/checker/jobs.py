@@ -9,7 +9,7 @@ from schedgen.ir.instructions import FORWARD_KINDS, FORWARD_OPS, B, F, Ints, Op,
 
 
 def rule_1(proof: Proof) -> None:
-    """Every job exactly once, on the worker that the header's `compute` names, and no job that it does not have."""
+    """Prove that every job is there exactly once, on the worker that the header's `compute` names, and no other job."""
     compute = proof.header.compute
     if proof.header.is_forward:
         trains = ~np.isin(proof.op, FORWARD_OPS) | ~np.isin(proof.kind, FORWARD_KINDS)
@@ -31,7 +31,7 @@ def rule_1(proof: Proof) -> None:
 
 
 def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
-    """Each (s, b) under one of `ops` at most once, and where `every`, at least once; `worker` is (S, B)."""
+    """Prove each (s, b) under one of `ops` at most once and, if `every`, at least once; `worker` has shape (S, B)."""
     rows = proof.rows_of(*ops)
     job = proof.stage[rows].astype(np.int64) * proof.header.microbatches + proof.mb[rows]
     for row in rows[worker.ravel()[job] != proof.rank[rows]][:1]:
@@ -48,7 +48,7 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
 
 
 def _redone_behind_forward(proof: Proof) -> None:
-    """No FWD stands behind the RECOMPUTE of its job: rule 2 then has it before the backward, too."""
+    """Prove that no FWD comes after the RECOMPUTE of its job; rule 2 then places it before the backward, too."""
     forwards, redone = proof.rows_of(Op.FWD), proof.rows_of(Op.RECOMPUTE)
     forward = np.zeros(proof.header.compute.shape[1:], np.int64)
     forward[proof.stage[forwards], proof.mb[forwards]] = forwards

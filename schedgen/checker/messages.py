@@ -12,7 +12,7 @@ from schedgen.util.errors import clip
 
 
 def rule_3(proof: Proof) -> None:
-    """Refuse a message to oneself, and the first channel whose SENDs and receives do not name the same buffers."""
+    """Refuse a message to the sender itself, and the first channel whose SENDs and receives name different buffers."""
     rank, peer, kind = proof.rank, proof.peer, proof.kind
     for rows in (proof.rows_of(*SENDERS), proof.rows_of(*RECEIVERS)):
         proof.refuse_any(3, rows[peer[rows] == rank[rows]], "a rank does not send to itself")
@@ -20,19 +20,19 @@ def rule_3(proof: Proof) -> None:
     if messages.complete:
         return
     send, receive = (rows[messages.matched : messages.matched + 1].tolist() for rows in messages[:2])
-    sent = [(rank[row], peer[row], kind[row]) for row in send]  # the channel; none where all are matched
+    sent = [(rank[row], peer[row], kind[row]) for row in send]  # the channel; empty if all are matched
     received = [(peer[row], rank[row], kind[row]) for row in receive]
     if sent == received:
         words = f"the next message of this kind from rank {rank[send[0]]} is line {proof.where(send[0])}"
         proof.refuse(3, receive[0], words)
-    # One channel has run out of partners: the earlier of the two.
+    # One channel has run out of partners: the smaller of the two.
     if not received or (sent and sent < received):
         proof.refuse(3, send[0], f"rank {peer[send[0]]} never receives this")
     proof.refuse(3, receive[0], f"rank {peer[receive[0]]} never sends this")
 
 
 def rule_6(proof: Proof) -> None:
-    """Refuse a rank that enters another collective than the first member of the group does."""
+    """Refuse a rank whose collectives are not those of the first member of the group, in the same order."""
     for group, rows in entries(proof.program):
         members = proof.header.groups[group]
         for row in rows[~np.isin(proof.rank[rows], members)][:1]:
@@ -52,7 +52,7 @@ def rule_6(proof: Proof) -> None:
 
 
 def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
-    """What the members of a collective have in common, shape (5, rows): shards enter a sum under their own stage."""
+    """What the members of a collective must agree on, shape (5, rows): shards enter a sum under their own stage."""
     of_shards, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.via[rows])
     stage, via = (np.where(of_shards, proof.header.model_stage(each), each) for each in stages)
     return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], via])

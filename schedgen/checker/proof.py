@@ -1,4 +1,4 @@
-"""The program under proof: what the rules read of it, and how a refusal is worded."""
+"""The program under proof: what the rules read from it, and how a refusal is worded."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ RULES = {
 
 
 class Touches(NamedTuple):
-    """Accesses to buffers of one kind, in the order of the list: the row of each, its rank, the buffer's number."""
+    """Accesses to buffers of one kind, in the order of the list: the row of each, its rank, its buffer's number."""
 
     rows: Ints
     rank: Ints
-    number: Ints  # as in `accesses.Accesses`: of a dw, its unit
+    number: Ints  # as in `ir.accesses.Accesses`: of a dw, its unit
 
     def by(self, chosen: Flags) -> Touches:
-        """The chosen rows."""
+        """The accesses where `chosen` holds."""
         return Touches(self.rows[chosen], self.rank[chosen], self.number[chosen])
 
     def last(self, shape: tuple[int, int]) -> Ints:
         """The last row for every (rank, number), as an array of that shape; -1 where there is none."""
         last = np.full(shape, -1, np.int32)
-        last[self.rank, self.number] = self.rows  # rows ascend: the last stays
+        last[self.rank, self.number] = self.rows  # rows ascend: the last one stays
         return last
 
 
@@ -50,7 +50,7 @@ class Proof:
     """A projected program and what the rules share."""
 
     def __init__(self, program: Program, name: str) -> None:
-        """`name` stands in front of every refusal."""
+        """`name` begins every refusal."""
         self.program, self.header, self.name = program, program.header, name
         self.analysis = analyse(program)
         self.rank, self.op, self.kind, self.stage, self.mb, self.via, self.peer = program.rows
@@ -60,7 +60,7 @@ class Proof:
         return self.program.rows_of(*ops)
 
     def touches(self, buffer: Buffer, *effects: Effect) -> Touches:
-        """What has one of these effects on buffers of a kind."""
+        """The accesses to buffers of one kind that have one of these effects."""
         accesses, wanted = self.analysis.accesses, np.zeros(len(Effect), bool)
         wanted[list(effects)] = True
         at = np.flatnonzero((accesses.buffer == buffer) & wanted[accesses.effect])
@@ -81,7 +81,7 @@ class Proof:
             self.refuse(rule, row, reason)
 
     def refuse_rank(self, rule: int, rank: int, reason: str) -> NoReturn:
-        """Raise RefusedFile for a rank that lacks an instruction; the line is that of its list's end."""
+        """Raise RefusedFile for a rank that lacks an instruction; the line is the end of the rank's list."""
         end = int(self.program.bounds[rank + 1])
         line = line_of(self.program, end - 1, rank) + 1
         raise RefusedFile(f"{self.name}:{line}: rank {rank}: {reason} (rule {rule}: {RULES[rule]})", rule)

@@ -1,9 +1,9 @@
-"""Rules 10 and 11, of the shards of stages: what they give is summed, and copies stay copies.
+"""Rules 10 and 11, about the shards of stages: what they give is summed, and copies stay copies.
 
 Rule 10: every output and gradient of a split stage is summed over its shards once, before it is used. What a shard
-gives is a part: x.s.b of its FWD, g.p.b of its BWD or BWD_I for every producer p. On the rank of that job stands one
-ALLREDUCE of it, of the ranks of all shards, before any SEND of it or job that reads it. Rule 2 then says that it stands
-behind the job, and rule 6 that all ranks enter it together.
+gives is a part: x.s.b of its FWD, g.p.b of its BWD or BWD_I for every producer p. The rank of that job has one
+ALLREDUCE of it, over the ranks of all shards, before any SEND of it or job that reads it. By rule 2 it comes after
+the job, and by rule 6 all ranks enter it together.
 
 Rule 11: all shards of a whole stage add up its gradient in one order and grouping. A sum of floating-point numbers
 depends on its order and grouping, and nothing is exchanged between the shards of a whole stage. What is added to dw.s
@@ -25,12 +25,12 @@ from schedgen.ir.instructions import B, F, Kind, Numbers, Op, buffer_name
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
-Term = int | tuple[int, ...]  # the number of a partial's sequence, or the microbatches of backwards one behind another
+Term = int | tuple[int, ...]  # the number of a partial's sequence, or the microbatches of consecutive backwards
 Place = tuple[int, int]  # (stage, rank): a dw
 
 
 def rule_10(proof: Proof) -> None:
-    """Refuse a part of a sum that is not summed, not by all shards, or used before."""
+    """Refuse a part of a sum that is never summed, is summed by the wrong ranks, or is used before."""
     header = proof.header
     if not header.tensor_parallel:
         proof.refuse_any(10, proof.program.exchanges(), "stages have no shards here")
@@ -48,9 +48,9 @@ def rule_10(proof: Proof) -> None:
 
 
 def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer: Numbers, giver: Numbers) -> None:
-    """Rule 10 for the parts x.stage.*.consumer, or g, that jobs of direction d of the stage `giver` give."""
+    """Rule 10 for the parts x.stage.*.consumer (or g) that jobs of direction d of the stages `giver` give."""
     header, T = proof.header, proof.header.tensor_parallel.degree
-    # By stage and then edge, as x and g are numbered; the last is for names of no buffer.
+    # By stage and then edge, as x and g are numbered; the last entry is for names of no buffer.
     part_of = np.full(header.stages + len(header.graph.edges) + 1, -1, np.int64)
     part_of[header.graph.size_columns(stage, consumer)] = np.arange(len(stage))
     rank = header.compute[d][giver]  # of every part and microbatch
@@ -58,7 +58,7 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
     part, mb = part_of[sums.number // header.microbatches], sums.number % header.microbatches
     proof.refuse_any(10, sums.rows[part < 0], "the job that gives this is not split: it is no part of a sum")
     proof.refuse_any(10, sums.rows[rank[part, mb] != sums.rank], "this rank does not give it")
-    shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # their ranks
+    shards = np.sort(header.compute[d].reshape(-1, T, header.microbatches), axis=1)  # the ranks of all shards
     groups = np.array([group if len(group) == T else (-1,) * T for group in header.groups], np.int64).reshape(-1, T)
     right = (groups[proof.peer[sums.rows]] == shards[giver[part] // T, :, mb]).all(axis=1)
     proof.refuse_any(10, sums.rows[~right], "this is not the group of the stage's shards")
@@ -83,7 +83,7 @@ def _check_summed(proof: Proof, buffer: Buffer, d: int, stage: Numbers, consumer
 
 
 def rule_11(proof: Proof) -> None:
-    """Refuse shards of a whole stage whose gradients are not added up alike; rules 1 to 7 are proved."""
+    """Refuse shards of a whole stage whose gradients are not added up alike; needs rules 1 to 7 proved."""
     if found := drifting(proof.program):
         stage, rank = found
         first = proof.header.shards_of(stage)[0]
@@ -92,7 +92,7 @@ def rule_11(proof: Proof) -> None:
 
 
 def check_copies(program: Program) -> None:
-    """UsageError where w places the shards of a whole stage so that they add up its gradient differently."""
+    """UsageError if w places the shards of a whole stage so that they add up its gradient differently."""
     if found := drifting(program):
         stage, shard = divmod(found[0], program.header.tensor_parallel.degree)
         raise UsageError(
@@ -102,9 +102,9 @@ def check_copies(program: Program) -> None:
 
 
 def drifting(program: Program) -> tuple[int, int] | None:
-    """The first shard whose sum differs from that of its stage's first shard, and its first owner; None: all agree.
+    """The first shard whose sum differs from its stage's first shard's, and its first owner; None: all agree.
 
-    For programs whose sums are right, by rules 1 to 7.
+    Only for programs whose sums are right, by rules 1 to 7.
     """
     tensor, owners = program.header.tensor_parallel, program.header.owners
     if not tensor:
@@ -119,7 +119,7 @@ def drifting(program: Program) -> tuple[int, int] | None:
 
 
 def _gradient_trees(program: Program) -> dict[Place, int]:
-    """The sequences of terms of all dw of whole stages, without ALLREDUCE, numbered: equal ones are equal numbers."""
+    """The sequences of terms of all dw of whole stages, before any ALLREDUCE, numbered so that equal ones share one."""
     table, whole = program.rows, ~program.header.tensor_parallel.split
     adds = (table.op == Op.ADD) & (table.kind == Kind.DW)
     rows = np.flatnonzero(np.isin(table.op, (Op.BWD, Op.BWD_W)) | adds)
@@ -143,6 +143,6 @@ def _gradient_trees(program: Program) -> dict[Place, int]:
         terms = tuple(
             sums[next(partials)] if adds[piece[0]] else tuple(table.mb[piece].tolist()) for piece in pieces[place]
         )
-        alone = terms[0] if len(terms) == 1 else ()  # a partial that is only passed on stays what it is
+        alone = terms[0] if len(terms) == 1 else ()  # a partial that is only passed on stays the same sequence
         sums[place] = alone if isinstance(alone, int) else numbers.setdefault(terms, len(numbers))
     return sums

@@ -1,7 +1,7 @@
 """Rule 5 where weights change without a flush, and rule 9: which version of its weights every job uses.
 
-A stage takes microbatches m k to m k + m - 1 to its update k, which makes version k + 1; m is the number of its owners,
-or with two buffers (2bw) that of the header. On every owner stand, update by update, its backwards of these
+Update k of a stage takes microbatches m k to m k + m - 1 and makes version k + 1; m is the number of the stage's
+owners, or with two buffers (2bw) that of the header. Update by update, every owner has its backwards of these
 microbatches, the ALLREDUCE if there are several owners, and STEP: so every gradient is in exactly one update, at every
 owner.
 """
@@ -18,13 +18,13 @@ from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 
 class Steps:
-    """The STEPs of all owners in the order of their rows, one *pair* of rank and stage after the other."""
+    """The STEPs of all owners, grouped by *pair* of rank and stage, in the order of their rows."""
 
     def __init__(self, proof: Proof) -> None:
-        """Refuse unless every owner has all its updates, in their order, and nobody else has one."""
+        """Refuse unless every owner makes all its updates, in order, and no other rank makes any."""
         header, rows = proof.header, proof.rows_of(Op.STEP)
         owned = np.argwhere(header.is_owner)
-        self.pair = np.full((header.workers, header.stages), -1, np.int64)  # number of the pair; -1: no owner
+        self.pair = np.full((header.workers, header.stages), -1, np.int64)  # number of the pair; -1: not an owner
         self.pair[tuple(owned.T)] = np.arange(len(owned))
         self.stages = owned[:, 1]  # by pair
         self.rounds = np.array(header.weight_versions.rounds)  # microbatches of an update, by stage
@@ -50,13 +50,13 @@ class Steps:
         return self.pair[proof.rank[rows], proof.stage[rows]]
 
     def before(self, pair: Numbers, rows: AnyInts) -> Numbers:
-        """How many STEPs of a pair stand before each row."""
+        """How many STEPs of a pair come before each row."""
         counts: Numbers = np.searchsorted(self.keys, pair * (self.length + 1) + rows) - self.begin[pair]
         return counts
 
 
 def rule_9(proof: Proof) -> None:
-    """Refuse a wrong version, and what breaks rule 5 where weights have versions, before buffers are followed."""
+    """Refuse a wrong version and, where weights have versions, what breaks rule 5; runs before buffers are followed."""
     header = proof.header
     if header.has_flush:
         return
@@ -77,7 +77,7 @@ def rule_9(proof: Proof) -> None:
 
 
 def _rounds(proof: Proof, steps: Steps) -> None:
-    """Rule 5: every gradient is in the update of its microbatch, which its owners sum up once."""
+    """Rule 5: every gradient is in the update of its microbatch, and its owners sum that up once."""
     backwards = proof.touches(Buffer.DW, Effect.ADD).rows
     backwards = backwards[np.isin(proof.op[backwards], COMPUTE)]
     update = proof.mb[backwards] // steps.rounds[proof.stage[backwards]]
@@ -100,7 +100,7 @@ def _rounds(proof: Proof, steps: Steps) -> None:
         rank, stage = np.argwhere(steps.pair == missing)[0].tolist()
         proof.refuse_rank(5, rank, f"an ALLREDUCE of dw.{stage} is missing")
     _freed(proof, steps, np.concatenate([backwards, sums]))
-    # Behind the backwards of its update: no backward of it stands between the sum and its step.
+    # After the backwards of its update: no backward of it is between the sum and its step.
     last = np.full(len(steps.rows), -1, np.int64)
     np.maximum.at(last, steps.begin[steps.pairs(proof, backwards)] + update, backwards)
     proof.refuse_any(5, sums[sums < last[steps.begin[pair] + place]], "this sum is not complete here")
@@ -110,9 +110,9 @@ def _rounds(proof: Proof, steps: Steps) -> None:
 
 
 def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
-    """Each sum is freed behind its step, before anything adds to the next; the newest weights never.
+    """Each sum is freed after its step, before anything adds to the next; the newest weights are never freed.
 
-    The last sum, and what was freed before it is there, are left to rule 7.
+    Rule 7 covers the last sum, and the freeing of buffers that do not exist yet.
     """
     frees = proof.rows_of(Op.FREE)
     weights, frees = (frees[proof.kind[frees] == kind] for kind in (Kind.W, Kind.DW))
@@ -132,7 +132,7 @@ def _freed(proof: Proof, steps: Steps, adds: Numbers) -> None:
 
 
 def _versions(proof: Proof, steps: Steps) -> None:
-    """Rule 9: a forward uses the version that `updates` says, all else the one of its forward."""
+    """Rule 9: a forward uses the version that `updates` prescribes, its other jobs the version of the forward."""
     header = proof.header
     forwards = proof.rows_of(Op.FWD)
     newest = np.empty((header.stages, header.microbatches), np.int64)

@@ -1,7 +1,7 @@
 """Every built-in scheme, by name; `load` also reads a user's own file.
 
-A scheme is a module with a docstring, which `schedgen schemes` prints, and `scheme(sizes, name)`, whose w and n stand
-there as its paper writes them. One that is another under a different name, order or number is an entry here.
+A scheme is a module with a docstring, which `schedgen schemes` prints, and `scheme(sizes, name)`, whose w and n are
+written as in its paper. A variant of a scheme, with another name, order or number, is only an entry here.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class BuiltIn(NamedTuple):
     """A built-in scheme, or a variant of one."""
 
     module: ModuleType
-    variant: Mapping[str, Any] = {}  # arguments of the module's `scheme` in which it differs from it
+    variant: Mapping[str, Any] = {}  # the arguments of the module's `scheme` that differ
     variant_text: str = ""
 
     @property
     def text(self) -> str:
-        """What it is, its w and its n, a line each."""
+        """What the scheme is, its w and its n, a line each."""
         return self.variant_text or inspect.getdoc(self.module) or ""
 
 
@@ -100,9 +100,9 @@ weights: a forward uses the newest version, its backward the same; with --update
 
 
 def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
-    """The scheme called `name`, or the one that the file `name` defines; UsageError where sizes do not fit it.
+    """The scheme called `name`, or the one that the file `name` defines; UsageError if sizes do not fit it.
 
-    `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see a T-th.
+    `tensor`: shards of each stage. `sizes.workers` counts all workers; schemes that do not place shards see 1/T of it.
     """
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_shard(tensor)
@@ -120,7 +120,7 @@ def load(name: str, sizes: Sizes, tensor: int = 1) -> Scheme:
 
 
 def describe() -> str:
-    """One paragraph a scheme: its name, the options it takes, and its text."""
+    """One paragraph per scheme: its name, the options it takes, and its text."""
     lines = []
     for name, built_in in SCHEMES.items():
         options = " ".join(f"--{option}" for option in ("stages", "microbatches", *built_in.module.PARAMETERS))

@@ -1,10 +1,10 @@
 """A building block, repeated and squeezed: the order of schedules in which every worker has two stages, down and up.
 
-A block says in which slots a worker runs the four jobs of a microbatch that others wait for. It is repeated every six
-slots, once for each microbatch, and W jobs fill the two slots that are left [Qi et al. 2024, "Pipeline parallelism with
-controllable memory", sections 3 and 4]. Where a schedule begins and ends there are more empty slots. So jobs move, in
-the order of their slots, to the first free slot in which their input is there, as long as the worker never saves more
-forwards than it may: what the paper calls squeezing.
+A block says in which slots a worker runs F and I of a microbatch on its two stages, the jobs that others wait for. It
+is repeated every six slots, once for each microbatch, and W jobs fill the two slots that are left [Qi et al. 2024,
+"Pipeline parallelism with controllable memory", sections 3 and 4]. At the beginning and end of a schedule more slots
+are empty. So jobs move, in the order of their slots, to the first free slot in which their input is there, as long as
+the worker never saves more forwards than it may: the paper calls this squeezing.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ def half(r: int, p: int) -> tuple[int, int, int, int]:
 
 
 def third(r: int, p: int) -> tuple[int, int, int, int]:
-    """The block of V-Min, with a third of it. Its gap is the one of 0, 2 and 4 that keeps slots apart, and memory.
+    """The block of V-Min, with a third of it. Its gap is the one of 0, 2 and 4 that separates slots and keeps memory.
 
-    The authors' code has no gap where p mod 3 = 2. One of 4 has the same memory there and a bubble that is two shorter.
+    The authors' code has no gap where p mod 3 = 2. A gap of 4 has the same memory there, and a bubble shorter by two.
     """
     gap = 2 * ((1 - p) % 3)
     return r, 2 * p - r - 1, 2 * p + gap + r, 4 * p + gap - r - 1
 
 
 def squeezed_starts(p: int, batches: int, block: Block, memory: int = 0, keep_steady: bool = False) -> Numbers:
-    """The slots of all jobs (3, S, B) of p workers; each saves at most `memory` forwards, or as many as the block.
+    """The slots of all jobs (3, S, B) of p workers; each saves at most `memory` forwards, or as many as the block does.
 
-    `keep_steady`: jobs of the steady state stay where the block has them. Its gaps are room for messages.
+    `keep_steady`: jobs of the steady state keep their slots in the block, whose gaps leave time for messages.
     """
     slots = repeated(np.array([block(r, p) for r in range(p)]), batches)
     fixed = (0, 0)
-    if keep_steady:  # from where the first microbatch is done until the last comes in
+    if keep_steady:  # from the end of the first microbatch to the beginning of the last
         fixed = int(slots[0, 3, 0]), int(slots[0, 0, -1]) + 1
     return by_job(squeeze(slots, memory, fixed))
 
 
 def repeated(block: Numbers, batches: int) -> Numbers:
-    """The slots (p, 4, B) of a block's jobs (p, 4), by worker and kind."""
+    """The slots (p, 4, B) of jobs, by worker and kind, from those (p, 4) of a block."""
     return block[:, :, None] + PERIOD * np.arange(batches)
 
 
 def squeeze(slots: Numbers, memory: int, fixed: tuple[int, int] = (0, 0)) -> Numbers:
-    """New slots, none later, where jobs have moved into free ones; those in slots from `fixed` to `fixed` stay."""
+    """New slots, none later, with jobs moved into free ones; jobs in slots fixed[0] to fixed[1] - 1 stay."""
     order = np.argsort(slots.ravel(), kind="stable")
     at = slots.ravel()[order]
     order = order[(at < fixed[0]) | (at >= fixed[1])]
@@ -64,7 +64,7 @@ def squeeze(slots: Numbers, memory: int, fixed: tuple[int, int] = (0, 0)) -> Num
 
 
 def by_job(slots: Numbers) -> Numbers:
-    """The slots (3, S, B) of all jobs: W jobs, the oldest first, are in those left free."""
+    """The slots (3, S, B) of all jobs: W jobs, oldest first, go into the slots left free."""
     p, _, batches = slots.shape
     first, second = np.arange(p), 2 * p - 1 - np.arange(p)
     start = np.empty((3, 2 * p, batches), np.int64)
@@ -78,7 +78,7 @@ def by_job(slots: Numbers) -> Numbers:
 
 
 def by_worker(start: Numbers) -> Numbers:
-    """The slots (p, 4, B), by worker and kind, of jobs in slots (3, S, B)."""
+    """The slots (p, 4, B) of jobs, by worker and kind, from slots (3, S, B)."""
     p = start.shape[1] // 2
     first, second = np.arange(p), 2 * p - 1 - np.arange(p)
     return np.stack([start[F, first], start[F, second], start[B, second], start[B, first]], axis=1)
@@ -86,7 +86,7 @@ def by_worker(start: Numbers) -> Numbers:
 
 @kernel
 def _fill(slots: Numbers, row: Numbers, queue: Numbers, weight: Numbers) -> None:
-    """Write the slots of W jobs (p, 2, B), of the second stage first, into `weight`; row and queue are to work in."""
+    """Write the slots of W jobs (p, 2, B), the second stage first, into `weight`; row and queue are scratch space."""
     p, batches = slots.shape[0], slots.shape[2]
     for r in range(p):
         for slot in range(len(row)):
@@ -107,9 +107,9 @@ def _fill(slots: Numbers, row: Numbers, queue: Numbers, weight: Numbers) -> None
 
 @kernel
 def _squeeze(slots: Numbers, order: Numbers, memory: int) -> Numbers:
-    """New slots of the jobs (worker, kind, microbatch), moved one by one in `order`; W jobs are in the slots left free.
+    """New slots of the jobs (worker, kind, microbatch), moved one by one in `order`; W jobs go into free slots.
 
-    `saved` and `waiting`: by worker and slot, forwards saved and W jobs that can run, as the slot begins.
+    `saved` and `waiting`: by worker and slot, forwards saved and W jobs that can run when the slot begins.
     """
     p, batches = slots.shape[0], slots.shape[2]
     last = slots.max() + 1
@@ -145,7 +145,7 @@ def _squeeze(slots: Numbers, order: Numbers, memory: int) -> Numbers:
                 row[r, new] = what
                 held, jobs = saved[r, new], waiting[r, new]
                 slot = new
-                while slot <= now and held <= memory:  # behind `now` no more is saved than before
+                while slot <= now and held <= memory:  # after `now` no more is saved than before
                     run = min(jobs, 1) if row[r, slot] == free else 0
                     held += (row[r, slot] == forward) - run
                     jobs += (row[r, slot] == backward) - run

@@ -1,9 +1,9 @@
-"""A scheme read from CSV as torch's pipelining writes it: one row a rank, one compute action a cell, as in 2F0.
+"""A scheme read from CSV as torch's pipelining writes it: one row per rank, one compute action per cell, as in 2F0.
 
 An action is stage, type and microbatch; the types are F forward, B unsplit backward, and I and W its halves. A cell may
-be empty (a bubble) or hold several actions at once, as in (0F1;3B0)OVERLAP_F_B, which run one after the other here.
+be empty (a bubble) or hold several actions at once, as in (0F1;3B0)OVERLAP_F_B, which here run one after another.
 Actions of lowered schedules that concern messages and sharding (SEND_F, UNSHARD, ...) are left out, because torch and
-schedgen each lower for themselves.
+schedgen each have a lowering of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DIRECTION = {"F": F, "B": B, "I": B, "W": W}
 
 
 class _Action(NamedTuple):
-    """A cell, or a part of one."""
+    """The action in a cell, or in a part of one."""
 
     stage: int
     letter: str  # F, B, I or W
@@ -36,9 +36,9 @@ class _Action(NamedTuple):
 
 
 def scheme_from_csv(text: str, name: str) -> tuple[Scheme, Sizes]:
-    """The scheme by which every rank runs its row of the file `name` from left to right, and its sizes.
+    """The scheme in which every rank runs its row of the file `name` from left to right, and its sizes.
 
-    Raises RefusedFile, with line and cell, for what is no action, and for jobs that are missing or there twice.
+    Raises RefusedFile, with line and cell, for anything that is not an action, and for missing or repeated jobs.
     """
     actions, ranks = _parse(text, name)
     split = any(action.letter in "IW" for action in actions)
@@ -86,7 +86,7 @@ def _parse(text: str, name: str) -> tuple[list[_Action], int]:
 
 
 def _jobs(actions: list[_Action], split: bool) -> Numbers:
-    """Direction, stage, microbatch and rank of the jobs, shape (4, n); in a split schedule a B is an I and then a W."""
+    """Direction, stage, microbatch and rank of all jobs, shape (4, n); in a split schedule a B becomes an I and a W."""
     jobs = []
     for stage, letter, mb, rank in actions:
         jobs.append((_DIRECTION[letter], stage, mb, rank))
@@ -96,7 +96,7 @@ def _jobs(actions: list[_Action], split: bool) -> Numbers:
 
 
 def _check_complete(key: Numbers, S: int, batches: int, directions: int, name: str) -> None:
-    """Refuse the file unless every job of S stages and so many microbatches has its key in it exactly once."""
+    """Refuse the file unless it has the key of every job of S stages and `batches` microbatches exactly once."""
     key = np.sort(key)
     twice = np.flatnonzero(key[1:] == key[:-1])
     missing = directions * S * batches > len(key)

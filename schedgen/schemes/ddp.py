@@ -12,6 +12,6 @@ PARAMETERS = ("workers",)
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """W <= B; W = B where it is left open."""
+    """W <= B; W = B if it is not given."""
     W = sizes.spread(name, "microbatches")
     return Scheme(name, W, lambda s, b, d: (b % W, b % W), depth_first(sizes), "depth-first", "greedy")

@@ -42,7 +42,7 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
 
 def _list(r: int, p: int, batches: int) -> JobList:
     jobs = JobList(r, 2 * p - 1 - r)
-    above = p - 1 - r  # workers between this and the turn
+    above = p - 1 - r  # workers between this one and the turn
 
     def pair(forward: int, backward: int) -> None:
         """A forward and a backward that DualPipe overlaps: their messages leave together."""
@@ -64,7 +64,7 @@ def _list(r: int, p: int, batches: int) -> JobList:
         jobs.f(1)
     # Step 4, the main step: nF0B1F1B0
     for k in range(batches - 2 * p + r + 1):
-        if k == 0 and above == 0:  # at the turn the first two are no pair
+        if k == 0 and above == 0:  # at the turn the first two are not a pair
             jobs.f(0)
             jobs.b(1)
         else:

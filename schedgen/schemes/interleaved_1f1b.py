@@ -18,7 +18,7 @@ PARAMETERS = ("workers", "chunks", "group")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """S = v W; the microbatches make groups of equally many, or of `sizes.group` and a last one of what is left."""
+    """S = v W; microbatches form equal groups, or groups of `sizes.group`, the last of them with the rest."""
     W, v = chunked(name, sizes)
     parameters = {"chunks": v}
     if sizes.group is not None:
@@ -36,10 +36,10 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
 
 
 def group_size(name: str, W: int, sizes: Sizes) -> int:
-    """How many microbatches pass a stage before those ahead pass the worker's next: W, or B / (B div W), or as given.
+    """How many microbatches pass a stage before they go on to the worker's next: W, or B / (B div W), or as given.
 
     A group of fewer than W leaves workers without input. So Megatron-LM refuses a microbatch-group-size-per-vp-stage
-    below W, and one that leaves fewer than W for the last group.
+    below W, or one that leaves fewer than W for the last group.
     """
     batches, group = sizes.microbatches, sizes.group
     if group is None:

@@ -1,4 +1,4 @@
-"""Orders that their papers give as a list a worker, made into n: the place in the list."""
+"""Orders that papers give as one list per worker, made into n: the place in the list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JobList:
     """The list of a worker with two stages, built job by job: each takes the next microbatch of its stage.
 
     Methods are called as the papers write: f(0) is F0, a forward of the first stage; b(1) is B1, an unsplit backward of
-    the second. W jobs queue up behind their I jobs; w() runs the oldest.
+    the second. An I job adds its W job to a queue; w() runs the oldest W in it.
     """
 
     def __init__(self, first: int, second: int) -> None:
@@ -47,12 +47,12 @@ class JobList:
         self.waiting.append((self.stages[chunk], self._next(B, chunk)))
 
     def b(self, chunk: int) -> None:
-        """An unsplit backward: I and, right behind it, W."""
+        """An unsplit backward: I and, immediately after it, W."""
         self.unsplit.append((self.stages[chunk], self._next(B, chunk)))
         self.jobs.append((W, *self.unsplit[-1]))
 
     def w(self, chunk: int | None = None) -> None:
-        """The oldest W that waits (of one stage), if there is one."""
+        """The oldest queued W (of one stage, if `chunk` is given), if there is one."""
         for place, (stage, mb) in enumerate(self.waiting):
             if chunk is None or stage == self.stages[chunk]:
                 del self.waiting[place]

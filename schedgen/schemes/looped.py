@@ -1,4 +1,4 @@
-"""What schemes with several stages a worker share: the sizes they need, and two placements.
+"""What schemes with several stages per worker share: the sizes they need, and two placements.
 
 looped  stage s on worker s mod W: the pipeline goes round v times
 vee     stage s on worker min(s, 2W - 1 - s): down the workers and up again
@@ -16,7 +16,7 @@ from schedgen.util.errors import UsageError
 
 
 def chunked(name: str, sizes: Sizes, chunks: int | None = None) -> tuple[int, int]:
-    """(W, v) with S = v W, `chunks` where the scheme itself says v; UsageError where sizes do not fit."""
+    """(W, v) with S = v W; `chunks`: v, if the scheme itself fixes it. UsageError if sizes do not fit."""
     v = chunks or sizes.chunks
     if v is None:
         v = sizes.stages // sizes.spread(name, "stages") if sizes.workers else 2

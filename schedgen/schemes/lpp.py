@@ -23,7 +23,7 @@ def scheme(sizes: Sizes, name: str) -> Scheme:
 
 
 def grouped(name: str, sizes: Sizes) -> tuple[int, int, Callable[[Any, Any], Any]]:
-    """W, G and h of a scheme of G groups of R = W/G workers; UsageError where sizes do not fit."""
+    """W, G and h of a scheme with G groups of R = W/G workers; UsageError if sizes do not fit."""
     if sizes.workers is None or sizes.groups is None:
         raise UsageError(f"{name} needs --workers W and --groups G")
     W, G = sizes.workers, sizes.groups

@@ -14,7 +14,7 @@ PARAMETERS = ("replicas", "group")
 
 
 def scheme(sizes: Sizes, name: str) -> Scheme:
-    """Every stage has equally many replicas, by default one; m is as many microbatches as are in flight, or more."""
+    """Every stage has equally many replicas, one by default; m is at least the number of microbatches in flight."""
     plain = round_robin.scheme(sizes, name, TWO_BUFFERS)
     replicas = sizes.replicas or (1,)
     if len(set(replicas)) > 1:

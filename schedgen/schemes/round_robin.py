@@ -19,7 +19,7 @@ PARAMETERS = ("replicas",)
 
 
 def scheme(sizes: Sizes, name: str, updates: str = "flush") -> Scheme:
-    """r(s) of every stage, by default 1, sum up to W; no stage has more replicas than there are microbatches."""
+    """The replicas r(s) of all stages, 1 by default, sum up to W; no stage has more of them than microbatches."""
     check_workers(sizes.stages, sizes.stages)  # every stage has one or more
     replicas = np.array(sizes.replicas or [1] * sizes.stages)
     if len(replicas) != sizes.stages or replicas.min() < 1:

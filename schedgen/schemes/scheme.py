@@ -1,4 +1,4 @@
-"""The contract of a scheme: two functions, w (where jobs run) and n (which goes first), and what else it may say.
+"""The contract of a scheme: two functions, w (where jobs run) and n (which goes first), and its optional settings.
 
 Functions are called once, on open grids: s has shape (S, 1, 1), b (1, B, 1) and d (1, 1, D), and what they return is
 broadcast to (S, B, D). A w that takes a fourth argument has grids of four axes. A function that fails on arrays is
@@ -18,19 +18,19 @@ Function = Callable[..., Any]
 
 
 class Sizes(NamedTuple):
-    """The sizes a schedule is compiled for; None where the user left one open."""
+    """The sizes a schedule is compiled for; None where the user left one out."""
 
     stages: int
     microbatches: int
     workers: int | None = None
     groups: int | None = None
     chunks: int | None = None
-    group: int | None = None  # microbatches that pass a stage one behind the other
+    group: int | None = None  # microbatches that pass a stage one after another
     replicas: tuple[int, ...] | None = None  # of each stage
-    shards: tuple[int, ...] | None = None  # parts that the weights of all stages, or of each, are divided into
+    shards: tuple[int, ...] | None = None  # parts that weights are divided into: for all stages, or for each
 
     def spread(self, name: str, what: str) -> int:
-        """W of a scheme that spreads its "stages" or "microbatches": as many where it is left open, and never more."""
+        """W of a scheme that spreads its "stages" or "microbatches": as many if it is not given, and never more."""
         count = int(getattr(self, what))
         workers = count if self.workers is None else self.workers
         if workers > count:
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
         return workers
 
     def per_shard(self, tensor: int) -> Sizes:
-        """With the workers of one of `tensor` shards; UsageError where they do not divide."""
+        """The sizes for one of `tensor` shards: workers divided by it; UsageError if that is not a whole number."""
         if self.workers is None:
             return self
         if self.workers % tensor:
@@ -51,8 +51,8 @@ class Sizes(NamedTuple):
 class Scheme(NamedTuple):
     """A placement and an order.
 
-    w(s, b, d) -> (weights_worker, compute_worker). Of divided weights, part k lies k workers behind w's, unless
-    w(s, b, d, k) says where. Of a stage with T shards, shard t is on worker w T + t, unless w(s, b, d, t) says where.
+    w(s, b, d) -> (weights_worker, compute_worker). Part k of divided weights is k workers after w's, unless w is
+    w(s, b, d, k). Shard t of a stage that has T is on worker w T + t, unless w is w(s, b, d, t).
     n(s, b, d) -> number, the smaller the sooner.
     """
 
@@ -75,12 +75,12 @@ class Scheme(NamedTuple):
 
 
 def no_order(s: Any, b: Any, d: Any) -> Any:
-    """The n of a scheme that leaves it to --n."""
+    """The n of a scheme that has none, so that --n is needed."""
     raise NotImplementedError
 
 
 def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
-    """`function` with its keyword-only arguments (stages, workers, ...) bound; UsageError where a size is missing."""
+    """`function` with its keyword-only arguments (stages, workers, ...) bound; UsageError if a size is missing."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -102,7 +102,7 @@ def bind_sizes(function: Function, sizes: Mapping[str, Any]) -> Function:
 
 
 def fourth_argument(w: Function) -> str:
-    """The name of w's fourth argument: t, the shard of a stage, or k, the part of its weights; empty: it has three."""
+    """The name of w's fourth argument: t, the shard of a stage, or k, the part of its weights; empty if w has three."""
     try:
         parameters = inspect.signature(w).parameters.values()
     except (TypeError, ValueError):

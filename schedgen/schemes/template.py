@@ -1,4 +1,4 @@
-"""A scheme of one's own to begin with: a file with w and n that compiles as it stands."""
+"""The template of a user's own scheme: a file with w and n that compiles as it is."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def n(s, b, d, *, stages):
 
 
 def new(name: str) -> Path:
-    """Write NAME.py and return its path; a file that is there already is left alone, and RefusedFile raised."""
+    """Write NAME.py and return its path; RefusedFile if such a file exists already, which is left alone."""
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not re.fullmatch(r"\w[\w.-]*", path.stem):
         raise UsageError(f"'{clip(name)}': the name should be letters, digits and any of _ . -")

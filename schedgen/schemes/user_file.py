@@ -1,4 +1,4 @@
-"""A user's own scheme: a file with w, with n unless --n is given, maybe cap, edges, apart, mode, split, updates."""
+"""A user's own scheme: a file with w, n unless --n is given, and optionally cap, edges, apart, mode, split, updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from schedgen.util.errors import UsageError, raised
 
 
 def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
-    """The scheme that a file defines, called as the file is; UsageError says what is wrong with it."""
+    """The scheme that a file defines, named after the file; UsageError says what is wrong with it."""
     if not path.stem.isprintable():
         raise UsageError(f"{path}: a scheme is called as its file is, and that is not printable")
     module = _executed(path)
@@ -67,12 +67,12 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
 
 
 def _executed(path: Path) -> ModuleType:
-    """The file as a module, of which no bytecode is left behind."""
+    """The file as a module; no bytecode is written for it."""
     spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{os.path.realpath(path)}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
         _aside(spec.loader.exec_module)(module)
     except (Exception, SystemExit) as error:
@@ -86,7 +86,7 @@ def _executed(path: Path) -> ModuleType:
 
 
 def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of which what it prints goes to stderr: the schedule may go to stdout."""
+    """The function, with what it prints sent to stderr, since the schedule may go to stdout."""
     if not callable(function):
         return function
 
@@ -101,7 +101,7 @@ def _aside(function: Callable[..., Any]) -> Callable[..., Any]:
 def _edges(
     path: Path, module: ModuleType, options: Mapping[str, Any], stages: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """The module's edges, a list or a function of the sizes that gives one; None where it has none."""
+    """The module's edges, given as a list or as a function of the sizes that returns one; None if it has none."""
     edges = getattr(module, "edges", None)
     if callable(edges):
         try:
