@@ -1,1 +1,1 @@
-"""Scheme in, program out: refine, place, order, lower."""
+"""Scheme in, program out: place, refine, order, lower."""

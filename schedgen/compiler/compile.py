@@ -1,10 +1,10 @@
 """`compile`: a scheme and sizes in, the instruction list of every rank out.
 
 place   evaluates w and n on every job of the scheme's stages
-refine  makes of each of these stages those of the program: parts, and shards
-forward leaves the forwards alone, where only these are wanted
-order   says when every job starts, in one time for all workers
-lower   makes instructions of the jobs in that order, adds messages, sums, steps and FREEs, and splits by rank
+refine  divides each of these stages into those of the program: parts, and shards of these
+forward keeps the forwards alone, if only these are wanted
+order   decides when every job starts, on one time axis for all workers
+lower   turns the jobs in that order into instructions, adds messages, sums, STEPs and FREEs, and splits by rank
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from schedgen.schemes.scheme import Scheme, Sizes
 
 
 def compile(scheme: Scheme, sizes: Sizes, options: Options = Options()) -> Program:  # noqa: B008  frozen
-    """The projected program; UsageError where the scheme, the sizes and the options make none.
+    """The projected program; UsageError if the scheme, the sizes and the options do not fit together.
 
-    The checker's `check_compiled` says whether a program with weight versions can run: not every order does.
+    Not every order with weight versions can run: the checker's `check_compiled` tells.
     """
     check_options(scheme, sizes, options)
     placed = refine(place(scheme, sizes, options))

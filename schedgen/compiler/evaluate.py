@@ -1,4 +1,4 @@
-"""A user's w or n evaluated on every job: called once with arrays, or job by job; what it does wrong is a UsageError.
+"""A user's w or n evaluated on every job: called once with arrays, or job by job; its mistakes become UsageError.
 
 A job is (s, b, d), or (s, b, d, t) where w takes a fourth argument; arrays have these axes, in this order.
 """
@@ -20,11 +20,11 @@ from schedgen.util.progress import over
 
 
 def evaluate(name: str, function: Function, shape: tuple[int, ...], values: int) -> list[NDArray[Any]]:
-    """What `function` returns, `values` arrays of `shape`; where it fails on arrays, it is called for every job."""
+    """What `function` returns, as `values` arrays of `shape`; if it fails on arrays, it is called for every job."""
     grids = np.ix_(*(np.arange(length) for length in shape))
     try:
         returned = function(*grids)
-    except (Exception, SystemExit) as error:  # not made for arrays, or wrong: job by job tells which
+    except (Exception, SystemExit) as error:  # not made for arrays, or wrong: calling it job by job tells which
         columns = _job_by_job(name, function, shape, values)
         warnings.warn(
             f"{name} takes no arrays ({type(error).__name__}), so it was called for each of {np.prod(shape)} jobs; "

@@ -1,4 +1,4 @@
-"""Forwards alone: what evaluates or predicts with weights that lie where training has them.
+"""Forwards alone: evaluation or prediction, with the weights where training has them.
 
 The forwards stay on their workers and the weights with their owners. There is no backward, nothing is saved for one,
 and no weights change; the rest is lowered as in training.
@@ -25,7 +25,7 @@ _SIZES = ("name", "workers", "stages", "microbatches")
 
 
 def forwards(placed: PlacedScheme) -> PlacedScheme:
-    """The forwards of a refined scheme, in its order. What bounds or delays them for the backwards' sake is gone."""
+    """The forwards of a refined scheme, in its order, without what bounds or delays them for the sake of backwards."""
     owned_by_forwards = owners_of(placed.weights[:1]) == owners_of(placed.weights)
     nowhere = np.zeros(placed.compute.shape[1:], bool)
     return replace(
@@ -44,10 +44,10 @@ def forwards(placed: PlacedScheme) -> PlacedScheme:
 
 
 def forward_list(program: Program) -> Program:
-    """The forwards of any checked, projected program as a program of their own; of forwards alone, the same program.
+    """The forwards of any checked, projected program as a program of their own; forwards alone are returned as is.
 
-    Every rank computes the forwards that it computes there, in the order in which it does, and owns the same weights.
-    Messages, copies of weights and sums over shards are those that these need, by the `lowering` of the header.
+    Every rank computes the same forwards in the same order as in `program`, and owns the same weights. Messages, copies
+    of weights and sums over shards are inserted anew for these, by the `lowering` of the header.
     """
     if program.header.is_forward:
         return program
@@ -65,7 +65,7 @@ def _placed(program: Program) -> PlacedScheme:
     parameters = {key: value for key, value in header.scheme.items() if key not in _SIZES}
     numbers: dict[str, Any] = {key: header.lowering[key] for key in ("weight_slots", "fan_out", "prefetch")}
     nowhere = np.zeros(header.compute.shape[1:], bool)
-    name, w, n = header.scheme["name"], no_order, no_order  # which nobody calls: it is placed
+    name, w, n = header.scheme["name"], no_order, no_order  # never called: the scheme is placed
     return PlacedScheme(
         scheme=Scheme(name, header.workers, w, n, header.n, "strict", parameters=parameters),
         options=Options(forward=True, **numbers),

@@ -28,7 +28,7 @@ def lower(placed: PlacedScheme, start: Times) -> Program:
     passes = FORWARDS if header.is_forward else PIPELINE if header.has_flush else WITH_VERSIONS
     for insert in over(passes, "lower", len(passes)):
         program = insert(program, placed)
-    program = program.project()  # not nested: the global program is a third of the memory
+    program = program.project()  # a statement of its own, which frees the global program, a third of the memory
     program = free(program)
     if program.header.part_uses() > MOST_USES * len(program):
         parts = sum(map(len, placed.part_owners))
@@ -37,7 +37,7 @@ def lower(placed: PlacedScheme, start: Times) -> Program:
 
 
 def _named(redone: Flags) -> list[int | list[int]]:
-    """Stages whose forwards are redone, or pairs of a stage and a microbatch where not all of the stage are."""
+    """Stages whose forwards are all redone, and pairs of a stage and a microbatch where only some are."""
     named: list[int | list[int]] = []
     for stage, of_stage in enumerate(redone):
         named += [stage] if of_stage.all() else [[stage, mb] for mb in np.flatnonzero(of_stage).tolist()]

@@ -1,4 +1,4 @@
-"""`Options`: how a scheme is compiled; they are checked here, before anything is evaluated."""
+"""`Options`: how a scheme is compiled; checked here, before any function is evaluated."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Options:
     cost: Mapping[str, float] | None = None  # duration of each direction, by which jobs are ordered; None: the default
     weight_slots: int = 2  # foreign weight copies that a worker may hold at a time
     fan_out: int = 2  # copies of a stage's weights, or sums of its gradients, through one worker at a time
-    prefetch: int = 1  # jobs by which a receive stands before its SEND
+    prefetch: int = 1  # jobs by which a receive comes before its SEND
     recompute: Collection[Redone] = ()  # forwards that keep nothing and are redone before the backward
     memory: int | None = None  # saved forwards that a worker may hold at a time (greedy)
     tied: Collection[Sequence[int]] = ()  # lists of stages that share parameters
     updates: str | None = None  # when weights change, one of UPDATES; None: the scheme's own
-    parts: int = 1  # stages of the model in each stage of the scheme, one behind the other
+    parts: int = 1  # stages of the model in each stage of the scheme, one after another
     tensor: int = 1  # shards of each stage of the model
     replicated_stages: Collection[int] = ()  # stages that all shards compute alike; the last always is
-    forward: bool = False  # forwards alone, for evaluation and prediction, where training has them
+    forward: bool = False  # forwards alone, for evaluation and prediction, on the workers of training
 
 
 def part_counts(sizes: Sizes, options: Options) -> list[int]:
@@ -43,7 +43,7 @@ def part_counts(sizes: Sizes, options: Options) -> list[int]:
 
 
 def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
-    """UsageError where options name what is not there, or do not go with the scheme or with one another."""
+    """UsageError if options name something that does not exist, or do not fit the scheme or one another."""
     if options.n is not None and options.n not in ORDERS:
         raise UsageError(f"there is no order '{options.n}': it is one of {', '.join(ORDERS)}")
     if options.n is None and scheme.n is no_order:
@@ -104,6 +104,6 @@ def apply_options(scheme: Scheme, sizes: Sizes, options: Options) -> Scheme:
     """The scheme with the order, the mode and the updates that the options give in place of its own."""
     if options.n is not None:
         scheme = scheme._replace(n=ORDERS[options.n](sizes), order=options.n)
-    if options.n is not None or options.mode not in (None, scheme.mode):  # these marks belong to its own order
+    if options.n is not None or options.mode not in (None, scheme.mode):  # these marks belong to the scheme's own order
         scheme = scheme._replace(unsplit_backward=None, delayed_send=None)
     return scheme._replace(mode=options.mode or scheme.mode, updates=options.updates or scheme.updates)

@@ -1,12 +1,12 @@
 """When every job starts: each worker runs one job at a time, in the order that n says.
 
 greedy   work-conserving, the simulator of Rahimi 2025: of the jobs that can start earliest, a free worker takes the
-         one with the smallest n. A forward that a limit holds back (cap, memory) waits until a backward makes room.
-         Forwards that are redone save nothing: those in flight take one place together, where one after another is.
+         one with the smallest n. A forward that a limit (cap, memory) holds back waits until a backward makes room.
+         Redone forwards are saved only during their backwards: unless these are split, all of them share one place.
 strict   each worker runs its jobs in increasing n.
 
 Messages take no time here (Rahimi 2025, section "Latency, network, and memory usage"). Arrays by job are flat over
-(direction, stage, microbatch), as are the start times that come out.
+(direction, stage, microbatch), as are the resulting start times.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from schedgen.util.sort import stable_order
 
 
 def order(placed: PlacedScheme) -> Times:
-    """When every job of a refined scheme starts; UsageError where n, caps or the memory limit stop the schedule."""
+    """When every job of a refined scheme starts; UsageError if n, caps or the memory limit block the schedule."""
     graph, (_, stages, batches) = placed.job_graph, placed.compute.shape
     worker, n, length = placed.compute.ravel(), placed.n.ravel(), _lengths(placed)
     if placed.scheme.mode == "greedy":
-        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # not I, I, W, W
+        one_by_one = placed.redone.ravel() if len(placed.compute) == 2 else None  # split, they may run I, I, W, W
         return greedy(graph, worker, n, length, placed.caps, placed.options.memory, one_by_one)
     delayed = np.zeros(len(length), bool)
     delayed[: stages * batches] = placed.delayed_send.ravel()
@@ -40,7 +40,7 @@ def order(placed: PlacedScheme) -> Times:
 
 
 def _lengths(placed: PlacedScheme) -> Times:
-    """How long each job takes: an unsplit I has its W's time, too, and a backward that of the forward it redoes."""
+    """How long each job takes: an unsplit I includes its W, and a backward the forward that it redoes."""
     length = np.empty(placed.compute.shape)
     times = [placed.cost[direction] for direction in DIRECTIONS[len(length)]]
     length[:] = np.array(times, np.float64)[:, None, None]
@@ -63,7 +63,7 @@ def greedy(
     """When each job starts.
 
     caps    by stage, the most microbatches in flight on a worker
-    memory  saved forwards; those that are `redone`, by forward, are saved one after another while their backwards run
+    memory  the most saved forwards on a worker; `redone`, by forward: saved one at a time, while its backward runs
     """
     jobs = len(worker)
     # One number that sorts jobs by n and then by job, so that equal n are settled too.
@@ -84,11 +84,10 @@ def greedy(
 
 
 class _Queues(NamedTuple):
-    """What `_greedy` has of each worker, one behind the other: worker v's heaps begin at base[v].
+    """The queues of all workers, one after another: worker v's heaps begin at base[v].
 
-    Where there are limits, forwards that may start wait by kind, those of a worker, of a stage, and redone or not: of
-    each kind, the one with the smallest n is the first that any limit lets through. Worker v's kinds are
-    first_kind[v] to first_kind[v + 1] - 1, and the heap of kind k begins at kind_base[k].
+    With limits, forwards that may start are held by kind: by worker, by stage, and redone or not. Of each kind, a limit
+    lets the one with the smallest n through first. Worker v's kinds are
     """
 
     limited: bool
@@ -99,20 +98,20 @@ class _Queues(NamedTuple):
     later_size: Numbers
     kind_of: Numbers  # by forward
     first_kind: Numbers
-    stage_of: Numbers  # by kind, as those that follow
-    redone: Numbers  # 1: they are
+    stage_of: Numbers  # by kind, as are the next four
+    redone: Numbers  # 1: redone
     kind_base: Numbers
     held: Numbers  # a heap of forwards, by rank
     held_size: Numbers
     saved: Numbers  # forwards in flight: (workers, 2), those that are kept and those that are redone ...
     in_flight: Numbers  # ... and by stage, (workers, stages)
-    ready: Times  # by job, and behind that of the room that each makes: when it is there
+    ready: Times  # by job, and after all jobs by the room that each makes: when it is there
     free_at: Times
     tree: Times  # leaf by worker: when it can start a job
 
 
 def _queues(graph: JobGraph, worker: Ints, limited: bool, redone: Flags | None) -> _Queues:
-    """Empty queues; `limited`: what jobs make room for has to be noted, too."""
+    """Empty queues; `limited`: they also have room for entries about memory that jobs free."""
     jobs, workers, forwards = len(worker), int(worker.max()) + 1, graph.stages * graph.microbatches
     most = np.bincount(worker, minlength=workers)
     kind = np.zeros(0, np.int64)
@@ -144,7 +143,7 @@ def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delaye
             f"strict n must differ within a worker, but {graph.job_name(a)} and {graph.job_name(b)} "
             f"on worker {worker[a]} both have n = {n[a]}"
         )
-    following, previous = np.full((2, len(worker)), -1)  # on the same worker; -1 where there is none
+    following, previous = np.full((2, len(worker)), -1)  # on the same worker; -1: none
     following[former], previous[latter] = latter, former
     waits, first_after, after = _edges(graph)
     waits[latter] += 1
@@ -161,7 +160,7 @@ def strict(graph: JobGraph, worker: Ints, n: NDArray[Any], length: Times, delaye
 
 
 def _edges(graph: JobGraph) -> tuple[Numbers, Numbers, Numbers]:
-    """How many jobs each job waits for; and the nodes behind node k, after[first[k]:first[k + 1]]."""
+    """How many jobs each job waits for; and the successors of node k, after[first[k] : first[k + 1]]."""
     waits = np.repeat(np.array([len(nodes) for nodes in graph.pred], np.int64), graph.microbatches)
     first = np.cumsum([0, *(len(nodes) for nodes in graph.succ)])
     return waits, first, np.array([node for nodes in graph.succ for node in nodes], np.int64)
@@ -214,10 +213,10 @@ def _greedy(
     worker: Ints, rank: Numbers, by_rank: Numbers, waits: Numbers, first: Numbers, after: Numbers, length: Times,
     stages: int, batches: int, caps: Numbers, memory: int, queues: _Queues, start: Times,
 ) -> None:  # fmt: skip
-    """Fill in when each job starts; what a limit holds back for ever stays -1.
+    """Fill in when each job starts; jobs that a limit holds back for ever keep -1.
 
-    A tree over the workers finds the worker v that can start a job first. A backward that makes room for forwards is an
-    item of its own in `later`, numbered from `jobs` up.
+    A tree over the workers finds the worker v that can start a job first. The room that a backward makes for forwards
+    is an item of its own in `later`, numbered from `jobs` up.
     """
     base, now, later, now_size, later_size = queues.base, queues.now, queues.later, queues.now_size, queues.later_size
     saved, in_flight, ready, free_at, tree = queues.saved, queues.in_flight, queues.ready, queues.free_at, queues.tree
@@ -297,7 +296,7 @@ def _greedy(
 
 @kernel
 def _first_kind(v: int, caps: Numbers, memory: int, queues: _Queues) -> int:
-    """The kind of the forward with the smallest n that worker v's limits let through; -1: none."""
+    """The kind of the forward with the smallest n that worker v's limits let through; -1 if there is none."""
     found = -1
     for kind in range(queues.first_kind[v], queues.first_kind[v + 1]):
         s, redone = queues.stage_of[kind], queues.redone[kind]
@@ -310,9 +309,9 @@ def _first_kind(v: int, caps: Numbers, memory: int, queues: _Queues) -> int:
 
 
 def _cycle(graph: JobGraph, worker: Ints, start: Times, previous: Numbers) -> str:
-    """Jobs that wait for each other, in words, found from a job that never started.
+    """Jobs that wait for one another, in words, found from a job that never started.
 
-    `previous`: by job, the one that its worker must run before it; -1 where there is none.
+    `previous`: by job, the one that its worker must run before it; -1: none.
     """
     job = int(np.flatnonzero(start < 0)[0])
     path: dict[int, int] = {}

@@ -25,18 +25,18 @@ from schedgen.util.errors import UsageError, raised
 class PlacedScheme:
     """A scheme for given sizes, with D directions, S stages and B microbatches.
 
-    `place` makes one of the scheme's stages, and `refine` of that one of the program's stages.
+    `place` makes one with the scheme's stages, and `refine` turns it into one with the program's stages.
     """
 
     scheme: Scheme
     options: Options
     cost: dict[str, float]  # duration of each direction
     workers: int
-    weights: Ints  # (D, S, B): the worker a job has its weights from, of divided weights the owner of part 0
+    weights: Ints  # (D, S, B): the worker a job gets its weights from; of divided weights the owner of part 0
     compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T shards until they are refined
     n: NDArray[Any]  # (D, S, B)
     graph: StageGraph
-    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none is divided
+    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none are divided
     caps: Numbers | None  # by stage, the most microbatches in flight on a worker
     unsplit_backward: Flags  # (S, B): whether I and W are one job after all
     delayed_send: Flags  # (S, B): whether x.s.b leaves only after the worker's next job
@@ -52,13 +52,13 @@ class PlacedScheme:
 
     @property
     def redone(self) -> Flags:
-        """(S, B): whether the forward is redone before the backward, as also where that is on another worker."""
+        """(S, B): whether the forward is redone before the backward, as always if that is on another worker."""
         elsewhere: Flags = self.compute[F] != self.compute[min(B, len(self.compute) - 1)]
         return elsewhere | self.recompute
 
 
 def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
-    """Evaluate the scheme in the order that the options choose; UsageError where a function returns what none may."""
+    """Evaluate the scheme, in the order that the options choose; UsageError if a function returns invalid values."""
     scheme, stages, batches = apply_options(scheme, sizes, options), sizes.stages, sizes.microbatches
     directions = 3 if scheme.split else 2
     limits = caps(scheme, stages)
@@ -87,21 +87,21 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
 
 
 class Placement(NamedTuple):
-    """w on every job."""
+    """w evaluated on every job."""
 
-    weights: Ints  # (D, S, B, T) for T shards; of divided weights, where part 0 is
+    weights: Ints  # (D, S, B, T) for T shards; of divided weights, the owner of part 0
     compute: Ints  # (D, S, B, T)
     workers: int
-    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none is divided
+    part_owners: tuple[tuple[int, ...], ...]  # by stage, the owner of each part of its weights; empty: none are divided
 
 
 def place_jobs(
     scheme: Scheme, stages: int, microbatches: int, directions: int, counts: Sequence[int] = (1,), tensor: int = 1
 ) -> Placement:
-    """w on every job; `counts`: parts of each stage's weights, `tensor`: shards of each stage."""
+    """Evaluate w on every job; `counts`: parts of each stage's weights, `tensor`: shards of each stage."""
     divided, takes_part = max(counts) > 1, fourth_argument(scheme.w) == "k"
     fourth_axis = [tensor] if scheme.by_shard else [max(counts)] if takes_part else []
-    shards = 1 if scheme.by_shard else tensor  # on workers that w names as one
+    shards = 1 if scheme.by_shard else tensor  # shards of what w places as one
     shape = (stages, microbatches, directions, *fourth_axis)
     check_jobs(stages, microbatches, directions * shards * (fourth_axis or [1])[0])
     weights, compute = evaluate("w", scheme.w, shape, values=2)
@@ -141,7 +141,7 @@ def place_jobs(
 
 
 def _part_owners(weights: Ints, counts: Sequence[int], takes_part: bool, workers: int) -> tuple[tuple[int, ...], ...]:
-    """By stage, the owner of each part of its weights; `weights`: (S, B, D), and by part where w takes it."""
+    """By stage, the owner of each part of its weights; `weights`: (S, B, D), and by part if w takes one."""
     owners = []
     for s, count in enumerate(counts):
         if (weights[s] != weights[s, :1, :1]).any():
@@ -154,7 +154,7 @@ def _part_owners(weights: Ints, counts: Sequence[int], takes_part: bool, workers
 
 
 def priorities(scheme: Scheme, stages: int, microbatches: int, directions: int) -> NDArray[Any]:
-    """n on every job, (D, S, B)."""
+    """n evaluated on every job, (D, S, B)."""
     (n,) = evaluate("n", scheme.n, (stages, microbatches, directions), values=1)
     good = np.isfinite(n) if np.issubdtype(n.dtype, np.number) and np.isrealobj(n) else np.zeros(n.shape, bool)
     if not good.all():
@@ -171,7 +171,7 @@ def _marks(function: Function | None, stages: int, microbatches: int) -> Flags:
 
 
 def caps(scheme: Scheme, stages: int) -> Numbers | None:
-    """cap(s) of every stage; None where the scheme has none."""
+    """cap(s) of every stage; None if the scheme has no cap."""
     if scheme.cap is None:
         return None
     values = []

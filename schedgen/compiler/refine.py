@@ -1,7 +1,7 @@
-"""Refine: a placed scheme of the scheme's stages becomes one of the program's: P parts a stage, T shards a part.
+"""Refine: a scheme placed by its own stages becomes one of the program's: P parts a stage, T shards a part.
 
-Part p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. What follows,
-ordering and lowering, knows only stages of the program.
+Part p of stage s is stage m = s P + p of the model, and shard t of that is stage m T + t of the program. Later steps,
+ordering and lowering, only know stages of the program.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from schedgen.util.errors import UsageError
 
 
 def refine(placed: PlacedScheme) -> PlacedScheme:
-    """The placed scheme of the program's stages; UsageError where its shards or ties do not fit."""
+    """The placed scheme with the program's stages; UsageError if its shards or ties do not fit."""
     return _shards(_parts(placed))
 
 
 def _parts(placed: PlacedScheme) -> PlacedScheme:
-    """That of the model's stages. Parts of a stage run on its worker, one directly behind the other."""
+    """The placed scheme with the model's stages. A stage's parts run on its worker, one directly after another."""
     P, stages, options = placed.options.parts, placed.graph.stages, placed.options
     n, part = placed.n, np.tile(np.arange(P), stages)[:, None]
     if P > 1:
@@ -60,7 +60,7 @@ def _redone(named: Collection[Redone], stages: int, microbatches: int) -> Flags:
 
 
 def _shards(placed: PlacedScheme) -> PlacedScheme:
-    """That of the program's stages. The shards of a split stage are tied: they share what is not cut."""
+    """The placed scheme with the program's stages. Shards of a split stage are tied: they share what is not cut."""
     T, stages = placed.options.tensor, placed.graph.stages
     split = ~np.isin(np.arange(stages), [*placed.options.replicated_stages, stages - 1]) & (T > 1)
     for stage in placed.graph.per_consumer:
@@ -93,13 +93,13 @@ def _shards(placed: PlacedScheme) -> PlacedScheme:
 
 
 def _by_shard(workers: Ints) -> Ints:
-    """Workers (D, S, B, T) of the model's stages as those of the program's, (D, S T, B)."""
+    """Workers (D, S, B, T) by stage of the model as workers (D, S T, B) by stage of the program."""
     directions, stages, microbatches, T = workers.shape
     return np.ascontiguousarray(np.moveaxis(workers, 3, 2).reshape(directions, stages * T, microbatches))
 
 
 def _distinct(ties: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The ties in the order of the file; a tie that was given twice is one."""
+    """The ties in the order of the file; a tie that was given twice counts once."""
     distinct = tuple(sorted(set(ties)))
     for stage, count in Counter(stage for tie in distinct for stage in tie).items():
         if count > MOST_TIES:

@@ -2,7 +2,7 @@
 
 Jobs come from `emit_jobs`. Then the passes insert into the global order of time, a SEND and its RECV always together,
 so that executing that order one instruction after another works even if every SEND blocks until it is matched; moving
-a RECV or a FETCH_W forwards (`prefetch`) keeps that true. Last, `free` works on the lists of the ranks.
+a RECV or a FETCH_W to an earlier place (`prefetch`) keeps that true. `free` comes last, on the lists of the ranks.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ PIPELINE = (
     optimizer_step,
     prefetch,
 )
-FORWARDS = (weight_fetch, shard_allreduce, send_recv, prefetch)  # of forwards alone
-WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; they stay at home
+FORWARDS = (weight_fetch, shard_allreduce, send_recv, prefetch)  # for forwards alone
+WITH_VERSIONS = (weight_versions, send_recv, prefetch)  # where weights change without a flush; they do not travel

@@ -1,7 +1,7 @@
 """Jobs: one FWD and one BWD (or BWD_I and BWD_W, or none) for every stage and microbatch, in time order.
 
-Where the forward keeps nothing, it is redone before the backward: RECOMPUTE. So it is where the backward runs on
-another worker than the forward, which has what was saved.
+A forward that keeps nothing is redone before its backward: RECOMPUTE. So is one whose backward runs on another worker,
+which has nothing saved.
 """
 
 from __future__ import annotations

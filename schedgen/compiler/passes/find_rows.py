@@ -1,4 +1,4 @@
-"""Rows of a program in global order that passes look for: of jobs, of a rank's neighbouring jobs, of ends of jobs."""
+"""Rows that passes look for in a program in global order: jobs, jobs next to a row on a rank, the ends of jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schedgen.util.jit import kernel
 
 
 def job_rows(program: Program, *ops: Op) -> Numbers:
-    """The row of each job (s, b) under one of `ops`, shape (S, B); -1 where there is none."""
+    """The row of each job (s, b) under one of `ops`, shape (S, B); -1 if there is none."""
     header = program.header
     by_job = np.full((header.stages, header.microbatches), -1, np.int64)
     jobs = program.rows_of(*ops)
@@ -19,14 +19,14 @@ def job_rows(program: Program, *ops: Op) -> Numbers:
 
 
 def serving_owner(program: Program, rank: int, stage: int) -> int:
-    """The owner that serves `rank`, which computes a stage it does not own: the one its first job names."""
+    """The owner that serves `rank`, which computes a stage it does not own: the one that its first job names."""
     header = program.header
     d, b = np.argwhere(header.compute[:, stage] == rank)[0]
     return int(header.weights[d, stage, b])
 
 
 def rows_at_end(program: Program, backward: Numbers) -> Numbers:
-    """The last row that happens before each of these backwards (BWD or BWD_W) has ended."""
+    """The last row that comes before the end of each of these backwards (BWD or BWD_W)."""
     assert program.time is not None
     cost = program.header.cost
     last_job = cost.get("W", cost.get("B", 0))
@@ -44,7 +44,7 @@ def earlier_compute(program: Program, row: Numbers, count: int) -> Numbers:
 
 @kernel
 def _earlier_compute(rank: Ints, is_compute: Flags, row: Numbers, count: int, workers: int) -> Numbers:
-    """`row`: ascending. One walk through the program, with the last `count` compute rows of each rank at hand."""
+    """`row` ascends. One walk through the program, keeping the last `count` compute rows of each rank."""
     latest, met = np.zeros((workers, count), np.int64), np.zeros(workers, np.int64)
     earlier, at = row.copy(), 0
     for k in range(len(row)):
@@ -61,7 +61,7 @@ def _earlier_compute(rank: Ints, is_compute: Flags, row: Numbers, count: int, wo
 
 
 def next_compute(program: Program, row: Numbers, rank: Ints | None = None) -> Numbers:
-    """The next compute row behind a row on its rank (or on `rank`); the program's last row if there is none."""
+    """The next compute row after a row on its rank (or on `rank`); the program's last row if there is none."""
     rank = program.rows.rank[row] if rank is None else rank
     compute, length = program.rows_of(*COMPUTE), len(program) + 1
     keys = np.sort(program.rows.rank[compute].astype(np.int64) * length + compute)

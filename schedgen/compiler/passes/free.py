@@ -1,9 +1,9 @@
-"""FREE behind the last use of every x, g and dw; weight_fetch and weight_versions free weights where they put them.
+"""FREE after the last use of every x, g and dw; weight_fetch and weight_versions free weights themselves.
 
-Where the last use is a SEND, the FREE, which waits for it, stands behind the second compute instruction that follows on
+Where the last use is a SEND, the FREE, which waits for it, comes after the second compute instruction that follows on
 the rank, or at the end of its list: the message has that long to leave. MPI may deliver it only when the receiver's job
-ends, and that may last longer than the sender's next one. Ranks do not matter to one another here, so this pass works
-on the projected program.
+ends, which may take longer than the sender's next one. Ranks are independent of one another here, so this pass works on
+the projected program.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FREED = (Buffer.X, Buffer.G, Buffer.DW)
 
 
 def free(program: Program) -> Program:
-    """Insert the FREEs. Where weights have versions, every dw has been freed with its STEP."""
+    """Insert the FREEs. Where weights have versions, every dw is freed at its STEP already."""
     header, table = program.header, program.rows
     kinds = [buffer for buffer in FREED if buffer != Buffer.DW or header.has_flush]
     done = accesses(program, kinds)
-    # Every x and g begins once on a rank, and every dw is sent or stepped with in the end.
+    # Every x and g begins once on a rank, and every dw is finally sent or stepped with.
     begins = (done.effect == Effect.DEFINE) | (done.effect == Effect.RECEIVE)
     most = int((begins | (done.buffer == Buffer.DW) & (done.effect != Effect.ADD)).sum())
     places = slots(np.where(np.isin(np.arange(len(Buffer)), kinds), numbers_in_all(header), 0))
@@ -33,7 +33,7 @@ def free(program: Program) -> Program:
         table.rank, program.is_one_of(*COMPUTE), *done, places, np.zeros((places.total, 2), np.int32),
         np.empty(len(program), np.int32), buffer, number, after,
     )  # fmt: skip
-    del done, begins  # a third of the memory at hand
+    del done, begins  # a third of the memory in use
     order = np.argsort(after[:count], kind="stable")
     buffer, number, after = buffer[order], number[order], after[order]
     stage, mb, via = operands(header, buffer, number)
@@ -49,10 +49,10 @@ def _last_uses(
     rank: Ints, is_compute: Flags, of_row: Ints, effect: Small, kind: Small, number: Ints, places: Slots,
     first_use: Ints, next_compute: Ints, buffer: Small, named: Ints, after: Ints,
 ) -> int:  # fmt: skip
-    """Fill the last three, what is freed behind which row, rank by rank in the order of first uses; how many they are.
+    """Fill the last three: what is freed after which row, rank by rank in the order of first uses; return how many.
 
-    `first_use`, zeros, by slot: a rank + 1, and the place among the last three of what that rank has there.
-    `next_compute` becomes the row of the next job behind each row, or else the rank's last row.
+    `first_use`, zeros, by slot: a rank + 1, and the index in the last three of what that rank has in the slot.
+    `next_compute` becomes the row of the next job after each row, or else the rank's last row.
     """
     length, count = len(rank), 0
     for row in range(length - 1, -1, -1):

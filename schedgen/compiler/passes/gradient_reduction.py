@@ -1,13 +1,13 @@
 """Reduction: every owner of a stage gets the sum of its weight gradients, in a fixed order.
 
 A worker that does not own the stage sends dw.s once, when its last backward of the stage is done and the sums that it
-passes on have come in. Workers that send to one owner form a tree with at most `fan_out` branches at each; those that
-are done first are furthest from the owner. Who receives adds in order of arrival: each sum behind the next receive, the
-last one behind the receiver's next job, so that the transfer overlaps other work. Several owners then sum up among
-themselves: one ALLREDUCE, as soon as the last of them has its part.
+passes on have come in. The workers that send to one owner form a tree with at most `fan_out` branches at each node;
+those that are done first are furthest from the owner. A receiver adds sums in order of arrival, each after the next
+receive; an owner adds the last one after its next job, so that the transfer overlaps other work. Several owners then
+sum up among themselves: one ALLREDUCE, as soon as the last of them has its part.
 
-Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends first to
-its nearest neighbours upwards.
+Each part of divided weights has an owner, and a tree, of its own. K parts count as one sum, and a worker sends to its
+nearest neighbours upwards first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, rows
 
-# An instruction to be inserted: op, rank, stage, part, peer, the row behind which it stands, and its place among others
-# there where weights are divided, by depth and then distance.
+# An instruction to be inserted: op, rank, stage, part, peer, the row after which it is inserted, and where weights are
+# divided its order there: by depth and then by distance.
 Fields = tuple[Op, int, int, int, int, int, int, int]
 
 
@@ -29,11 +29,11 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     header, table, shards = program.header, program.rows, program.header.weight_shards
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
-    final[table.stage[backwards], table.rank[backwards]] = backwards  # they ascend: the last stays
+    final[table.stage[backwards], table.rank[backwards]] = backwards  # they ascend: the last one stays
     ends = np.where(final < 0, -1, rows_at_end(program, final))
     new: list[Fields] = []
-    last_adds: list[int] = []  # owners' last ADDs, which stand behind a job still to be found
-    sums: list[tuple[int, int, slice]] = []  # ALLREDUCEs, the row behind which owners' own are there, and last ADDs
+    last_adds: list[int] = []  # owners' last ADDs, whose place, after a job, is still to be found
+    sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
     for stage, owners in enumerate(header.owners):
         first_add, parts, own_ends = len(last_adds), shards.parts(stage), ends[stage].tolist()
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
@@ -54,7 +54,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
                 new.append((Op.ALLREDUCE, owner, stage, -1, header.group_numbers[owners], -1, 0, 0))
     op, rank_, stage_, part_, peer, after, depth, distance = np.array(new, np.int64).reshape(-1, 8).T
     last = np.array(last_adds, np.int64)
-    # An owner has time, but a worker that passes a sum on has not.
+    # An owner has time for a job first; a worker that passes a sum on has not.
     after[last] = next_compute(program, after[last], rank_[last].astype(np.int32))
     for index, own, adds in sums:
         after[index] = max(own, after[last[adds]].max(initial=-1))
@@ -68,16 +68,16 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
 def _gather(
     new: list[Fields], stage: int, part: int, owner: int, ranks: list[int], ends: list[int], fan_out: int
 ) -> None:
-    """Sums of `ranks` to `owner` through a tree; ends[rank]: the row behind which the rank's own gradient is there.
+    """Sums of `ranks` to `owner` through a tree; ends[rank]: the row after which the rank's own gradient is complete.
 
-    The last of them is the owner's last ADD.
+    The last instruction is the owner's last ADD.
 
-    Behind one row senders far from the owner come first, so that sums are complete when they are passed on, and
-    among those at one distance the nearest neighbours.
+    After one row, senders far from the owner come first, so that sums are complete when they are passed on, and
+    among senders at one distance the nearest neighbours.
     """
-    # A heap: the branches of place i are fan_out * i + 1 and those behind it.
+    # As in a heap, the branches of node i are fan_out * i + 1 and the following ones.
     tree = [owner, *sorted(ranks, key=lambda rank: (-ends[rank], rank))]
-    ready = [ends[rank] for rank in tree]  # behind which row each sum is complete
+    ready = [ends[rank] for rank in tree]  # the row after which each sum is complete
     depth = [0] * len(tree)  # negative: the deeper, the earlier
     for i in range(1, len(tree)):
         depth[i] = depth[(i - 1) // fan_out] - 1

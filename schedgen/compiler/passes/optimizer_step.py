@@ -1,7 +1,7 @@
 """The end of the step: NORM on every rank, then STEP for every stage, or part of one, on every owner.
 
-Clipping divides by the norm of the whole gradient, to which every stage's contributes: no rank steps before all have
-theirs.
+Clipping divides by the norm of the whole gradient, to which every stage contributes: no rank steps before all have
+entered NORM.
 """
 
 from __future__ import annotations

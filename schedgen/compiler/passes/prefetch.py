@@ -1,7 +1,7 @@
-"""Prefetch: every RECV moves `prefetch` jobs forwards, so that it is posted before the message leaves.
+"""Prefetch: every RECV moves to `prefetch` jobs earlier, so that it is posted before the message leaves.
 
-All RECVs of a rank move by the same number of its jobs, so they stay in order. Weight fetches stand early enough
-already: `weight_fetch` puts them as early as its slots allow.
+All RECVs of a rank move by the same number of its jobs, so they stay in order. Weight fetches are early enough
+already: `weight_fetch` places them as early as its slots allow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from schedgen.ir.program import Program
 
 
 def prefetch(program: Program, placed: PlacedScheme) -> Program:
-    """The program with its RECVs earlier, each directly before the compute instruction that many jobs back."""
+    """The program with every RECV directly before the compute instruction that many jobs back."""
     if not placed.options.prefetch:
         return program
     receives = program.rows_of(Op.RECV)

@@ -1,8 +1,8 @@
 """Transfers: activations travel forwards and gradients backwards along the edges of the stage graph.
 
-x.p.b goes once to every other worker that computes a consumer of stage p, behind its FWD; where outputs are per
-consumer, x.p.b.c goes to that of consumer c. g.p.b goes from the worker of the consumer's backward to the worker of
-p's, behind that backward. SEND and RECV are inserted side by side.
+x.p.b goes once to every other worker that computes a consumer of stage p, after its FWD; where outputs are per
+consumer, x.p.b.c goes to the worker of consumer c. g.p.b goes from the worker of the consumer's backward to that of
+p's, after the consumer's backward. SEND and RECV are inserted side by side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
 def send_recv(program: Program, placed: PlacedScheme) -> Program:
-    """The program with a SEND and a RECV for every activation and gradient that changes its worker."""
+    """The program with a SEND and a RECV for every activation and gradient that goes to another worker."""
     activations, after_forward = _activations(program, placed.delayed_send)
     if program.header.is_forward:
         return program.insert(activations, after=after_forward)
@@ -47,7 +47,7 @@ def _activations(program: Program, delayed_send: Flags) -> tuple[Rows, Numbers]:
 
 def _receivers(header: Header, output: tuple[int, int], readers: list[int]) -> Ints:
     """(microbatch, worker) of all messages of one output of a stage, in this order; shape (2, messages)."""
-    # Of the readers' forwards, and of their backwards if there are any: by microbatch, ascending.
+    # Of the readers' forwards and, if there are any, backwards: workers by microbatch, ascending.
     places = np.sort(header.compute[: B + 1, readers].reshape(-1, header.microbatches), axis=0)
     far = places != header.compute[F, output[0]]
     far[1:] &= places[1:] != places[:-1]  # once to each

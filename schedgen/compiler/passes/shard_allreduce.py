@@ -1,7 +1,7 @@
 """Sums over shards: what the shards of a split stage give is added up before anything else is done with it.
 
-Each of the T workers enters the ALLREDUCE of x.s.b behind its FWD of a shard s, and of g.p.b behind its BWD or BWD_I
-for every producer p. All T stand behind the last of the T jobs, so that the global order stays executable.
+Each of the T workers enters the ALLREDUCE of x.s.b after its FWD of a shard s, and of g.p.b after its BWD or BWD_I
+for every producer p. All T come after the last of the T jobs, so that the global order stays executable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from schedgen.ir.program import Program, Rows, concatenate, rows
 
 
 def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
-    """The program with the ALLREDUCEs over shards, in front of the transfers."""
+    """The program with the ALLREDUCEs over shards, which come before the transfers."""
     header = program.header
     split, graph = header.tensor_parallel.split, header.graph
     if not split.any():
@@ -32,7 +32,7 @@ def shard_allreduce(program: Program, _: PlacedScheme) -> Program:
 
 
 def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: Ints, consumer: Ints) -> Numbers:
-    """The rows behind which x or g of these names are complete: of their jobs, or the last ALLREDUCE over shards."""
+    """The rows after which these x or g are complete: those of their jobs, or of the last ALLREDUCE over shards."""
     header, table = program.header, program.rows
     sums = program.rows_of(Op.ALLREDUCE)
     sums = sums[table.kind[sums] == kind]
@@ -52,13 +52,13 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
 
 
 def _sums(program: Program, kind: Kind, d: int, buffers: Numbers, job: Numbers) -> tuple[Rows, Numbers]:
-    """The ALLREDUCEs of what jobs of direction d give, and the rows behind which they stand.
+    """The ALLREDUCEs of what jobs of direction d give, and the rows after which they are inserted.
 
     `buffers`: the stage that gives each, and its name's stage and consumer, shape (3, n); `job`: the row of each job,
-    (S, B). The T members of a sum stand one behind the other.
+    (S, B). The T members of a sum are adjacent.
     """
     header, T = program.header, program.header.tensor_parallel.degree
-    # Shards of one sum side by side: n is T times the sums of a microbatch.
+    # Shards of one sum side by side: n is T times the number of sums of a microbatch.
     order = np.lexsort((buffers[0] % T, buffers[1] // T, buffers[0] // T))
     giver, stage, consumer = (column[order].reshape(-1, 1, T) for column in buffers)
     mb = np.arange(header.microbatches)[None, :, None]

@@ -1,7 +1,7 @@
 """Ties: stages that share parameters get the sum of their gradients, so that their copies stay the same.
 
 Every owner of a stage of tie k enters one ALLREDUCE of t.k, as soon as the weight gradients of all these stages, and
-of the ties before, are summed up.
+of those of earlier ties, are summed up.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from schedgen.ir.program import Program, rows
 
 
 def tied_gradients(program: Program, _: PlacedScheme) -> Program:
-    """The program with the ALLREDUCEs of all ties, behind the reduction of weight gradients."""
+    """The program with the ALLREDUCEs of all ties, after the reduction of weight gradients."""
     header, table = program.header, program.rows
     if not header.tied:
         return program
-    complete = np.full(header.stages, -1, np.int64)  # by stage, the row behind which all owners have its gradient
+    complete = np.full(header.stages, -1, np.int64)  # by stage, the row after which all owners have its gradient
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     np.maximum.at(complete, table.stage[backwards], rows_at_end(program, backwards))
     sums = np.flatnonzero(program.is_one_of(Op.ADD, Op.ALLREDUCE) & (table.kind == Kind.DW))

@@ -3,10 +3,10 @@
 Of divided weights it fetches the parts that it does not own, those of its nearest neighbours upwards first, so that
 workers that begin together ask different ones. K parts count as one fetch.
 
-1. At most `weight_slots` foreign copies are held at a time. The future is known, so the copy that is needed furthest
-   ahead goes first, which gives the fewest fetches possible [Belady, "A study of replacement algorithms", 1966].
-2. A fetch stands `prefetch` jobs before the one that needs the copy, or before the job its server is busy with then:
-   there the server can still send it in time. It never stands before its slot is empty.
+1. At most `weight_slots` foreign copies are held at a time. The future is known, so the copy whose next use is furthest
+   away is dropped, which gives the fewest fetches possible [Belady, "A study of replacement algorithms", 1966].
+2. A fetch comes `prefetch` jobs before the one that needs the copy or, if its server is busy at that time, before the
+   server's job, so that the server can still send in time. It never comes before its slot is empty.
 3. The owner and every copy serve at most `fan_out` fetches at a time. A later one asks a copy, so that the copies form
    a tree.
 """
@@ -37,7 +37,7 @@ class Copy(NamedTuple):
     job: int  # the first job that needs it
     rank: int
     stage: int
-    room: int  # its slot is empty behind this row
+    room: int  # its slot is empty after this row
     wanted: int  # the job before which it should be on its way
     end: int  # its last use
 
@@ -47,7 +47,7 @@ class Server:
     """A copy on a worker that may serve others."""
 
     rank: int
-    begin: int  # it is there behind this row ...
+    begin: int  # it is there after this row ...
     end: int  # ... and up to this
     depth: int  # copies between it and the owner
     served: int = 0  # copies it has sent out
@@ -55,22 +55,22 @@ class Server:
 
 @dataclass
 class Servers:
-    """The copies of one part of one stage that have not ended, by their number."""
+    """The live copies of one part of one stage that come from one owner."""
 
     count: int = 0  # how many there have ever been
     direct: int = 0  # of those alive, how many the owner has sent
-    able: dict[int, Server] = field(default_factory=dict)  # those that may serve more, the oldest first
+    able: dict[int, Server] = field(default_factory=dict)  # by number, those that may serve more, the oldest first
     ends: list[tuple[int, int, bool]] = field(default_factory=list)  # heap: last row, number, whether from the owner
 
     def add(self, copy: Server) -> None:
-        """A copy that has just been fetched."""
+        """Add a copy that has just been fetched."""
         self.able[self.count] = copy
         heappush(self.ends, (copy.end, self.count, copy.depth == 0))
         self.direct += copy.depth == 0
         self.count += 1
 
     def forget(self, row: int) -> None:
-        """Drop the copies that end before or behind this row."""
+        """Drop the copies whose last use is at or before this row."""
         while self.ends and self.ends[0][0] <= row:
             _, number, direct = heappop(self.ends)
             self.able.pop(number, None)
@@ -94,13 +94,13 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
     if not copies:
         return program
     sources = {(copy.rank, copy.stage): _sources(program, copy.rank, copy.stage) for copy in copies}
-    # What is freed behind a row makes room for what is fetched there.
+    # What is freed after a row makes room for what is fetched there.
     freed = [(copy.rank, copy.stage, part, copy.end) for copy in copies for part, _ in sources[copy.rank, copy.stage]]
     rank_, stage_, part_, end = _columns(freed, 4)
     frees = rows(Op.FREE, rank_, kind=Kind.W, stage=stage_, part=part_)
     fetches = _fetches(program, copies, sources, jobs, options.fan_out)
     rank_, stage_, part_, server, after, depth = _columns(fetches, 6)
-    if header.part_owners:  # behind one row: copies from an owner, the nearest first, and then relayed ones
+    if header.part_owners:  # after one row: copies from an owner, the nearest first, and then relayed ones
         order = np.lexsort(((server - rank_) % header.workers, depth, after))
         rank_, stage_, part_, server, after = (column[order] for column in (rank_, stage_, part_, server, after))
     ends, others = (np.stack(pair, axis=1).ravel() for pair in ((server, rank_), (rank_, server)))
@@ -116,7 +116,7 @@ def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:
 
 
 def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
-    """(part, owner) of the parts of a stage that `rank` fetches, in the order in which it does."""
+    """(part, owner) of the parts of a stage that `rank` fetches, in the order of its fetches."""
     header = program.header
     if not header.is_divided(stage):
         return [(-1, serving_owner(program, rank, stage))]
@@ -125,15 +125,15 @@ def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
 
 
 def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, options: Options) -> list[Copy]:
-    """The copies that `rank` fetches; `jobs`: its jobs, `foreign`: those of them whose stage it does not own."""
+    """The copies that `rank` fetches; `jobs`: its jobs, `foreign`: the jobs whose stage it does not own."""
     uses = program.rows.stage[foreign].tolist()
     next_use = _next_uses(uses)
     places = np.searchsorted(jobs, foreign)
     wanted = jobs[np.maximum(places - options.prefetch, 0)].tolist()
-    begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row behind which there is room
+    begun: dict[int, tuple[int, int]] = {}  # by held stage: index of its first use, row after which there is room
     last: dict[int, int] = {}  # by held stage: index of its last use so far
-    empty = [-1] * min(options.weight_slots, len(set(uses)))  # rows behind which the free slots are empty
-    left: dict[int, int] = {}  # stage -> row behind which its last copy went
+    empty = [-1] * min(options.weight_slots, len(set(uses)))  # rows after which the free slots are empty
+    left: dict[int, int] = {}  # stage -> row after which its last copy was dropped
     copies: list[Copy] = []
 
     def drop(stage: int) -> None:
@@ -157,9 +157,9 @@ def _fetches(
     program: Program, copies: list[Copy], sources: dict[tuple[int, int], list[tuple[int, int]]],
     jobs: list[Numbers], fan_out: int,
 ) -> list[tuple[int, ...]]:  # fmt: skip
-    """(rank and stage of a copy, part, who sends that part, behind which row, copies it has gone through).
+    """(rank and stage of a copy, part, who sends that part, after which row, copies it has gone through).
 
-    The owner sends, or else the oldest copy that can in time. `jobs`: by rank.
+    The owner sends or, if it serves enough already, the oldest copy that can send in time. `jobs`: by rank.
     """
     time = program.time
     assert time is not None
@@ -175,10 +175,10 @@ def _fetches(
         most = fan_out * parts[copy.stage]
         then = float(time[copy.wanted])
         first = int(np.searchsorted(time, then))
-        relays: dict[int, int] = {}  # by rank: behind which row it can send
+        relays: dict[int, int] = {}  # by rank: the row after which it can send
 
         def send_row(server: int) -> int:
-            """Behind which row `server` can send the copy in time."""
+            """The row after which `server` can send the copy in time."""
             before = bisect_left(begins[server], then)
             busy = before and ends[server][before - 1] > then
             return max((job_rows[server][before - 1] if busy else first) - 1, copy.room)

@@ -1,10 +1,10 @@
-"""Updates without a flush: the gradients of a few microbatches change the weights as soon as they are there.
+"""Updates without a flush: the gradients of a few microbatches change the weights as soon as they are complete.
 
-Behind the backward of a microbatch stands STEP, which makes the next version of the stage's weights [PipeDream, section
-3.3]. A stage with m owners takes m microbatches, one for each of them, to an update (a round); with two buffers the
-scheme says m. Each owner enters ALLREDUCE behind its own backwards and steps when the last of them is done, but before
-its next backward of the stage. A version that jobs behind its STEP still use is freed behind the last of them; all
-others end with the STEP.
+The backward of a microbatch is followed by STEP, which makes the next version of the stage's weights [PipeDream,
+section 3.3]. A stage with m owners takes m microbatches, one for each owner, to an update (a round); with two buffers
+the scheme gives m. Each owner enters ALLREDUCE after its own backwards and steps when the last owner is done, but
+before its next backward of the stage. A version that jobs after the next STEP still use is freed after the last of
+them; any other ends with that STEP.
 
 In the order of time nothing here waits for anything later, so that the order stays executable.
 """
@@ -28,10 +28,10 @@ Fields = tuple[int, int, int, int, int, int]  # op, rank, kind, stage, peer, aft
 
 
 class Updates(NamedTuple):
-    """Those of one owner of a stage, by round."""
+    """The updates of one owner of a stage, by round."""
 
-    sums: Numbers  # behind which row it enters the sum
-    steps: Numbers  # behind which row it steps
+    sums: Numbers  # the row after which it enters the sum
+    steps: Numbers  # the row after which it steps
 
 
 def weight_versions(program: Program, _: PlacedScheme) -> Program:
@@ -69,7 +69,7 @@ def weight_versions(program: Program, _: PlacedScheme) -> Program:
 
 
 def check_placement(header: Header) -> None:
-    """UsageError where a schedule cannot have versions of weights."""
+    """UsageError if a schedule cannot have versions of weights."""
     if (header.weights != header.compute).any() or (header.compute[F] != header.compute[B]).any():
         raise UsageError(
             f"--updates {header.weight_versions.updates}: w must put a job's weights where it is computed, "
@@ -81,13 +81,13 @@ def check_placement(header: Header) -> None:
 
 
 def _with_versions(program: Program, version: Numbers) -> Program:
-    """The program whose jobs use these versions, (S, B)."""
-    table = program.rows  # of compute instructions, as yet
+    """The program with these versions, (S, B), in its jobs."""
+    table = program.rows  # only compute instructions so far
     return Program(program.header, table._replace(peer=version[table.stage, table.mb].astype(np.int32)), program.time)
 
 
 def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> dict[tuple[int, int], list[int]]:
-    """By rank and stage that it owns, the last row that uses each version; -1 where none does."""
+    """By rank and stage that it owns, the last row that uses each version; -1: none."""
     header, table = program.header, program.rows
     begin, count = np.full((header.workers, header.stages), -1, np.int64), 0
     for (rank, stage), owned in updates.items():
@@ -99,7 +99,7 @@ def _last_uses(program: Program, updates: Mapping[tuple[int, int], Updates]) -> 
 
 
 def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Numbers) -> Updates:
-    """`backward`, `ended`: by microbatch, the row of its backward, and the one behind which that has ended."""
+    """`backward`, `ended`: by microbatch, the row of its backward, and the row after which that has ended."""
     size = header.weight_versions.round(stage)
     count = -(-header.microbatches // size)
     own = header.compute[B, stage] == rank
@@ -113,7 +113,7 @@ def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Nu
     next_first = np.minimum.accumulate(np.append(first[1:], first.dtype.type(2**62))[::-1])[::-1]
     sums = np.where(last < 0, complete, last)
     steps = np.maximum.accumulate(np.minimum(np.maximum(complete, sums), next_first - 1))
-    sums = np.clip(sums, np.append(-1, steps[:-1]), steps)  # behind the step before
+    sums = np.clip(sums, np.append(-1, steps[:-1]), steps)  # after the previous step
     if (last > steps).any():
         k = int(np.argmax(last > steps))
         raise UsageError(
@@ -124,7 +124,7 @@ def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Nu
 
 
 def _entered(header: Header, newest: Numbers) -> Numbers:
-    """The versions of vertical sync: of each stage the newest that has no microbatch which the first has not.
+    """The versions used with vertical sync: at each stage the newest with no microbatch that the first stage's lacks.
 
     `newest`: the newest version when each forward starts, (S, B). Of several stages that read the input, the one
     furthest behind counts.
@@ -142,7 +142,7 @@ def _entered(header: Header, newest: Numbers) -> Numbers:
 
 
 def _delayed(header: Header, newest: Numbers) -> Numbers:
-    """The versions with two buffers: of all stages the one that the update before the last has made, (S, B).
+    """The versions used with two buffers: at all stages the one that the update before the last made, (S, B).
 
     `newest`: the newest version when each forward starts, (S, B).
     """
