@@ -20,15 +20,15 @@ class BufferSizes(NamedTuple):
 
     activation: Numbers  # x.s.b and g.s.b
     weight: Numbers  # a copy of w.s with all its parts, and dw.s
-    partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, as is a part of it
+    partial: Numbers  # a received dw.s; where weights are divided, a multiple of w.s, and each part is so of its part
     saved: Numbers  # what a forward keeps for its backward
-    half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 where it gives up part of `saved`
+    half: Numbers  # what BWD_I keeps in addition until BWD_W; below 0 if it gives up part of `saved`
     workspace: Mapping[str, Numbers]  # by direction, F, B, I or W: what a job takes only while it runs; left out: 0
     owned: Numbers  # what an owner holds for the stage throughout: weights and optimizer state
     edge_activation: Numbers | None = None  # by edge, x.s.b.c of a stage with outputs per consumer; None: as x.s.b
 
     def outputs(self, header: Header) -> Numbers:
-        """Bytes of x and g by stage and, behind these, by edge, shape (S + E,): see `StageGraph.size_columns`."""
+        """Bytes of x and g by stage and then by edge, shape (S + E,): see `StageGraph.size_columns`."""
         producers = np.array(header.graph.edges, np.int64).reshape(-1, 2)[:, 0]
         by_edge = self.activation[producers]
         if self.edge_activation is not None:
@@ -36,7 +36,7 @@ class BufferSizes(NamedTuple):
         return np.concatenate([self.activation, by_edge])
 
     def by_kind(self, header: Header) -> Numbers:
-        """Bytes by kind of `Memory` (rows); columns as in `outputs`, for weights and their gradients by unit."""
+        """Bytes by kind of `Memory` (rows); columns are as in `outputs`, but units for weights and their gradients."""
         x, (w, partial) = self.outputs(header), self.by_unit(header)
         amounts = (x, x, w, w, partial, self.saved, self.half)
         sizes = np.zeros((len(amounts), max(map(len, amounts))), np.int64)
@@ -56,9 +56,9 @@ class BufferSizes(NamedTuple):
 def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
     """The machine's amounts for so many stages and edges.
 
-    A workspace by direction that has I or W but no B has the larger of them for B; one that has
-    B but no I or no W has B's for that. Owned weights come without optimizer state unless the machine says more.
-    UsageError where an amount is no number of 64 bits.
+    If workspace is given by direction, B defaults to the larger of I and W, and I and W default to B. Unless `owned` is
+    given, it is the weights without optimizer state.
+    UsageError if an amount does not fit into 64 bits.
     """
 
     def count(amount: Amount) -> Numbers:
@@ -86,7 +86,7 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 
 
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
-    """Bytes of what the given SEND, RECV and FETCH_W rows name; of a received dw those of its partial."""
+    """Bytes of what the given SEND, RECV and FETCH_W rows name; for a received dw those of its partial."""
     header, table = program.header, program.rows.take(rows)
     column = header.weight_shards.first_unit[table.stage] + np.maximum(table.via, 0)
     exchanged = np.isin(table.kind, EXCHANGED)
@@ -100,7 +100,7 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
     """By row: the bytes that an ALLREDUCE sums; 0 for other rows.
 
     How much tied stages share is not known here: a tie counts as all weights of the smallest of its stages, the most
-    it can be. Shards of one stage share next to nothing, and count as that.
+    that it can be. Shards of one stage share next to nothing, and count as sharing nothing.
     """
     table, header = program.rows, program.header
     tied = [

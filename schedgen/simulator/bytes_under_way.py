@@ -1,7 +1,7 @@
-"""Bytes under way: what a rank's list has started to move, and has not waited for, while an instruction runs.
+"""Bytes under way: what a rank has started to move, and has not yet waited for, while an instruction runs.
 
-In: one rank's rows, and the bytes of its buffers. Out: bytes by row. A receive and a sum are under way until the next
-instruction that touches what they fill, a SEND until one that changes or ends what it reads.
+In: one rank's rows, and the bytes of its buffers. Out: bytes by row. A receive or a sum is under way until the next
+instruction that touches the buffer it fills, a SEND until one that changes or ends the buffer it reads.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_b
 def bytes_under_way(program: Program, sizes: BufferSizes) -> Numbers:
     """By row of a rank's list, shape (rows,): the bytes of messages and of sums of gradients that are under way."""
     touched, rows = analyse(program).accesses, program.rows
-    in_order = np.lexsort((touched.number, touched.buffer))  # by buffer, each one's accesses in the order of the list
+    in_order = np.lexsort((touched.number, touched.buffer))  # by buffer, and then in the order of the list
     row, effect, place = touched.row[in_order], touched.effect[in_order], np.arange(len(in_order))
     name = np.stack([touched.buffer, touched.number])[:, in_order]
 
     def until(waits: np.ndarray) -> Numbers:
-        """By access: the row of the next of these accesses to its buffer, or behind the last row."""
+        """By access: the row of the buffer's next access for which `waits` holds, or the number of rows if none."""
         at = np.append(np.where(waits, place, len(place)), len(place))
         following = np.minimum.accumulate(at[::-1])[::-1][1:]
         same = (following < len(place)) & (name[:, np.minimum(following, len(place) - 1)] == name).all(axis=0)

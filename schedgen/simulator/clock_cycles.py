@@ -1,4 +1,4 @@
-"""Clock cycles: all times at which jobs of a schedule start, and the jobs that start then."""
+"""Clock cycles: the times at which jobs of a schedule start, each with the jobs that start then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cycle(NamedTuple):
 
 
 def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> list[Cycle]:
-    """The cycles of a checked, projected program, in the units of `cost` (default: the file's), the first first.
+    """The cycles of a checked, projected program in the order of time, in the units of `cost` (default: the file's).
 
     Messages take no time. Where all jobs take one unit, as GPipe's forwards do, these are the cycles that its authors
     count. An unsplit backward among split ones is B; a RECOMPUTE is a part of its backward.
@@ -33,7 +33,7 @@ def clock_cycles(program: Program, cost: Mapping[str, Amount] | None = None) -> 
     start = run.start[rows]
     order = np.lexsort((rows, start))
     shortest = float((run.end[rows] - start).min())
-    first = np.flatnonzero(np.append(True, np.diff(start[order]) > 1e-6 * shortest))  # rounding makes no cycle
+    first = np.flatnonzero(np.append(True, np.diff(start[order]) > 1e-6 * shortest))  # rounding makes no new cycle
     cycles = []
     for together in np.split(rows[order], first[1:]):
         columns = (column[np.sort(together)].tolist() for column in (table.op, table.stage, table.mb))

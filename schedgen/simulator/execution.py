@@ -17,7 +17,7 @@ from schedgen.util.jit import kernel
 
 
 class Listed(NamedTuple):
-    """What the execution reads of a program."""
+    """What the execution reads from a program."""
 
     op: Small
     kind: Small
@@ -26,41 +26,41 @@ class Listed(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What rows wait for, apart from the row before: as in `Waits`, and more by row; -1: none."""
+    """What rows wait for besides the row before: as in `Waits`, and more; by row, -1: none."""
 
     first: Ints
     sends: Ints
     partner: Ints  # of a SEND: the RECV or FETCH_W; of these: the SEND
-    collective: Ints  # of ALLREDUCE and NORM, the one that they enter; of STEP, the one that it waits for
+    collective: Ints  # of ALLREDUCE and NORM: the one they enter; of STEP: the one it waits for
     send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
 
 
 class Run(NamedTuple):
-    """What the execution fills in. NumPy makes it: for large arrays it asks the system for large pages."""
+    """What the execution fills in, allocated by NumPy, which asks the system for large pages for large arrays."""
 
     start: Times  # by row, as in `Simulation`
     arrival: Times  # of SEND rows; -1 until it is known
     idle: Times
     cause: Small
-    asleep: Ints  # by row, and behind all rows by collective: the first rank that sleeps on it; -1: none
-    complete: Times  # by collective: when the last member has come to it, then when it is done
+    asleep: Ints  # by row, and after all rows by collective: the first rank that sleeps on it; -1: none
+    complete: Times  # by collective: when its last member has reached it, then when it is done
     outside: Numbers  # by collective: how many members are still to come
     # By rank.
-    next_asleep: Ints  # the next that sleeps on the same; -1: none
+    next_asleep: Ints  # the next rank that sleeps on the same; -1: none
     at: Numbers  # its row
-    came: Numbers  # the last row with which it has come to a collective
+    came: Numbers  # the last row with which it reached a collective
     clock: Times
-    out_free: Times  # when its links are
+    out_free: Times  # when its links are free: out, and in
     in_free: Times
-    left: Numbers  # of `sends`: the first of what its row uses that may not have arrived
-    sent: Numbers  # of what its row frees or changes: a SEND that may not have arrived; -1: none
-    last: Times  # the last arrival of what has, and why that was waited for
+    left: Numbers  # index in `sends`: the first message that its row uses and that may not have arrived
+    sent: Numbers  # of the buffer that its row frees or changes: a SEND that may not have arrived; -1: none
+    last: Times  # the latest arrival of those that have arrived, and why the row waited for it
     last_cause: Numbers
     tree: Times  # leaf by rank: when it acts next
 
 
 def new_run(program: Program, members: Numbers) -> Run:
-    """Before anything has happened. `members`: of each collective."""
+    """The state before anything has happened. `members`: how many ranks enter each collective."""
     rows, workers, collectives = len(program), program.header.workers, len(members)
     leaves = 1 << max(workers - 1, 0).bit_length()
     return Run(
@@ -90,7 +90,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, ring: Times, free: b
     """Fill in `run`. `ring`: how long each collective takes; `free`: messages take no time and wait for nobody.
 
     Ranks act in the order of their clocks, so that links carry messages in the order of time. A rank that waits for
-    what has no time yet sleeps on it: on a SEND's row, or on a collective, numbered behind all rows.
+    something whose time is not known yet sleeps on it: on a SEND's row, or on a collective, numbered after all rows.
     """
     op, kind, peer, row_offsets = listed
     first, sends, partner, collective, send_before = waiting

@@ -1,7 +1,7 @@
-"""Footprint: the bytes that every rank needs, the sum of three.
+"""Footprint: the bytes that every rank needs, the sum of three amounts.
 
 owned     what it holds throughout: weights, optimizer state and gradients of the units it owns, room for the sums that
-          it takes part in, losses; where there are forwards alone, weights and room for sums
+          it takes part in, losses; in a list of forwards alone, weights and room for sums
 slots     its memory plan
 computed  the most bytes at once of activations, gradients and saved forwards that it computes, and workspaces
 """
@@ -23,7 +23,7 @@ from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.memory_plan import memory_plan
 from schedgen.simulator.tensor_shards import summed_parts
 
-BOOKKEEPING = 16  # what an owner holds beside whole copies of the weights is bookkeeping below this part of them
+BOOKKEEPING = 16  # what an owner holds besides whole copies of the weights is bookkeeping if below 1/16 of them
 
 
 class Footprint(NamedTuple):
@@ -40,7 +40,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(program: Program, sizes: BufferSizes) -> Footprint:
-    """What every rank of a checked, projected program needs; it may hold some ranks' rows only, as in `memory_plan`."""
+    """What every rank of a checked, projected program, or of some of its ranks' rows, needs, as in `memory_plan`."""
     slots = [slot_sizes.sum() for slot_sizes in memory_plan(program, sizes).sizes]
     return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes))
 
@@ -82,7 +82,7 @@ def _owned(header: Header, sizes: BufferSizes) -> Numbers:
 
 
 def _received_slices(size: int, members: int) -> int:
-    """Bytes for a sum of `size` among so many: each adds up one slice, and receives it from all others."""
+    """Bytes for a sum of `size` among so many: each member adds up one slice, and receives it from all others."""
     return (members - 1) * -(-size // (members * LINE)) * LINE
 
 

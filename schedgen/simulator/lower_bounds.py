@@ -6,11 +6,11 @@ memory         Each forward's saved activations are alive until its backward has
                these times over a worker's jobs fits into the latency times the worker's peak of activations. This is
                the theorem of Rahimi 2025 (throughput <= M / S, for identical stages in a chain, one unit of memory
                each, messages hidden) with the jobs' own durations, for any DAG of stages and for each worker.
-way            of each worker: the way to its first jobs, its jobs one after another, the way from the last of them to
-               the end; and the same for its jobs that have a longer way, in front or behind (Jackson 1955, Carlier
-               1982: heads and tails of a machine)
-ends           Idle at the beginning and at the end of a worker that its memory forces (`memory_bound`).
-window         of a chain: no worker begins before a forward has reached it, and none ends before its last backward
+way            for each worker: the way to its first jobs, its jobs one after another, the way from its last jobs to the
+               end; and the same for some of its jobs only, which have longer ways before or after (Jackson 1955,
+               Carlier 1982: heads and tails of a machine)
+ends           idle time at the beginning and end of a worker that its memory forces (`memory_bound`)
+window         for a chain: no worker begins before a forward has reached it, and none ends before its last backward
                has gone back to the first stage
 """
 
@@ -28,7 +28,7 @@ from schedgen.ir.instructions import B, F, Flags, Ints, Numbers, Times
 from schedgen.ir.job_graph import job_graph
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
 
-MOST_NODES = 600  # directions x stages: of more, `lower_bounds` leaves `ends` out, which looks at all pairs of them
+MOST_NODES = 600  # directions x stages: with more, `lower_bounds` leaves out `ends`, which looks at all pairs of them
 
 
 def lower_bounds(
@@ -36,7 +36,7 @@ def lower_bounds(
 ) -> dict[str, float]:
     """work, critical_path, way and, unless there are forwards alone, memory and ends, in the units of `cost`.
 
-    Where backwards are split and `cost` has a B, too, some may be whole. `peak_activations`: by worker; `redone`:
+    Where backwards are split and `cost` also has a B, some may be whole. `peak_activations`: by worker; `redone`:
     (S, B), whether there is a RECOMPUTE; None: only where a backward runs away from its forward.
     """
     lengths = {name: by_stage(t, header.stages) for name, t in durations(cost, len(header.directions)).items()}
@@ -51,7 +51,7 @@ def lower_bounds(
     moved = (header.compute[0] != header.compute[1:]).any(axis=0)
     if moved[-1].any():  # the loss is redone elsewhere, which need not wait for its forward
         forward = np.append(forward[:-1], np.minimum(forward, redo_duration(cost))[-1])
-    # The longest path from behind each stage to the loss, in forwards and in backwards.
+    # The longest path from after each stage to the loss, in forwards and in backwards.
     forwards, backwards = np.zeros((2, header.stages))
     for producer, consumer in sorted(header.graph.edges, reverse=True):
         forwards[producer] = max(forwards[producer], forwards[consumer] + forward[consumer])
@@ -68,7 +68,7 @@ def lower_bounds(
 
 
 def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Numbers) -> float:
-    """`_ends` without messages, with the memory that the schedule takes, no forward redone; 0 of very many stages."""
+    """`_ends` without messages, with the memory that the schedule takes, no forward redone; 0 with very many stages."""
     directions, stages = len(lengths), header.stages
     if directions * stages > MOST_NODES:
         return 0.0
@@ -82,10 +82,10 @@ def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Num
 
 
 def _way(header: Header, lengths: Mapping[str, Times]) -> float:
-    """Of any worker: the least way to a job, all its jobs, the least way behind one; and so without its W.
+    """For any worker: the least way to a job, all its jobs, the least way after one; also for F, or F and I, alone.
 
-    As `order_bound` without messages, but of any number of stages: it looks once at each. 0 where a backward runs away
-    from its forward: it redoes that, and need not wait for it.
+    Like `order_bound` without messages, but for any number of stages: it looks at each only once. 0 if a backward runs
+    away from its forward: it redoes that, and need not wait for it.
     """
     if (header.compute != header.compute[0]).any():
         return 0.0
@@ -116,16 +116,16 @@ def order_bound(
     before: Sequence[Sequence[int]], compute: Ints, lengths: Times, hops: Mapping[tuple[int, int], float],
     own_window: bool, takes: Times, capacity: Times, looked_at: Sequence[int] | None = None,
 ) -> float:  # fmt: skip
-    """The latency that no order of these jobs is below, or the longest own window.
+    """A lower bound on the latency of any order of these jobs or, with `own_window`, on the longest own window.
 
-    before      by node those that it waits for
+    before      by node, those that it waits for
     compute     the worker of every job, (D, S, B)
     lengths     duration by node
-    hops        of a message from one node to another, where all microbatches change workers
+    hops        time of a message from one node to another, where all microbatches change workers
     own_window  a worker's time begins with its first job, so that only ways from one of its jobs to another count
-    takes       by node: memory that a job takes when it begins; below 0: that it gives back when it ends
+    takes       by node: memory that a job takes when it begins; below 0: memory that it gives back when it ends
     capacity    by worker: its memory
-    looked_at   the workers whose jobs are looked at; None: all
+    looked_at   the workers whose jobs are considered; None: all
     """
     nodes, workers = len(before), len(capacity)
     looked_at = range(workers) if looked_at is None else looked_at
@@ -148,7 +148,7 @@ def _ends(
     compute: Ints, way: NDArray[np.float64], lengths: Times, own_window: bool, takes: Times, capacity: Times,
     looked_at: Sequence[int],
 ) -> float:  # fmt: skip
-    """The most `memory_bound` of these workers; arguments as of `order_bound`, and `way` the longest between nodes."""
+    """The largest `memory_bound` of these workers; arguments as in `order_bound`; `way`: the longest between nodes."""
     longest, seen = 0.0, set()
     placed = compute.reshape(len(way), -1)
     for w in looked_at:
@@ -163,7 +163,7 @@ def _ends(
         for u in range(len(capacity)) if own_window else ():
             mine = (placed == u).all(axis=1)  # of every microbatch
             if not mine.any() or not (way[mine].max(axis=0) > -np.inf).all():
-                continue  # a worker that not all jobs come behind
+                continue  # not all jobs come after this worker's
             heads = way[np.ix_(mine, own)].max(axis=0)
             tails = (way[np.ix_(own, mine)] + lengths[mine]).max(axis=1) - lengths[own]
             if ((tails > -np.inf) | (takes[own] < 0)).all():
@@ -175,7 +175,7 @@ def _worker_jobs(
     here: Flags, own: Numbers, stages: int, way: NDArray[np.float64], lengths: Times,
     takes: Times, own_window: bool,
 ) -> WorkerJobs:  # fmt: skip
-    """The jobs of a worker. `own`: the nodes that it has jobs of; `here`: of each, the microbatches that it has."""
+    """The jobs of a worker. `own`: the nodes of which it has jobs; `here`: for each, which microbatches it has."""
     among, length = way[np.ix_(own, own)], lengths[own]
     waits = (among > -np.inf) & (here[:, None] == here).all(axis=2)  # waits[k, j]: job j waits for job k of this worker
     if own_window:
@@ -189,7 +189,7 @@ def _worker_jobs(
 def longest_ways(
     before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[tuple[int, int], float]
 ) -> NDArray[np.float64]:
-    """By two nodes: the time from the first one's start to the second's, -inf where there is no way."""
+    """By pair of nodes: the least time from the first one's start to the second's; -inf if there is no way."""
     way = np.full((len(before), len(before)), -np.inf)
     for node in TopologicalSorter(dict(enumerate(before))).static_order():
         way[node, node] = 0.0
@@ -199,7 +199,7 @@ def longest_ways(
 
 
 def _threaded(heads: Times, tails: Times, busy: Times) -> float:
-    """The most of: the least head of some nodes, their work, their least tail."""
+    """The largest sum, over sets of nodes, of their least head, their work and their least tail."""
     there = (busy > 0) & np.isfinite(heads) & np.isfinite(tails)
     longest = 0.0
     for head in np.unique(heads[there]):
@@ -210,12 +210,12 @@ def _threaded(heads: Times, tails: Times, busy: Times) -> float:
 
 
 def window_bound(compute: Ints, lengths: Times, recompute: Times, hops: Times, workers: int) -> float:
-    """The time to a worker's first job, its jobs, and the time back to the first stage: the most of any worker.
+    """The largest, over workers, of the time to its first job, its jobs, and the time back to the first stage.
 
     compute    the worker of every job of a chain, (D, S, B)
     lengths    the duration of each direction by stage, (D, S)
-    recompute  of the RECOMPUTE beside each backward, (S,), which need not wait for what the backward waits for
-    hops       of a message from each stage to the next, (S - 1,); it counts where all microbatches change workers
+    recompute  duration of the RECOMPUTE for each backward, (S,), which need not wait for what the backward waits for
+    hops       time of a message from each stage to the next, (S - 1,); it counts where all microbatches change workers
     """
     hops = np.where((compute[F, 1:] != compute[F, :-1]).all(axis=1), hops, 0.0)
     reached = np.concatenate([[0.0], np.cumsum(lengths[F, :-1] + hops)])  # from the start until stage s may begin

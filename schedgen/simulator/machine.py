@@ -1,6 +1,6 @@
 """The machine that a schedule is simulated on: its links, the bytes of buffers, the time of a STEP.
 
-`read_profile` reads the durations of jobs and a `Machine` from one JSON object, which `mpirun profile` writes.
+`read_profile` reads the durations of jobs and a `Machine` from one JSON object, as `mpirun profile` writes it.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class Machine(NamedTuple):
     activation: Amount = 1  # bytes of x.s.b, and of g.s.b
     weight: Amount = 1  # bytes of w.s, and of dw.s
     saved: Amount = 1  # bytes a forward keeps for its backward
-    half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W; below 0 where it gives up part of `saved`
+    half: Amount = 0  # bytes a BWD_I keeps in addition for its BWD_W; below 0 if it gives up part of `saved`
     workspace: Amount | Mapping[str, Amount] = 0  # bytes a job takes only while it runs; or by direction
     owned: Amount | None = None  # bytes an owner holds for a stage throughout; None: its weights, no optimizer state
     step: Amount = 0  # time a STEP takes
-    # Of a job's time, what is none of its layers': a stage of several has it once. Or by direction.
+    # The part of a job's time that its layers do not take: a stage of several layers has it once. Or by direction.
     overhead: Amount | Mapping[str, Amount] = 0
     edge_activation: Amount | None = None  # bytes of x.s.b.c where outputs are per consumer, by edge; None: x.s.b's
 
 
-PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by field
+PROFILE_KEYS = {"apart" if name == "edge_activation" else name: name for name in Machine._fields}  # by key: the field
 
 
 def read_profile(
     text: str, name: str, stages: int, edges: int = 0, header: Header | None = None, counted: str = "the schedule has"
 ) -> tuple[dict[str, Amount], Machine]:
-    """The durations and the machine in a JSON object: F, with B or I and W or all, and `PROFILE_KEYS`, which may be
-    left out.
+    """The durations and the machine in a JSON object: F, with B or I and W or all, and optionally keys of
+    `PROFILE_KEYS`.
 
-    Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects with these
-    for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
-    Raises RefusedFile where it is no such object, or where values do not fit; `counted` says in it where the numbers of
-    stages and edges come from.
+    Times and bytes are numbers, or lists by stage (apart: by edge); workspace and overhead may be objects that have
+    these for some of F, B, I, W. Where the schedule of `header` has shards, lists may be by stage of the model.
+    Raises RefusedFile if it is not such an object, or values do not fit; `counted` is how the error says where the
+    numbers of stages and edges come from.
     """
     values = read_json(text, name)
     given = {*values} if isinstance(values, dict) else set()
@@ -84,12 +84,12 @@ def read_profile(
 
 
 def by_direction(amount: Amount | Mapping[str, Amount]) -> Mapping[str, Amount]:
-    """An amount of a job that may depend on its direction, for each of F, B, I and W that it is given for."""
+    """An amount of a job that may depend on its direction, by those of F, B, I and W for which it is given."""
     return amount if isinstance(amount, Mapping) else dict.fromkeys(DIRECTION.values(), amount)
 
 
 def _check(value: Any, what: str, count: int, counted: str, single: bool = False) -> list[float]:
-    """The amounts in a value of a profile: it itself or, unless `single`, a list of one for each stage or edge."""
+    """The amounts in a value of a profile: the value itself or, unless `single`, a list of one per stage or edge."""
     amounts: list[float] = value if isinstance(value, list) else [value]
     if not all(map(is_amount, amounts)) or (single and amounts is value):
         raise RefusedFile(f"{what} should be a number of at least 0{'' if single else ', or a list of them'}")

@@ -1,21 +1,21 @@
 """A lower bound on a worker's time that knows its memory: idle that no order avoids at the beginning and at the end.
 
-Until the first job that gives memory back has ended, a worker starts no more forwards than its memory holds. Until then
-it may do little else, because the first backward comes back only after the way to the loss. So from time 0 to any time
-t before that the worker's work is limited, and t minus this limit is idle. Time backwards says the same of the end:
-there what gives memory back takes it. Where the two stretches, of lengths t and u, do not overlap within the time T,
+Until the first job that gives memory back has ended, a worker starts no more forwards than its memory holds. It can do
+little else until then, because the first backward comes only after the way to the loss and back. So the work from time
+0 to any time t before that is limited, and t minus this limit is idle. With time reversed the same holds at the end,
+where jobs that give memory back take it. If the two stretches, of lengths t and u, do not overlap within the time T,
 
     T >= work + idle in the first + idle in the last.
 
-Where they overlap, t + u - T of their idle may be the same, which makes that sum at most t + u. So if it is more, it is
-a bound.
+If they overlap, t + u - T of their idle may be counted twice, and the sum on the right is at most t + u. So whenever
+that sum is more than t + u, it is a bound.
 
-T may also be the window of another worker that all jobs come behind. Then jobs that nothing waits for, the last of
-their microbatch, may run after it, no more than memory holds. In the last stretch they count as work whenever they run,
-so that its idle may be negative. The sum remains a bound: what is left out of the work is left out of the stretch, too.
+T may also be the window of another worker whose jobs precede all of these. Then jobs that nothing waits for, the last
+of their microbatch, may run after it, no more than memory holds. In the last stretch they count as work whenever they
+run, so its idle may be negative. The sum remains a bound: work that is left out is left out of the stretch, too.
 
 For a chain of p stages with memory for p forwards this gives the bubbles of ZB-H1, (p - 1) (F + I - W), as the least
-that is possible (Qi et al. 2023, section 2), where F is no shorter than W. For a V of 8 workers and 24 microbatches of
+that is possible (Qi et al. 2023, section 2), if F is no shorter than W. For a V of 8 workers and 24 microbatches of
 equal jobs it gives 167, 164, ... 149 for memory of 8 to 14 half forwards, what sail-sg/zero-bubble's search finds.
 
 Room is reserved: the first job to give memory back waits for all forwards of its microbatch on this worker. Those that
@@ -31,22 +31,22 @@ import numpy as np
 
 from schedgen.ir.instructions import Flags, Numbers, Times
 
-MOST_NODES = 24  # of a worker: of more, fewer times t are looked at, and no room is reserved
+MOST_NODES = 24  # nodes of a worker: with more, fewer times t are considered, and no room is reserved
 
 
 class WorkerJobs(NamedTuple):
     """The jobs of one worker, by node (a direction and a stage) in the order of directions."""
 
     stage: Numbers
-    head: Times  # from time 0 to the start, at least
-    tail: Times  # from the end to the last moment, at least; -inf: it may run after that
+    head: Times  # the least time from 0 to the start
+    tail: Times  # the least time from the end to the last moment; -inf: it may run after that
     length: Times
-    jobs: Numbers  # how many
-    takes: Times  # memory that a job takes when it begins; below 0: that it gives back when it ends
-    needs: Flags  # needs[k, j]: of a microbatch, job k waits for job j
+    jobs: Numbers  # how many there are
+    takes: Times  # memory that a job takes when it begins; below 0: memory that it gives back when it ends
+    needs: Flags  # needs[k, j]: within a microbatch, job k waits for job j
 
     def reversed(self) -> WorkerJobs:
-        """The same, time backwards."""
+        """The same jobs with time reversed."""
         return WorkerJobs(
             stage=self.stage[::-1],
             head=self.tail[::-1],
@@ -70,7 +70,7 @@ def memory_bound(worker: WorkerJobs, capacity: float) -> float:
 
 
 def _idle(worker: WorkerJobs, capacity: float) -> list[tuple[float, float]]:
-    """Times t, and how much of [0, t] the worker must idle; t is no later than the first end of what gives back.
+    """Times t, and how much of [0, t] the worker must idle; t is at most the first end of a job that gives memory back.
 
     Jobs with a head of -inf may run before 0, but count.
     """
@@ -95,15 +95,15 @@ def _idle(worker: WorkerJobs, capacity: float) -> list[tuple[float, float]]:
 
 
 def _most_work(worker: WorkerJobs, takes: Times, t: float, room: float) -> float:
-    """No worker does more by time t, if nothing is given back; an upper bound, since jobs may be cut into pieces.
+    """An upper bound on work by time t if no memory is given back, since here jobs may be cut into pieces.
 
-    Every job that takes memory allows, beside itself, the jobs behind it of its stage that take none.
+    Every job that takes memory makes possible, besides itself, the jobs after it in its stage that take none.
     """
-    left = np.minimum(worker.length * worker.jobs, np.maximum(t - worker.head, 0.0))  # by node, each alone
+    left = np.minimum(worker.length * worker.jobs, np.maximum(t - worker.head, 0.0))  # by node, each by itself
     amounts = np.unique(takes[takes > 0])
     if len(amounts) == 1:
         room = float(amounts[0] * np.floor(room / amounts[0] + 1e-9))
-    pieces: list[tuple[float, float, float]] = []  # of work: by unit of memory, in all, and its memory
+    pieces: list[tuple[float, float, float]] = []  # of work: per unit of memory, in all, and its memory
     total = 0.0
     for stage in np.unique(worker.stage):
         leader, behind = -1, []
@@ -126,7 +126,7 @@ def _most_work(worker: WorkerJobs, takes: Times, t: float, room: float) -> float
 
 
 def _pieces(worker: WorkerJobs, takes: float, left: Times, group: list[int]) -> list[tuple[float, float, float]]:
-    """The work of a job that takes memory and of those behind it, cut where one of them can do no more by time t."""
+    """The work of a job that takes memory and of those after it, cut where one of them can do no more by time t."""
     length = worker.length[group]
     lasts = np.divide(left[group], length, out=np.zeros(len(group)), where=length > 0)  # in jobs
     pieces, done = [], 0.0

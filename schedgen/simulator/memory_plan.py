@@ -1,14 +1,14 @@
 """Memory plan: a slot for every received buffer of a rank, before the first step.
 
 1. Activations, gradients and partial sums come from free lists, one per size. A buffer takes the slot that was
-   freed last, so a rank has as many slots of a size as it has live buffers of that size.
+   freed last, so a rank has as many slots of a size as it has live buffers of that size at the most.
 2. All copies of a stage's weights use one slot, because autograd graphs keep pointers to them across FREE and
    FETCH_W. Two stages share a slot if their copies are never live together (first fit, by first fetch). The slot of
-   divided weights has room for all parts, the rank's own included, because a job reads them one behind the other.
+   divided weights has room for all parts, the rank's own included, because a job reads them as one block.
 3. An owner's weight gradient is permanent and counts as owned. Elsewhere it has a slot from the first backward to its
-   FREE; if it is divided, to the FREE of its last part. There is a free list per size.
-4. The first version of an owner's weights lies in the owner's own memory. Each further live version takes one slot,
-   from a free list per stage on which the owner's own memory is, too, once that is freed.
+   FREE or, if it is divided, to the FREE of its last part. There is a free list per size.
+4. The first version of an owner's weights is in the owner's own memory. Each further live version takes one slot, from
+   a free list per stage, which also gets the owner's own memory once that is freed.
 
 Everything else a rank computes has no slot: `footprint` counts the most bytes of it that are live at once.
 """
@@ -26,14 +26,14 @@ from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.util.jit import kernel
 
-MOST_TOGETHER = 2**24  # pairs of a fetched copy and one live meanwhile, on a rank; with more, no stages share a slot
+MOST_TOGETHER = 2**24  # pairs of a fetched copy and one live with it, on a rank; with more, no stages share a slot
 
 
 class MemoryPlan(NamedTuple):
     """The slots of every rank, numbered from 0, for what it receives, foreign weight gradients and weight versions."""
 
-    # By row: the slot, on its rank, that a RECV, a FETCH_W, the begin of a dw, or a STEP to a version that does not
-    # lie in the owner's own weights fills; else -1.
+    # By row: the slot, on its rank, that a RECV, a FETCH_W, the first addition to a dw, or a STEP to a version that is
+    # not in the owner's own weights fills; else -1.
     slot: Ints
     sizes: tuple[Numbers, ...]  # by rank: the bytes of each of its slots
 
@@ -41,14 +41,14 @@ class MemoryPlan(NamedTuple):
 class _Claims(NamedTuple):
     """Claims to slots, arrays by claim. The claims of a rank to one pool share a free list."""
 
-    begin: Ints  # the row from which on it has a slot; -1: it has the owner's own memory, from the start
+    begin: Ints  # the first row at which it has a slot; -1: it has the owner's own memory, from the start
     end: Ints  # the row that frees it; -1: it keeps its slot
     pool: Numbers
     size: Numbers  # bytes
 
 
 def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
-    """The plan for a checked, projected program, or for the rows of some of its ranks: each rank's is its own."""
+    """The plan for a checked, projected program, or for some of its ranks' rows: the ranks' plans are independent."""
     lifetimes, header = analyse(program).lifetimes, program.header
     is_weight = lifetimes.buffer == Buffer.W
     fetched = np.flatnonzero(lifetimes.is_received & is_weight)
@@ -83,20 +83,20 @@ def memory_plan(program: Program, sizes: BufferSizes) -> MemoryPlan:
 
 
 def _foreign_gradients(lifetimes: Lifetimes) -> Numbers:
-    """The lives of gradients of weights that their rank does not own."""
+    """The lives of gradients of weights that the rank does not own."""
     header, lives = lifetimes.program.header, np.flatnonzero(lifetimes.buffer == Buffer.DW)
     return lives[~header.is_owner[lifetimes.rank[lives], lifetimes.size_column[lives]]]
 
 
 def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tuple[_Claims, Numbers]:
-    """Lives of parts of weights, or of their gradients, as claims for all parts of a stage; of each life, the claim.
+    """Lives of parts of weights, or of their gradients, merged into claims for a stage; and the claim of each life.
 
     A claim lasts as long as any part is live; its pool is the stage.
     """
     header, rows = lifetimes.program.header, len(lifetimes.program) + 1
     stage = lifetimes.stages_of(lives)
     pair = lifetimes.rank[lives].astype(np.int64) * header.stages + stage
-    order = np.argsort(pair, kind="stable")  # lives stand in the order of their first rows
+    order = np.argsort(pair, kind="stable")  # lives are in the order of their first rows
     begin, end = (pair[order] * rows + column[lives[order]] for column in (lifetimes.begin, lifetimes.end))
     is_first = np.append(True, begin[1:] > np.maximum.accumulate(end)[:-1])[: len(lives)]
     first = np.flatnonzero(is_first)
@@ -108,7 +108,7 @@ def _merge_parts(lifetimes: Lifetimes, lives: Numbers, sizes: BufferSizes) -> tu
 
 
 def _concatenate(*kinds: _Claims) -> _Claims:
-    """All claims; the pools of one kind are no pools of another."""
+    """All claims, renumbered so that no two kinds share a pool."""
     numbered, pools = [], 0
     for claims in kinds:
         distinct, pool = np.unique(claims.pool, return_inverse=True)
@@ -118,14 +118,14 @@ def _concatenate(*kinds: _Claims) -> _Claims:
 
 
 def _by_row(rows: Ints, length: int) -> Ints:
-    """By row of the program: its place in `rows`, where none but -1 stands twice; -1: it is not there."""
+    """By row of the program: its index in `rows`, in which only -1 may be repeated; -1: it is not there."""
     places = np.full(length + 1, -1, np.int32)
     places[rows] = np.arange(len(rows))
     return places[:-1]
 
 
 def _continue_versions(program: Program, begins: Ints, slot: Ints) -> None:
-    """Give a STEP that changes a version in place the slot of that version; `begins`: the rows that fill others."""
+    """Give a STEP that changes a version in place that version's slot; `begins`: the rows that fill other slots."""
     table = program.rows
     steps = program.rows_of(Op.STEP)
     pair = table.rank[steps].astype(np.int64) * program.header.stages + table.stage[steps]
@@ -142,9 +142,9 @@ def _assign_slots(
     row_offsets: Numbers, begins: Ints, ends: Ints, pool: Numbers, slot: Ints, below: Ints, top: Ints, rank_of: Ints,
     counts: Numbers,
 ) -> None:  # fmt: skip
-    """Fill `slot`, by claim, and how many each rank has, from the claim that begins, and that ends, at every row.
+    """Fill `slot`, by claim, and `counts`, by rank, given the claim that begins and the one that ends at every row.
 
-    `top`: of a pool, on rank `rank_of`, the claim freed last, and `below`, by claim, the one freed before it; all -1.
+    `top`, by pool: on rank `rank_of`, the claim freed last; `below`, by claim: the one freed before; at first -1.
     """
     for rank in range(len(counts)):
         for row in range(row_offsets[rank], row_offsets[rank + 1]):
@@ -165,10 +165,10 @@ def _assign_slots(
 
 
 def _shared_slots(program: Program, copies: _Claims) -> Numbers:
-    """By copy of fetched weights: the number, on its rank, of the slot that its stage shares with others."""
+    """By copy of fetched weights: the number, within its rank, of the slot that its stage shares with others."""
     shared, order = np.empty(len(copies.begin), np.int64), np.argsort(copies.begin)
     by_rank = np.split(order, np.searchsorted(copies.begin[order], program.bounds[1:-1]))
-    for lives in filter(len, by_rank):  # the copies of a rank, by first row
+    for lives in filter(len, by_rank):  # the copies of one rank, by first row
         begin, end = copies.begin[lives], copies.end[lives]
         stages, first, stage = np.unique(copies.pool[lives], return_index=True, return_inverse=True)
         number = np.argsort(np.argsort(first))[stage]  # stages by first fetch
@@ -181,9 +181,9 @@ def _shared_slots(program: Program, copies: _Claims) -> Numbers:
 
 @kernel
 def _first_fit(number: Numbers, begin: Ints, end: Ints, stages: int, pairs: int) -> Numbers:
-    """By stage: the first slot without a stage of which a copy is live together with one of its own.
+    """By stage: the first slot that has no stage with a copy live at the same time as one of its own.
 
-    Copies of `number`ed stages stand in the order of `begin`; so many `pairs` of them are live together.
+    Copies, by the `number` of their stage, are in the order of `begin`; `pairs`: how many of them are live together.
     """
     live, count = np.empty(stages, np.int64), 0  # copies
     # By stage, a list of the stages before it that it is live together with.

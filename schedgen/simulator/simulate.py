@@ -4,9 +4,9 @@
    take their durations, everything else takes no time of its own.
 2. A message starts when its SEND and its RECV are both reached and the sender's link out and the receiver's link in
    are free. It takes alpha + beta * bytes. FREE and STEP wait until all messages of their buffer have left.
-3. An ALLREDUCE starts when all members have come to it, and takes what a ring takes. The sum of a tie starts when the
-   sums that began before it are done, too. NORM waits for all ranks and all sums, the STEP of a version for its sum.
-   Behind an exchange between shards its ranks wait until it is done.
+3. An ALLREDUCE starts when all members have reached it, and takes what a ring takes. The sum of a tie also waits for
+   the sums that began before it. NORM waits for all ranks and all sums, the STEP of a version for its sum. After an
+   exchange between shards its ranks wait until it is done.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Simulation:
     program: Program
     sizes: BufferSizes
     start: Times  # when each row starts
-    arrival: Times  # of SEND rows: when the message is there; 0 for other rows
+    arrival: Times  # of SEND rows: when the message has arrived; 0 for other rows
     idle: Times  # (workers, len(CAUSES)): time each rank stood still, by cause
     cause: Small  # of rows that waited: what came last, an index of CAUSES; else -1
-    lasts: Times  # how long each row takes by itself; of SEND rows: how long the message does
+    lasts: Times  # how long each row takes by itself; of SEND rows: how long the message takes
 
     @cached_property
     def end(self) -> Times:
@@ -56,7 +56,7 @@ class Simulation:
 
     @cached_property
     def windows(self) -> tuple[Times, Times]:
-        """By rank: when its first job starts, and when its last one ends; infinity and 0 where it has none."""
+        """By rank: when its first job starts, and when its last one ends; infinity and 0 if it has none."""
         jobs, ranks = self.program.rows_of(*COMPUTE), self.program.header.workers
         first, last = np.full(ranks, np.inf), np.zeros(ranks)
         np.minimum.at(first, self.program.rows.rank[jobs], self.start[jobs])
@@ -70,14 +70,14 @@ class Simulation:
 
     @cached_property
     def message_bytes(self) -> Numbers:
-        """Of SEND rows; 0 for other rows."""
+        """By row: the bytes of a SEND's message; 0 for other rows."""
         sends, sent = self.program.rows_of(Op.SEND), np.zeros(len(self.program), np.int64)
         sent[sends] = message_bytes(self.program, self.sizes, sends)
         return sent
 
     @cached_property
     def summed_bytes(self) -> Numbers:
-        """Of ALLREDUCE rows; 0 for other rows."""
+        """By row: the bytes that an ALLREDUCE sums; 0 for other rows."""
         return summed_bytes(self.program, self.sizes)
 
     @cached_property
@@ -100,7 +100,7 @@ class Simulation:
         return footprint(self.program, self.sizes)
 
     def timeline(self, unit: float = 1.0) -> Timeline:
-        """The same as a timeline; `unit`: microseconds of a unit of its time."""
+        """The simulation as a timeline; `unit`: microseconds per unit of its time."""
         arrival = np.where(self.program.rows.op == Op.SEND, unit * self.arrival, -1.0)
         return Timeline(unit * self.start, unit * (self.end - self.start), unit * self.wait, self.cause, arrival)
 
@@ -108,7 +108,7 @@ class Simulation:
 def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | None = None) -> Simulation:
     """Execute a checked, projected program. `cost`: the duration of each direction, for all stages or by stage.
 
-    Raises UsageError where the machine's sizes are too large to be added up.
+    Raises UsageError if the machine's sizes are too large to be added up.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
@@ -132,7 +132,7 @@ def simulate(program: Program, cost: Mapping[str, Amount], machine: Machine | No
 
 
 def _check_sizes(program: Program, sizes: BufferSizes) -> None:
-    """UsageError where bytes of all buffers at once could exceed 64 bits: no sum of them is 16 times as much."""
+    """UsageError if bytes could exceed 64 bits: no sum of them is more than 16 times the amount tested here."""
     amounts = (sizes.by_kind(program.header), *sizes.workspace.values(), sizes.owned)
     largest = max(int(np.max(amount)) for amount in amounts)
     if largest * (len(program) + program.header.workers) >= 2**59:
@@ -140,12 +140,12 @@ def _check_sizes(program: Program, sizes: BufferSizes) -> None:
 
 
 def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine, sizes: BufferSizes) -> Times:
-    """By row: how long it takes by itself; of a SEND, how long its message does."""
+    """By row: how long it takes by itself; for a SEND, how long its message takes."""
     table, header = program.rows, program.header
     duration, sends = np.zeros(len(program)), program.rows_of(Op.SEND)
     sent = message_bytes(program, sizes, sends)
     duration[sends] = np.where(sent > 0, machine.alpha + machine.beta * sent, 0.0)
-    steps = program.rows_of(Op.STEP)  # of a part of the weights: its part of the time
+    steps = program.rows_of(Op.STEP)  # for a part of the weights: its part of the time
     duration[steps] = (by_stage(machine.step, header.stages) / header.weight_shards.counts)[table.stage[steps]]
     lengths = durations(cost, len(header.directions))
     if "I" in lengths:  # a BWD among split backwards
@@ -168,9 +168,9 @@ def _rings(program: Program, waits: Waits, sizes: BufferSizes, machine: Machine)
 
 
 def _awaited(program: Program, waits: Waits) -> Ints:
-    """By row: the collective that an ALLREDUCE or NORM enters, and that a STEP waits for; -1: none.
+    """By row: the collective that an ALLREDUCE or NORM enters, or that a STEP waits for; -1: none.
 
-    STEP waits where weights have versions and several owners: for the ALLREDUCE before it.
+    Where weights have versions and several owners, a STEP waits for the ALLREDUCE before it.
     """
     table, header = program.rows, program.header
     if header.has_flush:

@@ -1,4 +1,4 @@
-"""What a simulation comes to in single numbers: latency, bubble, idle time by cause, traffic, peak memory."""
+"""A simulation summed up in single numbers: latency, bubble, idle time by cause, traffic, peak memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 
 
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
-    """How many sums over shards there are, and the bytes that they move in all; nothing where there are no shards."""
+    """How many sums over shards there are, and the bytes that they move in all; empty without shards."""
     if not (tensor := program.header.tensor_parallel):
         return {}
     rows, T = program.exchanges(), tensor.degree

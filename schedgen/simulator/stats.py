@@ -1,4 +1,4 @@
-"""The numbers of a schedule: Table 1 of Rahimi 2025, and more, per worker and in all.
+"""The numbers of a schedule: Table 1 of Rahimi 2025, and more, per worker and in total.
 
 Times are those of `simulate`, in which messages take no time, as Rahimi 2025 assumes ("we assume that transmission
 latencies can be hidden").
@@ -6,20 +6,20 @@ latencies can be hidden").
 latency            when the last job ends
 throughput         jobs per worker per unit of time [Rahimi 2025, "Definition: throughput"]
 bubble             idle fraction of workers x latency
-bounds             what the latency cannot be below: see `lower_bounds`
+bounds             lower bounds on the latency: see `lower_bounds`
 gap                latency over the largest of them, minus 1: 0 is the best possible
 own_window_bubble  largest over workers of last end - first start - busy, in time
 peak_activations   largest over workers of the saved forwards alive at once
-messages           SENDs in all; collectives are counted by themselves
-exchanges          where stages have shards: the collectives that add up what these give; also per worker
-versions           where weights change without a flush, by stage: the most versions an owner holds
+messages           SENDs in all; collectives are counted separately
+exchanges          if stages have shards: the collectives that add up what these give; also per worker
+versions           if weights change without a flush, by stage: the most versions that an owner holds
 staleness          and the most updates between the weights that a gradient was computed with and those it changes
 peak_bytes         with a machine, the largest and per worker: the memory that a worker needs
 memory_bytes       and the most bytes of each kind at once
 
 Per worker:
 busy                          time of its jobs
-weight_storage                stages owned, parts of one as fractions
+weight_storage                stages owned, parts of a stage as fractions
 weight_receives               copies of weights (or parts of them) fetched
 weight_uses_away_from_home    jobs whose weights live elsewhere [Rahimi 2025]
 activation_receives           inputs that travel: activations forwards, their gradients backwards [Rahimi 2025]
@@ -92,7 +92,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
 
 
 def plain(value: float) -> int | float:
-    """The same number, an int where it is whole."""
+    """The number itself, as an int if it is whole."""
     return int(value) if value == int(value) else value
 
 
@@ -140,7 +140,7 @@ def _uses_away_from_home(header: Header) -> Numbers:
 
 
 def _stages_owned(header: Header) -> Times:
-    """By worker: the stages it owns, parts of one as fractions."""
+    """By worker: the stages it owns, parts of a stage as fractions."""
     stored, shards = np.zeros(header.workers), header.weight_shards
     for stage, part in shards.units:
         stored[list(shards.holders(stage, part))] += 1 / len(shards.parts(stage))
@@ -157,7 +157,7 @@ def _most_versions(program: Program) -> Numbers:
     pairs = np.concatenate([pair, pair[ends >= 0]])
     order = np.lexsort((rows, pairs))
     held = np.cumsum(np.where(order < len(lives), 1, -1))
-    # Each pair ends with one version, its newest.
+    # Each pair ends with one version, the newest.
     number = np.unique(pairs[order], return_inverse=True)[1]
     most = np.zeros(stages, np.int64)
     np.maximum.at(most, pairs[order] % stages, held - number)

@@ -1,4 +1,4 @@
-"""Shards of stages: what a profile of the model says of them, and what memory their sums need."""
+"""Shards of stages: a profile of the model applied to them, and what memory their sums need."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from schedgen.ir.cost import is_amount
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Numbers
 
-# What of a profile is not less for a shard than for its stage.
+# The entries of a profile that are as large for a shard as for its stage.
 _UNDIVIDED = ("activation", "alpha", "beta", "overhead")
 
 
 def profile_of_shards(profile: dict[str, Any], header: Header) -> dict[str, Any]:
     """A profile whose lists have a number for every stage (apart: edge) of the model, for the shards of a schedule.
 
-    A shard of a split stage takes a T-th of its times, and has a T-th of its weights and what depends on them.
+    In lists, a shard of a split stage gets a T-th of everything but `_UNDIVIDED` and apart: times, weights, memory.
     """
     T, stages, edges = header.tensor_parallel.degree, header.model_stages, header.unsharded_graph.edges
     if T == 1:

@@ -1,8 +1,8 @@
 """Time breakdown: where every rank's time goes, and why it stands still, in a simulation or a measured run.
 
-The time of a rank, from the first instruction of all ranks to the last, is made up of `SHARES`; `MEANING` says what
-they are. A wait has up to two parts: until the SEND that it waits for last starts (for NORM: until the last rank
-comes), which is warm-up, dependency or cool-down, and from there on, which is transfer or sum.
+The time of a rank, from the first instruction of all ranks to the last, is divided into `SHARES`; `MEANING` explains
+them. A wait has up to two parts: until the last SEND that it waits for starts (for NORM: until the last rank arrives),
+which is warm-up, dependency or cool-down, and from then on, which is transfer or sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUSY, WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM, STEP, OVERHEAD = rang
 
 
 class TimeBreakdown(NamedTuple):
-    """In the unit of the timeline; arrays by row of the projected program, where nothing else is said."""
+    """In the unit of the timeline; arrays by row of the projected program, unless stated otherwise."""
 
     time: Times  # (workers, len(SHARES)): each row adds up to makespan
     begin: float  # of the first instruction of all
@@ -40,7 +40,7 @@ class TimeBreakdown(NamedTuple):
     until: Times  # when the first part of the wait before the row ends; it begins at start - wait, all ends at start
     early: Small  # what the first part counts as, an index of SHARES ...
     late: Small  # ... and what the second
-    awaited: Numbers  # the SEND whose message the row waited for last; -1: for none
+    awaited: Numbers  # the SEND whose message the row waited for last; -1: none
 
 
 def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
@@ -63,7 +63,7 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
     origin, finish = float(begins.min()), float(ends.max())
     time[ranks, WARM_UP] += begins - origin
     time[ranks, COOL_DOWN] += finish - ends
-    time[np.diff(row_offsets) == 0, COOL_DOWN] = finish - origin  # of forwards alone a list may be empty
+    time[np.diff(row_offsets) == 0, COOL_DOWN] = finish - origin  # with forwards alone a list may be empty
     rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
     time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
     shares = early.astype(np.int8), late.astype(np.int8)
@@ -71,13 +71,13 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
 
 
 def _first_part(waits: Waits, timeline: Timeline, awaited: Numbers) -> Times:
-    """By row: when what it waits for is sent, or the last rank comes to its sum, within its wait."""
+    """By row: when what it waits for is sent, or the last rank enters its sum, clipped to its wait."""
     begin = timeline.start - timeline.wait
     until = begin.copy()
     message = (timeline.cause >= 0) & (timeline.cause < SEND_CAUSE) & (awaited >= 0)
     until[message] = timeline.start[awaited[message]]
     entering = np.flatnonzero(waits.collective >= 0)
-    entered = np.full(len(waits.members), -np.inf)  # when the last member comes
+    entered = np.full(len(waits.members), -np.inf)  # when the last member arrives
     np.maximum.at(entered, waits.collective[entering], begin[entering])
     at_sum = entering[timeline.cause[entering] == REDUCTION]
     until[at_sum] = entered[waits.collective[at_sum]]
@@ -85,7 +85,7 @@ def _first_part(waits: Waits, timeline: Timeline, awaited: Numbers) -> Times:
 
 
 def _early(program: Program, jobs: Numbers) -> Numbers:
-    """By row: what time before it counts as that nothing it waits for has been sent in; `jobs`: rows that compute."""
+    """By row: the share of the part of its wait before anything is sent; `jobs`: the rows that compute."""
     rank, row = program.rows.rank, np.arange(len(program))
     first, last = program.bounds[1:].copy(), program.bounds[:-1] - 1  # job of each rank
     np.minimum.at(first, rank[jobs], jobs)
@@ -95,7 +95,7 @@ def _early(program: Program, jobs: Numbers) -> Numbers:
 
 
 def _last_to_come(waits: Waits, timeline: Timeline) -> Numbers:
-    """By row: of the SENDs whose messages it uses first, the one that arrives last; -1 where it uses none."""
+    """By row: of the SENDs whose messages it is the first to use, the one that arrives last; -1: none."""
     awaited, count = np.full(len(timeline.start), -1), np.diff(waits.first)
     awaited[count > 0] = waits.sends[waits.first[1:][count > 0] - 1]
     users = np.repeat(np.arange(len(count)), count)
@@ -103,5 +103,5 @@ def _last_to_come(waits: Waits, timeline: Timeline) -> Numbers:
     row, sends = users[several], waits.sends[several]
     start = timeline.start[sends]
     order = np.lexsort((start, np.maximum(timeline.arrival[sends], start), row))
-    awaited[row[order]] = sends[order]  # the last of a row stays
+    awaited[row[order]] = sends[order]  # the last one of a row stays
     return awaited

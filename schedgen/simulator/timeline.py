@@ -1,6 +1,6 @@
 """A timeline: when every instruction of one pass through a list began, what it waited for and how long.
 
-It comes from a simulation or from a measured run, and goes to time breakdowns, pictures and trace files.
+It comes from a simulation or a measured run, and is used for time breakdowns, pictures and trace files.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Timeline(NamedTuple):
     length: Times  # of the work
     wait: Times  # before it
     cause: Small  # what it waited for, an index of CAUSES; -1: it did not wait
-    arrival: Times  # of SEND rows: when the receiver has the message; -1: of other rows, and where nobody uses it
+    arrival: Times  # of SEND rows: when the receiver has the message; -1: other rows, and messages that no row uses
 
 
 def measured_timelines(program: Program, start: Times, length: Times, wait: Times, cause: Small) -> list[Timeline]:
     """The timelines of measured passes: arrays of shape (passes, rows), as in `Timeline`.
 
-    A message arrives when the first row that uses it starts its work. A rank may come to an instruction, be kept from
-    its core, and find there what was sent meanwhile: the message then arrives when it is sent.
+    A message arrives when the first row that uses it starts its work. A rank may reach an instruction, lose its core
+    for a while, and then find what was sent meanwhile: that message arrives when it is sent.
     """
     analysis, arrival = analyse(program), np.full(start.shape, -1.0)
     arrival[:, analysis.waits.sends] = np.maximum(start[:, analysis.lifetimes.users], start[:, analysis.waits.sends])
