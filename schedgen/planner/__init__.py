@@ -5,7 +5,7 @@ layer_downsets.py   where a graph of layers can be cut in two
 partition.py        PipeDream's dynamic programme over a hierarchy of workers
 stage_costs.py      layers gathered into stages, with their costs
 candidates.py       the schedules to try
-candidate_bound.py  what a candidate takes at least, before it is compiled
+candidate_bound.py  lower bounds on a candidate's time and memory, before it is compiled
 search.py           candidates compiled and judged by the simulator
 pipedream.py        PipeDream's own schedule for its partition
 tables.py           partitions and results as text and as JSON

@@ -33,7 +33,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
-    """`weights` and `compute`: each job's workers, shape (D, S, B); `n`: its priority, None where that is no order."""
+    """`weights` and `compute`: each job's workers, shape (D, S, B); `n`: its priority, None if it fixes no order."""
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
@@ -69,7 +69,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:
-    """Bytes that each worker saves for backwards at its peak, `kept` for a job by stage; without an order, for one."""
+    """Bytes that each worker saves for backwards at its peak, `kept` for a job by stage; if n is None, for one job."""
     peak = np.zeros(workers)
     bytes = np.broadcast_to(kept[:, None], compute.shape[1:])
     if n is None:

@@ -1,7 +1,7 @@
 """The schedules that a search tries: every scheme that fits, in every number of replicas and stages.
 
-A pipeline of P workers may run W/P times side by side, each time with its share of the microbatches. Or it runs once,
-on more than half of the workers, and the others have no layers.
+A pipeline of P workers may run W/P times side by side, each with its share of the microbatches. Or it runs once, on
+more than half of the workers, and the others have no layers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 
-CHUNKS = (2, 4, 8)  # stages a worker, of schemes that go round the workers several times
-STAGES = (1, 2, 4, 8, 16, 32, 64)  # of schemes that put any number of stages on a worker
+CHUNKS = (2, 4, 8)  # stages a worker, for schemes that go round the workers several times
+STAGES = (1, 2, 4, 8, 16, 32, 64)  # for schemes that put any number of stages on a worker
 
 # Scheme -> stages a worker. Left out are depth-first, which is lpp with one group, pipedream-flush, which is 1f1b,
 # and pipedream and pipedream-2bw, which do not train the same because they do not flush.
@@ -28,7 +28,7 @@ PIPELINES = {
     **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v"), (2,)),
     **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs", "breadth-first", "hanayo"), CHUNKS),
 }
-GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> what it is called where each worker is a group
+GROUPED = {"lpp": "ddp", "fslpp": "fsdp"}  # scheme with groups -> its name if each worker is a group
 SEARCHED = (*PIPELINES, *GROUPED, *GROUPED.values(), "1f1b-rr")
 
 
@@ -75,7 +75,7 @@ def candidates(layers: Layers, levels: Sequence[Level], microbatches: int) -> It
 
 
 def _pipelines(workers: int, microbatches: int, most: int) -> Iterator[tuple[str, Sizes, int]]:
-    """(scheme, sizes of one pipeline, number of pipelines) up to `most` stages, also where the scheme refuses them."""
+    """(scheme, sizes of one pipeline, number of pipelines) up to `most` stages, even if the scheme refuses them."""
     for D in (D for D in range(1, workers + 1) if workers % D == 0 and microbatches >= D):
         P = workers // D
         if P > 1:

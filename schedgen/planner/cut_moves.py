@@ -1,7 +1,7 @@
-"""Local search on the cuts between stages: what balances the stages is not always what ends first.
+"""Local search on the cuts between stages: balanced stages are not always what ends first.
 
 The slowest stage sets the pace of a long pipeline. With few microbatches the way through the pipeline counts as much,
-and where workers have several stages it is their sum that sets the pace.
+and if workers have several stages, the pace is set by the sum of their times.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from heapq import heappop, heappush
 
 Cuts = tuple[int, ...]  # where each stage ends, in layers; the last number is the number of layers
 
-PATIENCE = 8  # expansions that find nothing better before a search ends
+PATIENCE = 8  # expansions without an improvement before a search ends
 
 
 def best_cuts(start: Cuts, seconds: Callable[[Cuts], float], evaluations: int) -> Cuts:
-    """Best-first search: the fastest cuts seen. `seconds` is asked of `start`, and `evaluations` times at the most.
+    """Best-first search: the fastest cuts seen. `seconds` is called for `start`, and `evaluations` times at the most.
 
-    The neighbours of the fastest cuts not yet expanded come next, until PATIENCE expansions in a row find none faster
-    than the best.
+    The neighbours of the fastest cuts not yet expanded come next, until PATIENCE expansions in a row find nothing
+    faster than the best.
     """
     best = (seconds(start), start)
     seen, open_cuts, patience = {start}, [best], PATIENCE
@@ -37,7 +37,7 @@ def best_cuts(start: Cuts, seconds: Callable[[Cuts], float], evaluations: int) -
 
 
 def moves(cuts: Cuts) -> Iterator[Cuts]:
-    """Cuts that differ in a run of neighbours shifted by a layer, in one cut put elsewhere, or in two shifted by one.
+    """Cuts that differ in a run of neighbours shifted by a layer, one cut moved anywhere, or two cuts shifted by one.
 
     No stage is left without layers. The last cut, which is the end, stays.
     """

@@ -1,4 +1,4 @@
-"""Orders that `plan` searches: for each placement of the candidates that may be faster than what is known."""
+"""Searches of orders for `plan`: one for each of the candidates' placements that may beat what is known."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from schedgen.util.errors import UsageError
 
 
 class Placement(NamedTuple):
-    """Where stages run, which layers they have, and what no order of theirs takes less than."""
+    """Where stages run, which layers they have, and a lower bound on the time of any order of their jobs."""
 
-    candidate: Candidate  # the first that places its jobs so
+    candidate: Candidate  # the first that places its jobs this way
     costs: StageCosts
     least: float  # seconds
 
 
 def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float) -> list[Placement]:
-    """Those that may be faster than `fastest`, the most hopeful first.
+    """The placements that may be faster than `fastest`, the most hopeful first.
 
-    A placement counts with its own cuts and with those of `moved`; schemes often have one in common. Where halves of
-    backwards are measured, too, one search decides which are split, whatever the scheme does.
+    A placement is tried with its own cuts and with those of `moved`; schemes often share one. Where halves of backwards
+    are measured, too, one search decides which are split, whatever the scheme does.
     """
     distinct: dict[tuple[bool, tuple[int, ...], bytes], Placement] = {}
     for candidate in candidates:
@@ -50,10 +50,10 @@ def placements(candidates: Iterable[Candidate], moved: Sequence[StageCosts], fas
 
 
 def found_order(placement: Placement, memory: float, budget: int, redo: bool) -> Program | None:
-    """The program of the best order; None where a built-in one is as good, where none fits, or weights move.
+    """The program of the best order; None if a built-in one is as good, none fits, or weights move.
 
     memory  bytes a worker
-    budget  as of `search_order`
+    budget  as for `search_order`
     redo    whether the search also decides which forwards are redone
     """
     candidate, costs, _ = placement

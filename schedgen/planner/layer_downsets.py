@@ -1,10 +1,10 @@
 """Where a graph of layers can be cut in two: its downsets, and what the layers of each cost together.
 
-A downset is a set of layers that has, with a layer, all layers whose outputs it reads; a cut lies between a downset
-and the rest. Downsets are the states of PipeDream's antichain DAG, which names each by those of its layers that no
-other in it reads [Narayanan et al. 2019, PipeDream, section 3.1; optimizer]. A chain of N layers has N + 1.
+A downset is a set of layers that contains, with a layer, all layers whose outputs that layer reads; a cut lies between
+a downset and the rest. Downsets are the states of PipeDream's antichain DAG, which names each by those of its layers
+that no other in it reads [Narayanan et al. 2019, PipeDream, section 3.1; optimizer]. A chain of N layers has N + 1.
 
-Layers that cost nothing make no cut of their own: a source goes with the first stage, a sink with the one layer that
+Layers that cost nothing make no cut of their own: a source goes with the first stage, a sink with the only layer that
 it reads.
 """
 
@@ -23,19 +23,19 @@ MOST_DOWNSETS = 2**12 + 1  # as many as the longest chain has
 
 
 class Downsets(NamedTuple):
-    """n downsets of N layers by size: the first is empty, the last has all layers. Cut k lies behind downset k."""
+    """n downsets of N layers by size: the first is empty, the last has all layers. Cut k comes after downset k."""
 
     members: Flags  # (n, N): the layers of each
     seconds: Floats  # (n,) of their forwards and backwards
     weight: Floats  # (n,) bytes
     kept: Floats  # (n,) bytes of a minibatch between forward and backward
-    crossing: Floats  # (n,) bytes of the outputs that layers behind the cut read
+    crossing: Floats  # (n,) bytes of the outputs that layers after the cut read
     contains: Flags  # (n, n): contains[j, i]: j has all layers of i, and more
-    complete: bool  # False: the prefixes of one order, asked for or because there are more than MOST_DOWNSETS
+    complete: bool  # False: these are the prefixes of one order, by choice or since there are more than MOST_DOWNSETS
 
 
 def all_downsets(layers: Layers) -> Downsets:
-    """All downsets, or the prefixes of one order where they are more than MOST_DOWNSETS."""
+    """All downsets, or the prefixes of one order if there are more than MOST_DOWNSETS."""
     heads = _heads(layers)
     units = [unit for unit, head in enumerate(heads) if head == unit]  # what can be cut apart: heads of groups
     number = {unit: k for k, unit in enumerate(units)}
@@ -54,7 +54,7 @@ def all_downsets(layers: Layers) -> Downsets:
 
 
 def prefixes(layers: Layers) -> Downsets:
-    """The downsets along the layers' order: the k-th has the first k layers."""
+    """The downsets along the order of the layers: the k-th has the first k layers."""
     count = len(layers.names)
     return _with_costs(layers, np.tri(count + 1, count, -1, dtype=bool), False)
 
@@ -76,7 +76,7 @@ def _with_costs(layers: Layers, members: Flags, complete: bool) -> Downsets:
 
 
 def _heads(layers: Layers) -> list[int]:
-    """By layer: the layer that is always on the same side of a cut; itself, or -1 for the first stage."""
+    """By layer: the layer that is on the same side of every cut; itself, or -1 if it goes with the first stage."""
     producers: list[list[int]] = [[] for _ in layers.names]
     consumed = {producer for producer, _ in layers.edges}
     for producer, consumer in layers.edges:
@@ -92,9 +92,9 @@ def _heads(layers: Layers) -> list[int]:
 
 
 def _closed_sets(count: int, edges: Sequence[Edge]) -> list[int] | None:
-    """The downsets of nodes 0..count-1 as bit masks, smallest first; None where they are more than MOST_DOWNSETS.
+    """The downsets of nodes 0..count-1 as bit masks, smallest first; None if there are more than MOST_DOWNSETS.
 
-    `edges` lead upwards.
+    `edges` lead from smaller to larger nodes.
     """
     if set(itertools.pairwise(range(count))) <= set(edges):
         return [(1 << size) - 1 for size in range(count + 1)]

@@ -1,12 +1,12 @@
 """Layers and what they cost, read from a profile in PipeDream's format or in the JSON that `mpirun profile` writes.
 
-PipeDream's profiler writes one line for each layer and, behind these, one line for each edge, which begins with a tab:
+PipeDream's profiler writes one line for each layer and, after these, one line for each edge, which begins with a tab:
 
     node2 -- ReLU -- forward_compute_time=1.5, backward_compute_time=3.0, activation_size=64.0, parameter_size=0.0
         node1 -- node2
 
 Times are milliseconds and sizes are bytes. An activation_size may be a list in brackets, which stands for its sum.
-As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that nobody reads, because it is a part of
+As in PipeDream's optimizer an input costs nothing, nor does a __getitem__ that no layer reads, because it is a part of
 its layer's output.
 
 In the JSON the stages are a chain of layers, so a model is profiled with as many stages as it may be cut into.
@@ -53,7 +53,7 @@ class Layers(NamedTuple):
     names: tuple[str, ...]
     edges: tuple[Edge, ...]  # (producer, consumer)
     times: Mapping[str, Floats]  # direction (F and B, or F, I and W, or all) -> seconds by layer
-    machine: Machine  # bytes by layer; alpha and beta are 0 where the file does not say
+    machine: Machine  # bytes by layer; alpha and beta are 0 if the file does not give them
 
     @property
     def seconds(self) -> Floats:
@@ -73,12 +73,12 @@ class Layers(NamedTuple):
 
     @property
     def kept(self) -> Floats:
-        """Bytes of a minibatch between its forward and its backward: the output and what is saved, shape (N,)."""
+        """Bytes that a minibatch keeps from forward to backward: the output and what is saved, shape (N,)."""
         return self.activation + by_stage(self.machine.saved, len(self.names))
 
 
 def read_layers(name: str) -> Layers:
-    """The layers in the file `name`; RefusedFile, with the line, where it has neither of the two formats."""
+    """The layers in the file `name`; RefusedFile, with the line, if it has neither of the two formats."""
     text = read_text(name, MOST_BYTES)
     name = display_name(name)
     layers = _parse_json(text, name) if text.lstrip()[:1] in ("{", "[") else _parse_pipedream(text, name)
@@ -178,13 +178,13 @@ def _parse_edge(line: str, nodes: Mapping[str, _Node]) -> tuple[str, str]:
 
 
 def _natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key by which node2 comes before node10."""
+    """A sort key that puts node2 before node10."""
     parts = re.findall(r"([0-9]{1,18})|([^0-9]+|[0-9])", name)
     return tuple((0, int(digits), "") if digits else (1, 0, other) for digits, other in parts)
 
 
 def _topological_order(nodes: Iterable[str], edges: Iterable[tuple[str, str]]) -> list[str] | None:
-    """All nodes, producers before consumers and else by name; None where there is no such order."""
+    """All nodes, producers before consumers and otherwise by name; None if there is a cycle."""
     sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(nodes, ()))
     for producer, consumer in edges:
         sorter.add(consumer, producer)

@@ -12,8 +12,8 @@ where A_0 is the seconds of the layers, |w_ij| the bytes of their weights and a_
 last). These are the terms of PipeDream's optimizer. The paper prints them differently: T takes the larger of computing
 and exchanging gradients instead of the sum and has 2 (m - 1) there, and transfers are 2 a_s / B_k.
 
-A replica of a stage has as many minibatches in flight as there are workers at its stage and behind, divided by the
-stage's replicas and rounded up (NOAM of the first stage, section 3.2). Each has its own activations and its own
+A replica of a stage has as many minibatches in flight as there are workers at its stage and after it, divided by the
+stage's replicas and rounded up (NOAM of the first stage, section 3.2). Each of them has its own activations and its own
 version of the weights (section 3.3).
 """
 
@@ -37,7 +37,7 @@ MOST_ENTRIES = 2**28  # of a table
 
 
 class Level(NamedTuple):
-    """`components` of the level below, joined by links of `bandwidth` bytes a second."""
+    """`components` of the level below, joined by links of `bandwidth` bytes per second."""
 
     components: int
     bandwidth: float
@@ -50,12 +50,12 @@ class ReplicatedStage(NamedTuple):
     end: int
     replicas: int
     in_flight: int  # minibatches that a replica keeps
-    seconds: float  # a minibatch: computing and exchanging gradients
-    transfer: float  # seconds a minibatch: what enters and what leaves, as far as it counts
+    seconds: float  # per minibatch: computing and exchanging gradients
+    transfer: float  # seconds per minibatch: what enters and what leaves, as far as it counts
 
 
 class Partition(NamedTuple):
-    """Stages in their order; `seconds` a minibatch is the largest of their seconds and transfers."""
+    """Stages in order; `seconds` per minibatch is the largest of their seconds and transfers."""
 
     seconds: float
     stages: tuple[ReplicatedStage, ...]
@@ -64,9 +64,9 @@ class Partition(NamedTuple):
 def hierarchy(
     workers: int | None, topology: Sequence[int] | None, bandwidths: Sequence[float] | None, beta: float
 ) -> list[Level]:
-    """The levels that a user asks for, the lowest first; UsageError where the arguments do not fit each other.
+    """The levels that a user asks for, the lowest first; UsageError if the arguments do not agree.
 
-    Without a topology it is one level of `workers`, without `bandwidths` all links have 1 / beta.
+    Without a topology there is one level of `workers`; without `bandwidths` all links have 1 / beta.
     """
     components = topology or ([workers] if workers else [])
     if not components:
@@ -86,7 +86,7 @@ def hierarchy(
 
 
 def partition(downsets: Downsets, levels: Sequence[Level], memory: float = math.inf) -> Partition:
-    """The best partition on all workers; UsageError where none keeps to `memory` bytes a worker."""
+    """The best partition on all workers; UsageError if none keeps to `memory` bytes per worker."""
     solver = _Solver(downsets, levels, memory)
     pipelines = solver.from_cut(len(levels), 0, 0)
     if math.isinf(pipelines.best[-1, -1]):
@@ -102,7 +102,7 @@ def unreplicated(downsets: Downsets, bandwidth: float, most: int) -> list[Partit
 
 
 def data_parallel_seconds(downsets: Downsets, levels: Sequence[Level]) -> float:
-    """Seconds a minibatch with all layers on every worker."""
+    """Seconds per minibatch with all layers on every worker."""
     seconds = float(downsets.seconds[-1])
     for level in levels:
         seconds = _replicated_seconds(seconds, float(downsets.weight[-1]), level.components, level.bandwidth)
@@ -119,30 +119,30 @@ def _as_partition(stages: list[ReplicatedStage]) -> Partition:
 
 
 class _Pipelines(NamedTuple):
-    """The best pipelines at a level from cut `begin`; arrays (n, m_k + 1): to a cut, on a number of components."""
+    """The best pipelines at a level from cut `begin`; arrays (n, m_k + 1), by cut at the end and by components used."""
 
     level: int
     begin: int
     tail: int
     best: Floats  # A_k
     last_cut: Ints  # where the last stage begins
-    last_copies: Ints  # on how many components that stage lies
+    last_copies: Ints  # on how many components that stage is
 
 
 class _Solver:
     """Tables of A_k for every level, from which partitions are read.
 
-    A component's tail is the number of workers behind it over the number of its copies, rounded up: a worker of tail
-    t keeps t + 1 minibatches. Inside a component of tail t, a stage of q copies with p of the component's workers
-    behind it gives each copy the tail ceil((t + p) / q). Without a memory limit tails do not matter, and the tables
+    A component's tail is the number of workers after it divided by the number of its copies, rounded up: a worker of
+    tail t keeps t + 1 minibatches. Inside a component of tail t, a stage of q copies with p of the component's workers
+    after it gives each copy the tail ceil((t + p) / q). Without a memory limit tails do not matter, and the tables
     are for tail 0 only.
     """
 
     def __init__(self, downsets: Downsets, levels: Sequence[Level], memory: float, most: int = MOST_WORKERS) -> None:
-        """`memory`: bytes a worker may hold; `most`: copies of a stage."""
+        """`memory`: bytes that a worker may hold; `most`: the most copies of a stage."""
         self.downsets, self.levels, self.memory, self.most = downsets, levels, memory, most
         self.workers = [math.prod(level.components for level in levels[:k]) for k in range(len(levels) + 1)]
-        self.held = downsets.kept + downsets.weight  # bytes a minibatch in flight takes, summed from cut 0
+        self.held = downsets.kept + downsets.weight  # bytes that a minibatch in flight takes, summed from cut 0
         self.heaviest = np.maximum.accumulate(downsets.weight)
         self.tails: list[list[int]] = [[0]] * len(levels)  # by level below the highest
         above = [0]
@@ -168,14 +168,14 @@ class _Solver:
         return table
 
     def _inner_tails(self, k: int, tail: int) -> Ints:
-        """In a component of level k, [m, q]: the tail of q copies behind which lie all but m components (q <= m)."""
+        """In a component of level k, [m, q]: the tail of q copies after which come all but m components (q <= m)."""
         M = self.levels[k - 1].components
         m, q = np.arange(M + 1)[:, None], np.maximum(np.arange(M + 1), 1)
         workers = tail + (M - m) * self.workers[k - 1]
         return (-(-workers // np.minimum(q, np.maximum(m, 1)))).astype(np.int32)
 
     def from_cut(self, k: int, begin: int, tail: int) -> _Pipelines:
-        """The best pipelines from cut `begin` on a component of level k that has this tail."""
+        """The best pipelines from cut `begin` on a component of level k with this tail."""
         M, bandwidth = self.levels[k - 1]
         n, most = len(self.held), min(M, self.most)
         tails = self._inner_tails(k, tail)
@@ -188,7 +188,7 @@ class _Solver:
         return _Pipelines(k, begin, tail, *columns)
 
     def stages(self, pipelines: _Pipelines, end: int = -1, components: int = -1) -> list[ReplicatedStage]:
-        """The stages of the best pipeline to cut `end` on so many components; by default to the last, on all."""
+        """The stages of the best pipeline to cut `end` on this many components; by default to the last cut, on all."""
         bandwidth = self.levels[pipelines.level - 1].bandwidth
         tails = self._inner_tails(pipelines.level, pipelines.tail)
         j, m = range(len(self.held))[end], range(pipelines.best.shape[1])[components]
@@ -205,7 +205,7 @@ class _Solver:
                 )
                 for stage in self._on_component(pipelines.level - 1, i, j, int(tails[m, q]))
             ]
-            if m > q:  # not the first stage: PipeDream's optimizer leaves out what that one sends
+            if m > q:  # not the first stage: PipeDream's optimizer leaves out what that sends
                 copies[0] = copies[0]._replace(transfer=max(copies[0].transfer, enters))
                 copies[-1] = copies[-1]._replace(transfer=max(copies[-1].transfer, leaves))
             stages[:0] = copies
@@ -227,8 +227,8 @@ def _solve(
 ) -> tuple[Floats, Ints, Ints]:  # fmt: skip
     """A_k from the cut `begin` with at most `most` copies of a stage, as the arrays of _Pipelines.
 
-    By [m, q], the components used and the copies of the last stage: `index`, which of the tables of A_{k-1} that stage
-    takes, and `in_flight`, the minibatches that its replicas keep.
+    By [m, q], the components used and the copies of the last stage: `index`, the table of A_{k-1} for that stage,
+    and `in_flight`, the minibatches that its replicas keep.
     """
     n = len(weight)
     best = np.full((n, components + 1), np.inf)
@@ -247,7 +247,7 @@ def _solve(
                 if leaves >= best[j, m]:
                     continue
                 for s in range(j - 1, begin, -1):
-                    # No stage from here or before to j takes less.
+                    # No stage that begins here or before and ends at j takes less.
                     if (least[t, j, s] + 4 * (q - 1) * (weight[j] - heaviest[s]) / (q * bandwidth)) / q >= best[j, m]:
                         break
                     if best[s, m - q] >= best[j, m] or not contains[j, s]:

@@ -19,9 +19,9 @@ from schedgen.util.errors import UsageError
 
 
 def pipedream(layers: Layers, levels: Sequence[Level], microbatches: int, memory: float = math.inf) -> Program:
-    """The program, with layers cut along their order; UsageError where no partition fits or microbatches are too few.
+    """The program, with layers cut along their order; UsageError if no partition fits or microbatches are too few.
 
-    `memory`: the most bytes that the partition may have on a worker.
+    `memory`: the most bytes that the partition may need on a worker.
     """
     order = prefixes(layers)
     stages = partition(order, levels, memory).stages

@@ -1,10 +1,10 @@
-"""Of the schedules that a profile's layers allow, the ones that no other beats in both time and memory.
+"""Of the schedules that a profile's layers allow, those that no other beats in both time and memory.
 
-1. Each candidate is compiled and executed by the simulator, unless its lower bound says before that a schedule that was
-   found is no worse in both.
-2. From each schedule on that front its cuts move on, and the simulator judges them, too: `best_cuts`.
-3. If that is asked for, orders are searched for the placements of the candidates, and within a limit what they redo:
-   `found_orders`.
+1. Each candidate is compiled and executed by the simulator, unless its lower bounds show that a schedule already found
+   is no worse in both.
+2. From each schedule on that front its cuts are moved, and the simulator judges the results, too: `best_cuts`.
+3. If requested, orders are searched for the placements of the candidates, under a memory limit also with redone
+   forwards: `found_orders`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PlannedSchedule(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The front of a search, and how many schedules it took."""
+    """The front of a search, and how many schedules were considered."""
 
     front: list[PlannedSchedule]  # the fastest first: each takes less memory than those before it
     program: Program  # of the first
@@ -54,17 +54,17 @@ class SearchResult(NamedTuple):
     simulated: int  # candidates that no bound ruled out
 
 
-MOST_CUTS = 200  # that are tried near those of a schedule on the front ...
-MOST_INSTRUCTIONS = 300_000  # ... as long as no more than so many are simulated: about a second
-MOST_REDONE = 3  # placements for which orders are searched that redo forwards
+MOST_CUTS = 200  # cuts that are tried near those of a schedule on the front ...
+MOST_INSTRUCTIONS = 300_000  # ... while no more than this many instructions are simulated: about a second
+MOST_REDONE = 3  # placements for which orders that redo forwards are searched
 
 
 class _Entry(NamedTuple):
     schedule: PlannedSchedule
     candidate: Candidate
     costs: StageCosts
-    ordered_by: StageCosts  # whose ratios greedy ordered it by: those of its cuts before they moved
-    program: Program | None = None  # where its order was searched
+    ordered_by: StageCosts  # whose ratios greedy used to order it: those of its cuts before they moved
+    program: Program | None = None  # if its order was searched
 
 
 _Front = Sequence[_Entry]
@@ -81,8 +81,8 @@ def search(
 ) -> SearchResult:
     """Try all candidates, or only those of `schemes`; UsageError if none keeps to `memory` bytes a worker.
 
-    Without `prune` candidates are simulated whatever their bounds say; the front is the same. `budget`: work for each
-    search of an order, as for `search_order`; 0: none is searched.
+    Without `prune` candidates are simulated whatever their bounds are; the front is the same. `budget`: work for each
+    search of an order, as for `search_order`; 0: no orders are searched.
     """
     bounded = [
         (candidate_bound(candidate), candidate)
@@ -120,7 +120,7 @@ def search(
 
 
 def _with(entry: _Entry, front: _Front, memory: float) -> _Front:
-    """The front with an entry, if that fits and none is as good, and without those that it beats."""
+    """The front with an entry, if it fits and none is as good, and without the entries that it beats."""
     schedule = entry.schedule
     if schedule.peak_bytes > memory or _beaten(schedule.step_time, schedule.peak_bytes, front):
         return front
@@ -137,7 +137,7 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
 
 
 def _simulated(candidate: Candidate) -> Iterator[tuple[PlannedSchedule, StageCosts]]:
-    """The candidate with each of its stage costs; nothing where a cap stops the schedule."""
+    """The candidate with each of its stage costs; nothing if a cap blocks the schedule."""
     try:
         program = _compiled(candidate, candidate.costs[0], candidate.costs[0])
     except UsageError:
@@ -155,7 +155,7 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
 
 
 def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
-    """What the simulator was asked about cuts near those of an entry: its candidate with each of them."""
+    """All cuts that the simulator tried near those of an entry, each as the entry's candidate with them."""
     candidate, order, tried = entry.candidate, prefixes(layers), []
     program = _compiled(candidate, entry.costs, entry.costs)
 
@@ -172,8 +172,8 @@ def _moved(entry: _Entry, layers: Layers, bandwidth: float, memory: float) -> li
 def _searched(
     candidates: Sequence[Candidate], moved: Sequence[StageCosts], fastest: float, memory: float, budget: int
 ) -> Iterator[_Entry]:
-    """The best order that is found for each placement that may be faster than `fastest`; under a limit the most
-    hopeful placements may also redo forwards."""
+    """The best order found for each placement that may be faster than `fastest`; under a memory limit the most hopeful
+    placements may also redo forwards."""
     hopeful = placements(candidates, moved, fastest)
     tries = [(placement, False) for placement in hopeful]
     if math.isfinite(memory):
@@ -186,7 +186,7 @@ def _searched(
 
 
 def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -> Program:
-    """The candidate with the layers of some costs, in its own order for others."""
+    """The candidate with the layers of `costs`, ordered by the costs `ordered_by`."""
     ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
     recompute = range(candidate.sizes.stages) if candidate.recompute else ()
     return compile(candidate.with_layers(costs), candidate.sizes, Options(cost=ratios, recompute=recompute))

@@ -14,7 +14,7 @@ from schedgen.planner.layer_profile import Floats, Layers
 from schedgen.planner.partition import unreplicated
 from schedgen.simulator.machine import Machine, by_direction
 
-SHORTEST = 1e-5  # of the longest job: what a stage takes whose layers take no time
+SHORTEST = 1e-5  # of the longest job: the least time of a job of a stage
 
 
 class StageCosts(NamedTuple):
@@ -25,21 +25,21 @@ class StageCosts(NamedTuple):
     machine: Machine  # bytes by stage
 
     def durations(self, split: bool) -> dict[str, Floats]:
-        """Seconds by stage of a schedule's directions, and R where there is one."""
+        """Seconds by stage of a schedule's directions, and R if there is one."""
         redo = {REDO: self.times[REDO]} if REDO in self.times else {}
         return durations(self.with_halves, 3 if split else 2) | redo
 
     @property
     def with_halves(self) -> dict[str, Floats]:
-        """All seconds by stage; a B of unmeasured halves gives each half of its time."""
+        """All seconds by stage; halves that were not measured each take half of B."""
         if "I" in self.times:
             return dict(self.times)
         return {**self.times, "I": self.times["B"] / 2, "W": self.times["B"] / 2}
 
 
 def balanced(layers: Layers, prefixes: Downsets, bandwidth: float, most: int) -> list[list[StageCosts]]:
-    """For 1, 2, ... `most` stages: the costs for which the slowest stage, and for which the slowest stage or transfer
-    to the next, is fastest; one entry where these agree. `prefixes`: those of the layers' order."""
+    """For 1, 2, ... `most` stages: the costs of the cuts with the fastest slowest stage, and of those with the fastest
+    slowest stage or transfer; one entry if these agree. `prefixes`: of the layers' order."""
     pairs = zip(unreplicated(prefixes, math.inf, most), unreplicated(prefixes, bandwidth, most), strict=True)
     ends = [dict.fromkeys(tuple(stage.end for stage in partition.stages) for partition in pair) for pair in pairs]
     return [[stage_costs(layers, prefixes, cuts, bandwidth) for cuts in distinct] for distinct in ends]
@@ -60,7 +60,7 @@ def stage_costs(layers: Layers, prefixes: Downsets, ends: Sequence[int], bandwid
     outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
     x = prefixes.crossing[list(ends)].copy()
     x[-1] = layers.activation[-1]
-    # A layer before the stage may have outputs that cross the cut behind it, too; these are not the stage's own.
+    # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
     leaving = np.array([_leaving(layers, i, j) for i, j in spans])
     widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in spans])
 
@@ -104,7 +104,7 @@ def _leaving(layers: Layers, begin: int, end: int) -> float:
 
 
 def cost_ratios(durations: dict[str, Floats]) -> dict[str, float]:
-    """The mean duration of a job of each direction in forwards, to four digits: the costs that greedy orders by."""
+    """The mean duration of each direction's jobs in units of F, to four digits: the costs by which greedy orders."""
     forward = float(durations["F"].sum())
     ratios = {name: float(f"{max(seconds.sum() / forward, 1e-3):.4g}") for name, seconds in durations.items()}
     return {name: int(ratio) if ratio.is_integer() else ratio for name, ratio in ratios.items()}

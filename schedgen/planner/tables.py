@@ -90,7 +90,7 @@ def search_as_json(result: SearchResult) -> dict[str, Any]:
 
 
 def search_as_text(result: SearchResult) -> Iterator[str]:
-    """The same as lines: one for each schedule of the front, then the counts."""
+    """What `search_as_json` returns as lines: one for each schedule of the front, then the counts."""
     rows = [("scheme", "stages", "replicas", "redone", "order", "step s", "memory")]
     for schedule in result.front:
         replicas = (

@@ -1,4 +1,4 @@
-"""Where the search begins: the orders of all built-in schemes that place every job as the one that is searched."""
+"""Where the search begins: the orders of all built-in schemes that place every job as the searched scheme does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from schedgen.util.errors import UsageError
 
 
 class Start(NamedTuple):
-    """An order to begin with."""
+    """An order from which to start."""
 
-    scheme: Scheme  # that it is of
+    scheme: Scheme  # whose order it is
     order: Numbers
 
 
@@ -42,14 +42,14 @@ def starts(question: Question, problem: OrderProblem, placed: PlacedScheme) -> l
 
 
 def _of_model(scheme: Scheme, own: Scheme) -> Scheme:
-    """A scheme for the model that `own` is for: with its edges and layers."""
+    """A scheme for the model of the scheme `own`: with its edges and layers."""
     layers = {name: value for name, value in own.parameters.items() if name == "layers"}
     parameters = {**scheme.parameters, **layers}
     return scheme._replace(edges=own.edges, per_consumer=own.per_consumer, parameters=parameters)
 
 
 def _built_in(sizes: Sizes) -> list[Scheme]:
-    """All built-in schemes of these sizes that update weights once a step."""
+    """All built-in schemes that fit these sizes and update weights once a step."""
     schemes = []
     for name in SCHEMES:
         try:
@@ -60,7 +60,7 @@ def _built_in(sizes: Sizes) -> list[Scheme]:
 
 
 def _starts(placed: PlacedScheme, directions: int) -> Numbers:
-    """A number for every job that grows with time on a worker; a whole backward is an I and then its W."""
+    """A number for every job that grows with time on a worker; a whole backward becomes an I and then its W."""
     time = order(placed).reshape(placed.compute.shape)
     whole = placed.unsplit_backward if len(time) == 3 else np.ones(time.shape[1:], bool)
     if directions == 3:

@@ -1,9 +1,9 @@
 """The order problem for OR-Tools' CP-SAT: for small problems a proof, and sometimes a better order.
 
-Starts are whole numbers. Jobs of a worker do not overlap, those of a class follow each other, and what a forward takes
-is held until the job that gives it back has ended. Where times are no whole multiples of a unit they are rounded down,
-so that a bound stays one. Where backwards may be whole, that is a choice for each: its I takes the time of both halves,
-and its W, directly behind it, none.
+Starts are integers. Jobs of a worker do not overlap, those of a class follow one another, and the memory that a forward
+takes is held until the job that gives it back has ended. Times that are no multiples of a common unit are rounded down,
+so that a bound stays valid. Where backwards may be whole, that is a choice for each: the I of a whole one takes all of
+its time, and its W, directly after it, none.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from schedgen.ir.instructions import Flags, Numbers, Times
 from schedgen.planner.order_search.problem import OrderProblem
 
 MOST_JOBS = 300  # of larger problems CP-SAT proves nothing in a minute
-MOST_UNITS = 2**53  # in a schedule: all times are whole numbers, also as floats
-FINEST = 2000  # units in the mean duration of a job, where times are no whole numbers
+MOST_UNITS = 2**53  # in a schedule: all times are integers that a float holds exactly
+FINEST = 2000  # units in the mean duration of a job, if times are not integers
 
 
 class Proof(NamedTuple):
     """What CP-SAT found."""
 
     bound: float  # no order has a shorter longest window
-    start: Times | None  # by job: where they start in the best order that it saw
+    start: Times | None  # by job: when it starts in the best order found
     whole: Flags  # by job: whether it is the I of a whole backward
     optimal: bool
 
@@ -34,12 +34,12 @@ class _Jobs(NamedTuple):
     """Variables and numbers of a model, by job, in units of time."""
 
     begin: list[Any]
-    size: list[Any]  # numbers, but where whole backwards are a choice
+    size: list[Any]  # numbers, unless whole backwards are a choice
     end: list[Any]
 
 
 def is_installed() -> bool:
-    """Whether there is an OR-Tools to call."""
+    """Whether OR-Tools can be imported."""
     try:
         import ortools.sat.python.cp_model  # noqa: F401
     except ImportError:
@@ -51,10 +51,10 @@ def solve(
     problem: OrderProblem, start: Times, value: float, floor: float, seconds: float, whole: Times | None = None,
     is_whole: Flags | None = None,
 ) -> Proof:  # fmt: skip
-    """Begin at an order whose jobs start at `start`, with the longest window `value`; the seconds are CP-SAT's own.
+    """Begin with an order whose jobs start at `start`, with the longest window `value`; `seconds` are CP-SAT's own.
 
-    whole     by job: of an I, what the whole backward takes; None: backwards are not whole
-    is_whole  by job: whether it is the I of a whole backward at the beginning
+    whole     by job: for an I, what the whole backward takes; None: backwards are not whole
+    is_whole  by job: whether it is the I of a whole backward in that order
     """
     from ortools.sat.python import cp_model
 
@@ -81,7 +81,7 @@ def solve(
     for job, choice in chosen.items():
         model.add_hint(choice, bool(is_whole is not None and is_whole[job]))
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # the same answer every time
+    solver.parameters.num_workers = 1  # for reproducible results
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = seconds
     status = solver.solve(model)
@@ -93,7 +93,7 @@ def solve(
 
 
 def _add_waits(model: Any, problem: OrderProblem, jobs: _Jobs, hop: Numbers) -> None:
-    """A job begins behind those that it waits for, and their messages; `hop`: as `before_hop`, in units."""
+    """A job begins after those that it waits for, and their messages; `hop`: `before_hop` in units."""
     batches = problem.microbatches
     for node in range(len(problem.before_first) - 1):
         for k in range(problem.before_first[node], problem.before_first[node + 1]):
@@ -107,7 +107,7 @@ def _add_worker(
     model: Any, problem: OrderProblem, w: int, jobs: _Jobs, longest: Any, horizon: int, any_turn: bool
 ) -> None:  # fmt: skip
     """Worker w does one job at a time, those of a class in the order of the microbatches, and its window ends by
-    `longest`. With `any_turn` W jobs come as they like, since some belong to whole backwards."""
+    `longest`. With `any_turn`, W jobs may come in any order, since some belong to whole backwards."""
     begin, size, end = jobs
     first_w = 2 * problem.stages * problem.microbatches
     classes = range(problem.worker_class[w], problem.worker_class[w + 1])
@@ -136,7 +136,7 @@ def _add_worker(
 
 
 def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
-    """When a job ends: a variable of its own where its time is a choice."""
+    """When a job ends: a variable of its own if its duration is a choice."""
     if isinstance(size, int):
         return begin + size
     end = model.new_int_var(0, horizon, "")
@@ -147,7 +147,7 @@ def _end(model: Any, begin: Any, size: Any, horizon: int) -> Any:
 def _add_choices(
     model: Any, problem: OrderProblem, begin: list[Any], size: list[Any], whole: Numbers
 ) -> dict[int, Any]:  # fmt: skip
-    """By job of I: whether its backward is whole; `size` of it and of its W becomes what they then take."""
+    """By I job: whether its backward is whole; `size` of it and of its W become what they then take."""
     shift, chosen = problem.stages * problem.microbatches, {}
     for job in range(shift, 2 * shift):
         choice = chosen[job] = model.new_bool_var("")
@@ -160,8 +160,8 @@ def _add_choices(
 def _add_memory(
     model: Any, problem: OrderProblem, w: int, begin: list[Any], end: list[Any], horizon: int
 ) -> None:  # fmt: skip
-    """What a job of worker w takes is held until the last job of its stage and microbatch ends; where the first half of
-    a backward gives some of it back, that until then."""
+    """What a job of worker w takes is held until the last job of its stage and microbatch ends; if the first half of a
+    backward gives a part of it back, that part until then."""
     per_direction = problem.stages * problem.microbatches
     last = len(problem.worker) - per_direction
     takes = np.empty(len(problem.worker))
@@ -184,7 +184,7 @@ def _add_memory(
 
 
 def _unit(problem: OrderProblem, whole: Times | None) -> float:
-    """The time that counts as 1: the greatest that divides all times, or a small one."""
+    """The time that counts as 1: the greatest common divisor of all times, or else a small one."""
     times = np.concatenate([problem.length, problem.before_hop, () if whole is None else whole])
     if (times == np.round(times)).all() and times.max() < 1e9:
         return float(np.gcd.reduce(times.astype(np.int64)))

@@ -1,4 +1,4 @@
-"""When the jobs of an order run, each as early as it can: the kernel that judges every candidate of the search."""
+"""When the jobs of an order run, each as early as it can: the kernel that evaluates every candidate of the search."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from schedgen.util.jit import kernel
 
 
 class Run(NamedTuple):
-    """What running an order gives, and the arrays that this takes; a Run is used again and again."""
+    """The result of running an order, and working arrays; a Run is used again and again."""
 
     start: Times  # by job
-    job: Numbers  # by place of the order: the job there
+    job: Numbers  # by place in the order: the job there
     window: Times  # by worker: from its first job, or from time 0, to the end of its last
     ready: Times  # by job: when what it waits for is there
-    waits: Numbers  # by job: how much of that is to come
+    waits: Numbers  # by job: how many of those are still to come
     begun: Numbers  # by class: jobs begun
-    at: Numbers  # by worker: its place
+    at: Numbers  # by worker: its next place
     clock: Times  # by worker
-    stack: Numbers  # workers that may go on
+    stack: Numbers  # workers that may be able to go on
     stacked: Flags  # by worker
 
 
 def new_run(problem: OrderProblem) -> Run:
-    """Arrays for a problem."""
+    """The arrays for a problem."""
     jobs, workers = len(problem.worker), len(problem.row) - 1
     return Run(
         start=np.zeros(jobs),
@@ -45,9 +45,9 @@ def new_run(problem: OrderProblem) -> Run:
 
 @kernel
 def begin_run(problem: OrderProblem, run: Run) -> None:
-    """No job has run.
+    """Reset: no job has run.
 
-    Written as loops: for an array copied as a whole, `a[:] = b`, numba compiles an error message for seconds.
+    Written as loops: for a copy of a whole array, `a[:] = b`, numba spends seconds compiling an error message.
     """
     for job in range(len(run.waits)):
         run.waits[job], run.ready[job] = problem.waits[job], 0.0
@@ -59,7 +59,7 @@ def begin_run(problem: OrderProblem, run: Run) -> None:
 
 @kernel
 def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> float:
-    """The longest window; infinity where it is above `limit`, or where jobs wait for each other for ever."""
+    """The longest window; infinity if it is above `limit`, or if jobs wait for one another for ever."""
     batches, worker, length = problem.microbatches, problem.worker, problem.length
     first, after, hop, row = problem.first, problem.after, problem.hop, problem.row
     class_jobs, class_first = problem.class_jobs, problem.class_first

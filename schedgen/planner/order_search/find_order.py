@@ -1,4 +1,4 @@
-"""`find_order`: the best orders of a problem, by random rules and by annealing the best; W jobs are also placed anew.
+"""`find_order`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew.
 
 Work is counted, not seconds: the same call gives the same order on any machine.
 """
@@ -15,20 +15,20 @@ from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits
 from schedgen.util.progress import counted
 
-HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job
-RULE_JOBS = 4  # giving a job its time by a rule takes so much longer
+HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job
+RULE_JOBS = 4  # a rule takes this many times as long to give a job its time
 ROUNDS = (100, 6000)  # of rules, at least and at the most
-BEST = 4  # orders that are found
-LEAST_MOVES = 20_000  # annealing with fewer moves in all finds nothing: rules have their work, too
+BEST = 4  # orders that are returned
+LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the work is left to rules
 
 
 def find_order(
     problem: OrderProblem, begin: list[Numbers], bound: float, budget: int, turn: int = 0
 ) -> tuple[list[Numbers], int]:
-    """The best orders, none where none keeps to the memory, and the work they took: jobs that were given a time.
+    """The best orders, empty if none keeps to the memory, and the work they took: jobs that were given a time.
 
-    It begins with the orders of `begin` and ends where `bound` is reached, or after about `budget`. Each `turn` draws
-    other numbers.
+    The search starts from the orders of `begin` and ends when `bound` is reached, or after about `budget`. Each `turn`
+    draws different random numbers.
     """
     search = _Search(problem, bound, budget)
     for order in begin:
@@ -65,15 +65,15 @@ class _Search:
         self.problem, self.bound, self.left = problem, bound, budget
         self.run, self.trial = new_run(problem), new_run(problem)
         self.jobs = len(problem.worker)
-        self.found: list[tuple[float, float, Numbers]] = []  # what `judge` says, longest window, order
+        self.found: list[tuple[float, float, Numbers]] = []  # what `judge` returns, longest window, order
 
     def judge(self, order: Numbers) -> float:
-        """The longest window, and a tenth of the mean of all."""
+        """The longest window, plus a tenth of the mean of all windows."""
         value: float = run_order.sized(self.jobs)(self.problem, order, np.inf, self.run)
         return value + 0.1 * float(self.run.window.mean())
 
     def add(self, order: Numbers) -> None:
-        """Keep an order, if it ends and fits, and the same with its W placed anew."""
+        """Keep an order, if it can run and fits, and its variants with W jobs placed anew."""
         self._keep(order)
         late = with_late_weights(self.problem, order, self.bound, float(self.run.window.max()))
         self.left -= len(late) * self.jobs * (1 + RULE_JOBS)
@@ -87,11 +87,11 @@ class _Search:
             self.found.sort(key=lambda entry: entry[0])
 
     def best(self) -> list[Numbers]:
-        """Those with the shortest longest windows, the best first."""
+        """The orders with the shortest longest windows, the best first."""
         return [order for _, _, order in sorted(self.found, key=lambda entry: entry[1])[:BEST]]
 
     def anneal(self, order: Numbers, hot: float, share: float, seed: int) -> None:
-        """Change an order for a share of the work that is left."""
+        """Anneal an order with a share of the work that is left."""
         mean = float(self.problem.length.mean())
         moves = max(1000, int(share * self.left / self.jobs))
         _, better, judged = anneal.sized(self.jobs)(

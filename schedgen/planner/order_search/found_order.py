@@ -17,11 +17,11 @@ Ties = Collection[Sequence[int]]  # lists of stages that share parameters
 
 
 class Limits(NamedTuple):
-    """What an order must keep to, and what is made small."""
+    """What an order must keep to, and what is minimized."""
 
-    objective: str = "makespan"  # or the longest own window, from a worker's first job to the end of its last
-    saved: int | None = None  # saved forwards of a worker, from the start of F to the end of the last backward job
-    bytes: float | None = None  # or bytes of a worker, as the simulator counts them: `Footprint.peak`
+    objective: str = "makespan"  # or "window": the longest own window, from a worker's first job to the end of its last
+    saved: int | None = None  # saved forwards on a worker, from the start of F to the end of the last backward job
+    bytes: float | None = None  # or bytes on a worker, as the simulator counts them: `Footprint.peak`
 
 
 class Question(NamedTuple):
@@ -36,15 +36,15 @@ class Question(NamedTuple):
 
 
 class NoOrder(UsageError):
-    """None was found that keeps to the limits."""
+    """No order was found that keeps to the limits."""
 
 
 class FoundOrder(NamedTuple):
     """A schedule and a lower bound."""
 
     program: Program
-    value: float  # what the simulator says, in the unit of the costs
+    value: float  # by the simulator, in the unit of the costs
     bound: float  # no order of this placement within the limits takes less
-    optimal: bool  # proved, by a bound that is reached
+    optimal: bool  # proved, since the bound is reached
     work: float  # millions of jobs that were given a time
-    source: str  # "search", or the built-in scheme that it found nothing better than
+    source: str  # "search", or the built-in scheme that was not improved on

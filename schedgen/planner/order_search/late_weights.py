@@ -1,11 +1,11 @@
-"""The forwards and backwards of an order with its W jobs placed anew: for gaps, and no sooner than need be.
+"""The forwards and backwards of an order with its W jobs placed anew: in gaps, and no sooner than necessary.
 
 A W goes into a gap that is long enough. Before a shorter gap the question is whether the worker can afford to wait: it
-can as long as its window may still end by a target, which is when the time left until then is no less than all jobs to
-come. Otherwise a W goes first, and what is behind it comes later. So W jobs are kept for the end, where backwards come
-seldom, and every worker waits about equally long. The greedy search for ZB-V does the same with the largest idle time
-so far in place of a target [Qi et al. 2023, "Zero bubble pipeline parallelism", section 6]. Where memory is full the
-oldest W goes first.
+can as long as its window may still end by a target, that is, if the time left until then is no less than all jobs to
+come. Otherwise a W goes first, and the jobs after it are delayed. So W jobs are kept for the end, where backwards are
+rare, and every worker waits about equally long. The greedy search for ZB-V does the same with the largest idle time so
+far in place of a target [Qi et al. 2023, "Zero bubble pipeline parallelism", section 6]. If memory is full, the oldest
+W goes first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from schedgen.planner.order_search.evaluate import Run, begin_run, new_run
 from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.jit import kernel
 
-TARGETS = 9  # windows aimed at, evenly from the bound to the order's own
+TARGETS = 9  # target windows, evenly spaced from the bound to the order's own
 
 
 def with_late_weights(problem: OrderProblem, order: Numbers, bound: float, value: float) -> list[Numbers]:
@@ -48,17 +48,17 @@ def place_weights(
     problem: OrderProblem, order: Numbers, row: Numbers, weight: Numbers, slack: Times, at: Numbers, queue: Numbers,
     held: Times, run: Run, late: Numbers,
 ) -> bool:  # fmt: skip
-    """Write an order with all W into `late`; False where it breaks off.
+    """Write an order with all W into `late`; return False if it cannot be completed.
 
-    order, row      F and I of all workers, as classes; worker w's are order[row[w]:row[w + 1]]
+    order, row      F and I of all workers, as classes; worker w's are order[row[w] : row[w + 1]]
     weight          by class of I: the class of its W
     slack           by worker: how long it may wait in all
-    at, queue, held  zeros to work in: (4, workers), by place, by worker
+    at, queue, held  zeros, working arrays: (4, workers), by place, by worker
     """
     batches, capacity = problem.microbatches, problem.capacity * (1 + 1e-12)
     class_jobs, class_first, takes, length = problem.class_jobs, problem.class_first, problem.takes, problem.length
     clock, stack, stacked, workers = run.clock, run.stack, run.stacked, len(row) - 1
-    place, end, first, last = at[0], at[1], at[2], at[3]  # of F and I; of all jobs; of W that wait in the queue
+    place, end, first, last = at[0], at[1], at[2], at[3]  # of F and I; of all jobs; of W jobs waiting in the queue
     begin_run(problem, run)
     for w in range(workers):
         place[w], end[w], first[w], last[w], clock[w] = row[w], problem.row[w], problem.row[w], problem.row[w], 0.0
@@ -106,7 +106,7 @@ def place_weights(
 
 @kernel
 def _let_others_go(problem: OrderProblem, job: int, c: int, w: int, run: Run, top: int) -> int:
-    """A job has ended at its worker's clock; how many workers are now on the stack of those that may go on."""
+    """A job has ended at its worker's clock; return how many workers are now on the stack of those that may go on."""
     batches, time = problem.microbatches, run.clock[w]
     node = job // batches
     run.begun[c] += 1

@@ -1,6 +1,6 @@
-"""`least_memory`: the fewest saved forwards on a worker with which a step takes no longer than the scheme's own order.
+"""`least_memory`: the fewest saved forwards on a worker for which a step takes no longer than in the scheme's order.
 
-It tries limits between what a lower bound on the latency excludes and what the scheme's own order takes, by bisection.
+It bisects over limits between what a lower bound on the latency excludes and what the scheme's own order takes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from schedgen.simulator.simulate import simulate
 
 
 def least_memory(question: Question, budget: int = BUDGET) -> FoundOrder:
-    """The schedule, its saved forwards as `value`, and as `bound` those with less than which no order is in time.
+    """The schedule; its saved forwards as `value`; as `bound` the number with less than which no order is in time.
 
-    Arguments as of `search_order`, which has a part of the budget for every limit; UsageError as there. The question
-    has no limits.
+    Arguments and errors as for `search_order`, which gets a part of the budget for every limit. The question has no
+    limits of its own.
     """
     only_halves, question = has_both(question.cost), with_own_costs(question)
     own = compile_own(question)

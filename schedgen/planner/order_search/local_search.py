@@ -1,11 +1,11 @@
 """Simulated annealing on an order: a job moves to another place of its worker's sequence.
 
-Most moves are of jobs on the critical path of the worker with the longest window, since no other can shorten it. What
-is judged is the longest window and the mean of all: the mean says which of two orders with one longest window is nearer
-to a shorter one.
+Most moves are of jobs on the critical path of the worker with the longest window, since no other can shorten it. Orders
+are compared by the longest window plus the mean of all windows: of two orders with the same longest window, the one
+with the smaller mean is nearer to a shorter one.
 
-Where backwards may be whole, some moves make one whole or split it: its I takes the time of both halves and its W none,
-or each its own. Where a W stands that takes no time does not matter.
+Where backwards may be whole, some moves make one whole or split it: the I of a whole one takes all of its time and
+its W none; otherwise each takes its own. A W that takes no time may be at any place.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from schedgen.planner.order_search.evaluate import Run, run_order
 from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.jit import kernel
 
-CRITICAL = 90  # percent of the moves that begin on the critical path
+CRITICAL = 90  # percent of moves that begin on the critical path
 REACH = 8  # places that a job moves at the most
-CHOICES = 20  # percent of the moves that make a backward whole or split it, where that is a choice
+CHOICES = 20  # percent of moves that make a backward whole or split it, if that is a choice
 
 
 class Choice(NamedTuple):
-    """Which backwards are whole, by job; empty arrays where none may be. `OrderProblem.length` goes with it."""
+    """Which backwards are whole, by job; empty arrays if none may be. `OrderProblem.length` is kept in step with it."""
 
     whole: Flags  # both the I and the W
-    joined: Times  # how long the job takes then: the I all the time, the W none
-    split: Times  # and otherwise
+    joined: Times  # the job's duration in a whole backward: of the I all the time, of the W none
+    split: Times  # the job's duration otherwise
 
 
-NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # backwards are as the problem's lengths say
+NO_CHOICE = Choice(np.zeros(0, np.bool_), np.zeros(0), np.zeros(0))  # backwards are as the problem's lengths have them
 
 
 @kernel
@@ -40,13 +40,13 @@ def anneal(
     problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
     run: Run, trial: Run, choice: Choice,
 ) -> tuple[float, Numbers, int]:  # fmt: skip
-    """(longest window, order, moves judged) of the best order on the way; `order` is where it begins, and its end.
+    """(longest window, order, moves judged) of the best order on the way from `order`, which is changed in place.
 
-    Of a choice, `whole` becomes that of the best order, and `problem.length` goes with it.
+    On return `choice.whole` and `problem.length` are those of the best order.
 
     hot, cold   temperatures at the first and the last move, in the unit of the costs
-    floor       a lower bound: where it is reached the search ends
-    run, trial  arrays to work in
+    floor       a lower bound: the search ends when it is reached
+    run, trial  working arrays
     """
     row, takes, worker = problem.row, problem.takes, problem.worker
     jobs, capacity = len(worker), problem.capacity * (1 + 1e-12)
@@ -130,7 +130,7 @@ def flip(problem: OrderProblem, choice: Choice, first: int) -> None:
 
 @kernel
 def shift(order: Numbers, place: int, target: int) -> None:
-    """Move what is at a place to another; what lies between moves by one."""
+    """Move the element at one place to another; those between move by one."""
     moved = order[place]
     if target < place:
         for k in range(place, target, -1):
@@ -143,7 +143,7 @@ def shift(order: Numbers, place: int, target: int) -> None:
 
 @kernel
 def critical_path(problem: OrderProblem, run: Run, place_of: Numbers, path: Numbers) -> int:
-    """Write the places of the jobs that lead to the end of the longest window into `path`; how many they are."""
+    """Write the places of the jobs that lead to the end of the longest window into `path`; return their number."""
     row, worker, length, start = problem.row, problem.worker, problem.length, run.start
     batches, before_first, before, hop = problem.microbatches, problem.before_first, problem.before, problem.before_hop
     place, count = row[np.argmax(run.window) + 1] - 1, 0

@@ -1,9 +1,9 @@
-"""`search_order`: the order that ends first, for a placement, costs, messages and memory, and a bound.
+"""`search_order`: the order that ends first, for given placement, costs, messages and memory, and a bound.
 
 begin   the orders of built-in schemes with this placement
 find    better ones, by list scheduling and by annealing
-prove   OR-Tools' CP-SAT, where the problem is small; it often finds a better one on its way
-judge   the simulator has the last word: on time and, where the limit is in bytes, on memory
+prove   OR-Tools' CP-SAT, if the problem is small; it often finds a better order on its way
+judge   the simulator has the last word: on time and, if the limit is in bytes, on memory
 
 Work is counted, not seconds: the same call gives the same schedule on any machine.
 """
@@ -31,20 +31,20 @@ from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work by round, for a limit in bytes: a schedule says what an order leaves out
-SMALL_SHARES = (0.2, 0.4)  # of a problem for CP-SAT, which comes before the last round and takes most of the time
-STEADY_SHARE = 0.02  # of the work, beside it: steady states that are tried
+BYTES_SHARES = (0.1, 0.6, 0.3)  # of the work, by round, for a limit in bytes: schedules tell what orders leave out
+SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
+STEADY_SHARE = 0.02  # in addition to the work: for steady states
 PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
 def search_order(
     question: Question, budget: float = BUDGET, enough: float = 0.0, only_halves: bool = False
 ) -> FoundOrder:
-    """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder where none keeps to the
-    limits, UsageError for what the search does not know.
+    """The best order of a scheme's jobs, or the first that takes no more than `enough`; NoOrder if none keeps to the
+    limits, UsageError for what the search cannot handle.
 
-    Of costs of all four directions, those count that the scheme has; there is no R. `budget`: millions of jobs that are
-    given a time. `only_halves`: no schedule may have whole backwards, whose cost is left out; otherwise one takes
+    Of costs of all four directions, those that the scheme has are used; there is no R. `budget`: millions of jobs that
+    are given a time. `only_halves`: no schedule may have whole backwards, whose cost is left out; otherwise one takes
     I + W.
     """
     scheme, limits = question.scheme, question.limits
@@ -81,7 +81,7 @@ def search_order(
 
 
 class _Judged(NamedTuple):
-    """An order, and what the simulator says of it."""
+    """An order, and the simulator's result for it."""
 
     source: str
     built_in: bool  # the order is of a built-in scheme
@@ -91,7 +91,7 @@ class _Judged(NamedTuple):
 
 
 class _Rounds:
-    """The orders so far; where the limit is in bytes, what is left of it for what forwards save."""
+    """The orders so far; if the limit is in bytes, what is left of it for what forwards save."""
 
     def __init__(self, question: Question, problem: OrderProblem) -> None:
         self.question, self.limits, self.problem = question, question.limits, problem
@@ -99,7 +99,7 @@ class _Rounds:
         self.work = 0
 
     def add_start(self, start: Start, only_halves: bool) -> None:
-        """Judge a built-in scheme, or its order of halves, unless it holds more saved forwards than it may."""
+        """Judge a built-in scheme, or its order in halves, unless it holds more saved forwards than allowed."""
         if self.limits.saved is not None and not fits(self.problem, start.order):
             return
         if only_halves and not start.scheme.split:
@@ -109,13 +109,13 @@ class _Rounds:
         self._judge(start.scheme.name, True, start.order, program)
 
     def add_orders(self, orders: Sequence[Numbers]) -> None:
-        """Judge orders that are of no built-in scheme, those that fit."""
+        """Judge those of these orders, which are of no built-in scheme, that fit."""
         for order in orders:
             if fits(self.problem, order):
                 self._add(order)
 
     def search(self, bound: float, work: int, turn: int) -> None:
-        """Find an order by so much work; another turn tries others."""
+        """Find orders with so much work; each turn draws different random numbers."""
         problem = self._within(self._others())
         best = self.best()
         if best is not None and best.value <= bound * (1 + 1e-9):
@@ -127,7 +127,7 @@ class _Rounds:
             self._add(order)
 
     def prove(self, problem: OrderProblem, best: _Judged, bound: float, seconds: float) -> float:
-        """A lower bound by CP-SAT on a problem that takes no more memory, or 0; what it finds is added."""
+        """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
         problem = problem._replace(capacity=self._within(self._owned()).capacity)
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
@@ -137,7 +137,7 @@ class _Rounds:
         return proof.bound
 
     def best(self) -> _Judged | None:
-        """The fastest that keeps to the limits."""
+        """The fastest order that keeps to the limits."""
         limit = self.limits.bytes
         fitting = [each for each in self.judged if limit is None or each.run.footprint.peak.max() <= limit]
         return min(fitting, key=lambda judged: judged.value, default=None)
@@ -151,21 +151,21 @@ class _Rounds:
         self.judged.append(_Judged(source, built_in, order, run, measured(run, self.problem.own_window)))
 
     def _within(self, others: Times) -> OrderProblem:
-        """The problem with what `others`, bytes by worker, leave of the limit."""
+        """The problem with the memory that `others`, bytes by worker, leave of the limit."""
         if self.limits.bytes is None:
             return self.problem
         return self.problem._replace(capacity=self.limits.bytes - others)
 
     def _owned(self) -> Times:
-        """Bytes by worker that any order takes beside what forwards save."""
+        """Bytes by worker that any order takes besides what forwards save."""
         if self.limits.bytes is None:
             return np.zeros(0)
         return self.judged[0].run.footprint.owned.astype(np.float64)
 
     def _others(self) -> Times:
-        """Bytes by worker beside what forwards save: of the leanest built-in scheme, but no less than of orders found.
+        """Bytes by worker besides what forwards save: of the leanest built-in scheme, but at least of orders found.
 
-        An order found with too little room for the rest is over the limit; the next round leaves more.
+        An order found with too little room for the rest exceeds the limit; the next round leaves more room.
         """
         if self.limits.bytes is None:
             return np.zeros(0)

@@ -1,4 +1,4 @@
-"""The order problem of a placed scheme, and what no order of it takes less than."""
+"""The order problem of a placed scheme, and a lower bound for all its orders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schedgen.simulator.machine import Machine
 
 
 def as_placement(scheme: Scheme, split: bool) -> Scheme:
-    """The scheme without its order; a backward that it does not split has both halves in one place."""
+    """The scheme without its order; if it does not split a backward, both halves are in one place."""
     w = scheme.w
     return scheme._replace(
         w=w if scheme.split or not split else lambda s, b, d: w(s, b, np.minimum(d, B)),
@@ -34,12 +34,12 @@ def as_placement(scheme: Scheme, split: bool) -> Scheme:
 
 
 def placed_jobs(question: Question) -> PlacedScheme:
-    """The jobs on their workers, with halves of backwards where these have costs."""
+    """The jobs on their workers; backwards are in halves if the costs have I."""
     return refine(place(as_placement(question.scheme, "I" in question.cost), question.sizes, Options()))
 
 
 def lenient(question: Question) -> Question:
-    """The same for bounds: a built-in scheme's whole backward never holds `half`, so they must hold without it."""
+    """The question for bounds, without positive `half`: the whole backwards of a built-in scheme never hold it."""
     return question._replace(machine=question.machine._replace(half=np.minimum(question.machine.half, 0)))
 
 
@@ -60,8 +60,8 @@ def problem_of(placed: PlacedScheme, question: Question) -> OrderProblem:
 
 
 def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
-    """By stage: bytes of what its forward receives, which its backward reads, too. An output that several stages read
-    is left out: two of them may be on one worker, which then holds it once."""
+    """By stage: bytes that its forward receives, which its backward reads, too. An output that several stages read is
+    left out: two of them may be on one worker, which then holds it once."""
     activation = by_stage(machine.activation, placed.compute.shape[1])
     inputs = np.zeros(placed.compute.shape[1])
     for producer, consumer in placed.graph.edges:
@@ -71,11 +71,11 @@ def input_bytes(placed: PlacedScheme, machine: Machine) -> Times:
 
 
 class Nodes(NamedTuple):
-    """What a bound knows of the jobs of a placement, by node: direction d of stage s is node d S + s."""
+    """What a bound knows about the jobs of a placement, by node: direction d of stage s is node d S + s."""
 
     before: Sequence[Sequence[int]]  # the nodes that it waits for
     lengths: Times
-    hops: Mapping[tuple[int, int], float]  # of messages between two that are on different workers
+    hops: Mapping[tuple[int, int], float]  # of messages between two nodes that are on different workers
     takes: Times  # memory that a job takes when it begins, or gives back (below 0) when it ends
 
 
@@ -95,7 +95,7 @@ def nodes_of(problem: OrderProblem, placed: PlacedScheme) -> Nodes:
 
 
 def lower_bound(problem: OrderProblem, placed: PlacedScheme) -> float:
-    """What no order takes less than."""
+    """A lower bound on what any order takes."""
     before, lengths, hops, takes = nodes_of(problem, placed)
     return order_bound(before, placed.compute, lengths, hops, problem.own_window, takes, problem.capacity)
 

@@ -2,10 +2,10 @@
 
 With no handicaps this is the work-conserving greedy. A handicap of W says how long a gap may be before a W fills it,
 one of F against I how far a worker runs ahead; limits hold back the forwards of a class before the memory is full.
-Forwards have a patience of their own until the worker's first I: then there is no W to fill the gap before it, and the
-question is whether the worker waits or puts one more F there, which makes all workers in front of it later. This covers
-the heuristics of Qi et al. 2023 ("Zero bubble pipeline parallelism", section 3.1). `find_rules` tries rules at random,
-and changes of the best.
+Until a worker's first I its forwards have a patience instead: there is no W yet to fill the gap before that I, and the
+question is whether the worker waits or puts one more F there, which delays all workers before it. This covers the
+heuristics of Qi et al. 2023 ("Zero bubble pipeline parallelism", section 3.1). `find_rules` tries random rules, and
+random changes of the best.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from schedgen.util.jit import kernel
 def list_schedule(
     problem: OrderProblem, patience: Times, handicap: Times, limit: Times, run: Run, order: Numbers
 ) -> bool:
-    """Write the order into `order`; False where memory stops it.
+    """Write the order into `order`; return False if memory blocks it.
 
     patience, handicap  times by class, before a worker's first backward job and from it on
     limit               memory by class
@@ -78,12 +78,12 @@ def list_schedule(
     return True
 
 
-ALIKE = 0.5  # of the rules at random: those whose forwards have one handicap from the beginning
-KEPT = 8  # rules that are changed further
+ALIKE = 0.5  # of the random rules: those whose forwards have the same handicap from the beginning
+KEPT = 8  # best rules that are changed further
 
 
 class Rules(NamedTuple):
-    """Handicaps and limits, linear along the workers; a column for each direction and chunk of a worker."""
+    """Handicaps and limits, linear along the workers; one column for each direction and chunk of a worker."""
 
     patience: Times  # (2, columns): at the first and at the last worker, in mean durations of a job
     handicap: Times
@@ -117,7 +117,7 @@ def find_rules(
 
 
 def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
-    """By class its column, by column its direction, and by class where its worker lies, from 0 to 1."""
+    """By class its column, by column its direction, and by class the position of its worker, from 0 to 1."""
     workers = len(problem.row) - 1
     worker = np.repeat(np.arange(workers), np.diff(problem.worker_class))
     direction = problem.class_jobs[problem.class_first[:-1]] // (problem.microbatches * problem.stages)
@@ -128,7 +128,7 @@ def _columns(problem: OrderProblem) -> tuple[Numbers, Numbers, Times]:
 
 
 def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
-    """Forwards up to a job ahead of or behind I, gaps up to 1.5 jobs, limits from half of the memory to all of it."""
+    """Forwards up to a job before or after I, gaps up to 1.5 jobs, limits from half of the memory to all of it."""
     low, high = np.choose(direction, [-1.0, -0.3, 0.0]), np.choose(direction, [1.0, 0.3, 1.5])
     handicap = rng.uniform(low, high, (2, len(direction)))
     patience = np.where(direction == F, rng.uniform(0.0, 1.0, len(direction)), 0.0) * np.ones((2, 1))
@@ -138,7 +138,7 @@ def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
 
 
 def _changed(rng: np.random.Generator, rules: Rules) -> Rules:
-    """Some of the numbers changed a little."""
+    """Rules with some of the numbers changed a little."""
 
     def change(ends: Times) -> Times:
         chosen = rng.random(ends.shape) < 0.4

@@ -1,12 +1,12 @@
 """The problem that is searched: jobs with durations on workers, what they wait for, and the memory they take.
 
 Jobs are numbered as the compiler numbers them: job (d S + s) B + b is direction d of stage s on microbatch b.
-Microbatches have the same route if the same workers do their jobs, each direction and stage. A class is a direction and
-a stage of one route; its jobs run in the order of their microbatches. That loses nothing, since these microbatches are
-alike: the k-th job of a class waits for the k-th of another. So an order is, for each worker, a sequence of classes,
-and all workers' sequences stand one behind the other in one array.
+Microbatches have the same route if, for each direction and stage, the same worker does their jobs. A class is a
+direction and a stage of one route; its jobs run in the order of their microbatches. That loses nothing, since these
+microbatches are alike: the k-th job of a class waits for the k-th of another. So an order is a sequence of classes for
+each worker, and the sequences of all workers are concatenated in one array.
 
-A message takes the same time whatever else travels, and none where it has no bytes. The simulator, where each rank has
+A message takes the same time whatever else travels, and none if it has no bytes. The simulator, where each rank has
 one link in and one out, judges what is found.
 """
 
@@ -34,19 +34,19 @@ class OrderProblem(NamedTuple):
     worker: Numbers  # by job
     length: Times  # by job
     waits: Numbers  # by job: how many jobs it waits for
-    first: Numbers  # the nodes that wait for node k: after[first[k]:first[k + 1]], each `hop` later on another worker
+    first: Numbers  # the nodes that wait for node k: after[first[k] : first[k + 1]], each `hop` later on another worker
     after: Numbers
     hop: Times
-    before_first: Numbers  # the same backwards: the nodes that node k waits for
+    before_first: Numbers  # the same in reverse: the nodes that node k waits for
     before: Numbers
     before_hop: Times
-    class_jobs: Numbers  # class_jobs[class_first[c]:class_first[c + 1]]: the jobs of class c by microbatch
+    class_jobs: Numbers  # class_jobs[class_first[c] : class_first[c + 1]]: the jobs of class c by microbatch
     class_first: Numbers
     worker_class: Numbers  # classes worker_class[w] to worker_class[w + 1] are those of worker w
     row: Numbers  # places row[w] to row[w + 1] of an order are those of worker w
     takes: Times  # by class: memory that a job takes; below 0 it gives some back
     capacity: Times  # by worker: its memory
-    own_window: bool  # a worker's time begins with its first job, not with the first of all
+    own_window: bool  # a worker's time begins with its own first job, not with the first of all
 
 
 def make_problem(
@@ -120,14 +120,14 @@ def _message_times(graph: StageGraph, machine: Machine) -> dict[tuple[int, int],
 
 
 def order_of(problem: OrderProblem, start: NDArray[Any]) -> Numbers:
-    """The order in which jobs that start so run; `start`: by job, any number that grows with time on a worker."""
+    """The order in which these jobs run; `start`: by job, any number that grows with time on a worker."""
     class_of = np.empty(len(problem.worker), np.int64)
     class_of[problem.class_jobs] = np.repeat(np.arange(len(problem.takes)), np.diff(problem.class_first))
     return class_of[np.lexsort((start, problem.worker))]
 
 
 def places(problem: OrderProblem, order: Numbers) -> Numbers:
-    """The place of every job in an order: a strict n."""
+    """The place of every job in an order, as a strict n."""
     n = np.empty(len(order), np.int64)
     n[problem.class_jobs] = np.argsort(order, kind="stable")
     return n

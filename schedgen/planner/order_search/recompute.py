@@ -1,11 +1,11 @@
-"""`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory.
+"""`search_with_recompute`: an order, and the forwards that are redone so that it keeps to the memory limit.
 
-keep    the best order that redoes nothing, by `search_order`
-loosen  the best orders under looser limits; of each, few forwards are redone so that it fits (`redo_choice`)
-redo    the best orders where whole stages are redone: those that a loosened order redoes most, and all; forwards for
+keep    the best order that redoes nothing, by `search_whole_or_split`
+loosen  the best orders under looser limits; in each, few forwards are redone so that it fits (`redo_choice`)
+redo    the best orders in which whole stages are redone: those that loosened orders redo most, and all; forwards for
         which there is room are kept after all
 
-The simulator has the last word, and nothing is returned that is worse than the order that redoes nothing.
+The simulator has the last word, and the result is never worse than the order that redoes nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
-LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, in parts of the real one
-TIGHTER = 4  # times that a limit in bytes is drawn tighter, where a schedule needs more beside what forwards save
+LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
+TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule needs more besides what forwards save
 
 
 def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
-    """The best order within the limits and what it redoes; UsageError where none keeps to them.
+    """The best order within the limits and what it redoes; UsageError if none keeps to them.
 
-    With costs of all of F, B, I and W backwards are whole or split as is best where nothing is redone, and as the
-    scheme has them where it is. R is the time of a RECOMPUTE. `budget`: of `search_order`, and as much again for orders
+    With costs of all of F, B, I and W, backwards are whole or split as is best if nothing is redone, and as in the
+    scheme otherwise. R is the time of a RECOMPUTE. `budget`: as for `search_order`, and as much again for orders
     that redo forwards.
     """
     kept, limits = question._replace(cost=without_redo(question.cost)), question.limits
@@ -79,7 +79,7 @@ class _Tries:
 
     def __init__(self, question: Question) -> None:
         self.question, self.limits, self.stages = question, question.limits, question.sizes.stages
-        self.plain = question._replace(cost=without_redo(question.cost))  # where nothing is redone
+        self.plain = question._replace(cost=without_redo(question.cost))  # if nothing is redone
         self.redo = by_stage(redo_duration(question.cost), self.stages)
         self.placed, machine = placed_jobs(question), question.machine
         self.worker = self.placed.compute[F].astype(np.int64)
@@ -97,11 +97,11 @@ class _Tries:
         free = self.plain._replace(limits=Limits(self.limits.objective))
         self.bound = lower_bound(problem_of(self.placed, free), self.placed)
         self.work = 0.0
-        self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held beside saved forwards
+        self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
         self.most: list[Flags] = []  # what the orders so far redo
 
     def orders(self, budget: int) -> Iterator[Numbers]:
-        """Numbers of every job, (D, S, B), that grow along each worker: an order a try."""
+        """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
         share = max(1, budget // (2 * len(LOOSER)))
         for part in LOOSER:
             try:
@@ -121,7 +121,7 @@ class _Tries:
                 yield places(problem, order).reshape(self.placed.compute.shape)
 
     def fitting(self, n: Numbers) -> Iterator[Program]:
-        """Schedules of an order that redo as much as should keep it to the limit; of bytes the simulator knows more."""
+        """Schedules of an order that redo enough for the limit; if it is in bytes, the simulator may ask for more."""
         capacity = self._capacity(n)
         for _ in range(1 if self.limits.bytes is None else TIGHTER):
             flags = redone(n, self.worker, self.kept, capacity)
@@ -147,7 +147,7 @@ class _Tries:
         )
 
     def _capacity(self, n: Numbers) -> Times:
-        """By worker, the limit without what this order holds beside what its forwards save."""
+        """By worker, the limit minus what this order holds besides what its forwards save."""
         workers = self.placed.workers
         if self.limits.bytes is None:
             return np.full(workers, float(self.limits.saved or 0))
@@ -160,7 +160,7 @@ class _Tries:
         return simulate(program, self.question.cost, self.question.machine).footprint.peak
 
     def _with_redone(self, stages: Flags) -> OrderProblem:
-        """The problem where the forwards of some stages are redone, without what a whole backward takes for itself."""
+        """The problem with the forwards of some stages redone; what whole backwards hold while they run is left out."""
         problem = problem_of(self.placed, self.plain)
         directions, S, batches = self.placed.compute.shape
         d, s = np.divmod(problem.class_jobs[problem.class_first[:-1]] // batches, S)

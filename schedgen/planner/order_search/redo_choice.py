@@ -1,9 +1,9 @@
-"""Which forwards of an order to redo so that it keeps to a memory limit: as few as that takes, and as cheap.
+"""Which forwards of an order to redo so that it keeps to a memory limit: as few and as cheap ones as possible.
 
 An order is given by a number of every job, (D, S, B), that grows along each worker. A forward that is redone keeps only
-its inputs until its backward begins; RECOMPUTE then gives back what the backward reads. Where all forwards keep the
-same, the fewest are redone by taking, whenever too much is held, the one whose backward comes last: the intervals from
-forward to backward that may overlap on a worker are the colours of an interval graph.
+its inputs until its backward begins; RECOMPUTE then restores what the backward reads. If all forwards keep the same
+amount, the fewest are redone by choosing, whenever too much is held, the one whose backward comes last: the intervals
+from forward to backward that may overlap on a worker are the colours of an interval graph.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Kept(NamedTuple):
     """What jobs hold, by stage: bytes, or 1 saved forward and nothing else."""
 
     inputs: Times  # from the forward to the end of the last backward job, redone or not
-    saved: Times  # the same, unless the forward is redone: then from RECOMPUTE on
+    saved: Times  # the same if the forward is not redone, else from RECOMPUTE on
     half: Times  # from I to the end of W
     redo: Times  # the time of a RECOMPUTE
 
 
 def redone(place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags | None:
-    """(S, B): the forwards to redo; None where some worker holds too much even if all that help are redone.
+    """(S, B): the forwards to redo; None if a worker holds too much even if all those that help are redone.
 
     place     a number of every job, (D, S, B), that grows along each worker
     worker    by stage and microbatch
@@ -50,7 +50,7 @@ def redone(place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flag
 
 
 def without_needless(flags: Flags, place: Numbers, worker: Numbers, kept: Kept, capacity: Times) -> Flags:
-    """The flags that stay when each is taken back whose forward may be kept after all, the dearest first."""
+    """The flags that stay after unsetting those whose forwards can be kept after all, the dearest first."""
     flags = flags.copy()
     order = sorted(np.argwhere(flags).tolist(), key=lambda job: (-kept.redo[job[0]], -place[F, job[0], job[1]]))
     for s, b in order:
@@ -66,7 +66,7 @@ def most_held(place: Numbers, worker: Numbers, kept: Kept, flags: Flags, workers
 
 
 def _peaks(place: Numbers, worker: Numbers, w: int, kept: Kept, flags: Flags) -> tuple[Numbers, Times]:
-    """The jobs (3, n) of a worker in their order, as direction, stage, microbatch, and what is held during each."""
+    """The jobs (3, n) of a worker in order, as direction, stage, microbatch; and what is held during each."""
     jobs = np.argwhere(np.broadcast_to(worker == w, place.shape)).T
     jobs = jobs[:, np.argsort(place[tuple(jobs)], kind="stable")]
     d, s, b = jobs

@@ -18,7 +18,7 @@ from schedgen.simulator.simulate import Simulation
 
 
 def with_own_costs(question: Question) -> Question:
-    """Of costs of whole backwards and of halves those that the scheme has, and R; otherwise all."""
+    """The question with its scheme's costs, of whole backwards or of halves, if it has both; R is kept."""
     cost = question.cost
     if not has_both(cost):
         return question
@@ -27,12 +27,12 @@ def with_own_costs(question: Question) -> Question:
 
 
 def mean_ratios(question: Question) -> dict[str, float]:
-    """Costs by stage as one number for each direction, by which greedy schemes order."""
+    """Costs by stage as one number for each direction, by which greedy schemes order jobs."""
     return cost_ratios({name: by_stage(amount, question.sizes.stages) for name, amount in question.cost.items()})
 
 
 def compile_own(question: Question) -> Program:
-    """A scheme in its own order; where the backward has halves in the costs alone, their sum."""
+    """A scheme in its own order; if only the costs split the backward, it takes the sum of its halves."""
     ratios = mean_ratios(question)
     whole = not question.scheme.split and "B" not in ratios
     cost = {"F": ratios["F"], "B": ratios["I"] + ratios["W"]} if whole else ratios
@@ -43,7 +43,7 @@ def compile_order(question: Question, n: Numbers, redone: Flags | None = None, w
     """The schedule of a found order of a scheme's jobs.
 
     n              a number of every job, (D, S, B), that grows along each worker
-    redone, whole  by (S, B): forwards that are redone, and backwards that are not split; None: none
+    redone, whole  (S, B): forwards that are redone, and backwards that are not split; None: no such ones
     """
     limits = question.limits
     scheme = as_placement(question.scheme, len(n) == 3)._replace(
@@ -62,7 +62,7 @@ def compile_order(question: Question, n: Numbers, redone: Flags | None = None, w
 
 
 def numbers_of(program: Program) -> Numbers:
-    """Of every job (D, S, B) a number that grows along each worker; a whole backward is an I and then its W."""
+    """For every job (D, S, B) a number that grows along each worker; a whole backward becomes an I and then its W."""
     table, shape = program.rows, program.header.compute.shape
     n = np.zeros(shape, np.int64)
     directions = {F: (Op.FWD,), B: (Op.BWD, Op.BWD_I), W: (Op.BWD, Op.BWD_W)}

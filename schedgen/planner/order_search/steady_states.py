@@ -1,11 +1,11 @@
-"""Steady states of a V, repeated for every microbatch, as orders to begin with: all that a rule of few numbers gives.
+"""Steady states of a V, repeated for every microbatch, as starting orders: all that a rule of few numbers gives.
 
 Every worker has two stages, down and up again. F of the first stage and I of the second go down from worker to worker,
 the others up, one slot later at each worker. Down it may take 1 to 5 slots to the next worker, one number for the first
 workers and another, no greater, for the rest. Where a microbatch turns there may be a gap. These are the building
 blocks of Qi et al. 2024, "Pipeline parallelism with controllable memory", appendix A. Each is repeated every six slots
-and squeezed until it fills the limit (`schemes.building_block`), as it is, with a warm-up that fills the memory with
-forwards first, and with a cool-down that leaves W jobs for last: these are of the authors' code,
+and squeezed until it fills the limit (`schemes.building_block`): as it is, with a warm-up that first fills the memory
+with forwards, and with a cool-down that leaves W jobs for last. These variants are from the authors' code,
 sail-sg/zero-bubble-pipeline-parallelism, v_auto_schedule.py.
 """
 
@@ -22,14 +22,14 @@ from schedgen.planner.order_search.evaluate import new_run, run_order
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, third
 
-BLOCK_JOBS = 40  # squeezing a block takes so many times longer than giving its jobs a time
-KEPT = 3  # blocks besides V-Half's and V-Min's: the best
+BLOCK_JOBS = 40  # squeezing a block takes this many times as long as giving its jobs a time
+KEPT = 3  # best blocks, besides V-Half's and V-Min's
 
 
 def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
     """Orders with up to `limit` saved forwards a worker: of V-Half's block, of V-Min's, and of the best of all others
-    that can be tried with `work`, in jobs that are given a time. None where the placement is no V, or stages are no
-    chain; they may read more than the stage before."""
+    that can be tried with `work`, in jobs that are given a time. None if the placement is not a V, or the stages are
+    no chain; stages may also read others than the one before."""
     directions, stages, batches = placed.compute.shape
     way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
     p = placed.workers
@@ -42,7 +42,7 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
     blocks = steady_states(p) if work else []
     tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
     run = new_run(problem)
-    best: dict[float, Numbers] = {}  # by what it takes
+    best: dict[float, Numbers] = {}  # key: what it takes
     for k in np.linspace(0, len(blocks) - 1, tries).astype(np.int64):
         for order in _orders(problem, repeated(blocks[k], batches), limit):
             value = run_order.sized(len(order))(problem, order, np.inf, run) + 0.1 * run.window.mean()
@@ -52,7 +52,7 @@ def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work:
 
 
 def steady_states(p: int) -> list[Numbers]:
-    """The slots (p, 4) of every block: of each worker's F first, F second, I second, I first."""
+    """The slots (p, 4) of every block: for each worker, those of F first, F second, I second, I first."""
     up = np.arange(p)[::-1]
     gaps = np.array(list(product(range(1, PERIOD + 1), repeat=3)))
     blocks: dict[bytes, Numbers] = {}
@@ -70,7 +70,7 @@ def steady_states(p: int) -> list[Numbers]:
 
 
 def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
-    """The orders that a repeated block gives, if it fits: with its own warm-up and cool-down, and with others."""
+    """The orders of a repeated block, if it fits: with its own warm-up and cool-down, and with others."""
     peak = int(most_held(problem, order_of(problem, by_job(slots).ravel())).max())
     if peak > limit:
         return []
@@ -78,7 +78,7 @@ def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
     run = new_run(problem)
 
     def with_order(numbers: list[Numbers]) -> list[Numbers]:
-        """The slots of jobs in the order of their numbers, of each order that ends, squeezed."""
+        """Slots of jobs that run in the order of these numbers, squeezed; orders that cannot run are left out."""
         found = []
         for start in numbers:
             order = order_of(problem, start.ravel())
@@ -93,9 +93,9 @@ def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
 
 
 def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
-    """Numbers of every job (3, S, B) that grow along each worker, where jobs before the first I of a worker's first
-    stage have another order: first as many F as the memory holds, those of the second stage last, which soon come back;
-    then by turns I, W and F."""
+    """Numbers of every job (3, S, B) that grow along each worker, with another order of the jobs before the first I of
+    a worker's first stage: first as many F as the memory holds, last those of the second stage, which soon come back;
+    then I, W and F in turn."""
     start = start.copy()
     stages = start.shape[1]
     p = stages // 2
@@ -119,8 +119,8 @@ def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
 
 
 def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
-    """Numbers of every job (3, S, B) that grow along each worker, where the last I, as many as the memory holds, follow
-    each other every second slot behind the first worker's last F; W jobs beside them come at the end."""
+    """Numbers of every job (3, S, B) that grow along each worker, in which the last I jobs, as many as the memory
+    holds, run in every second slot after the first worker's last F; W jobs among them move to the end."""
     p, _, batches = slots.shape
     numbers, last = 2 * by_job(slots), 2 * int(slots[0, 1, -1])
     up = min((memory + 1) // 2, batches)
@@ -130,12 +130,12 @@ def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
         down = min(r + 1, memory - up, batches)
         numbers[B, second, batches - down :] = last + 2 * (r + 1) + 1 - 4 * np.arange(down)[::-1]
         own = numbers[W, [r, second]].ravel()
-        own[np.argsort(own)[-memory:]] += 10 * batches * p * PERIOD  # behind all others
+        own[np.argsort(own)[-memory:]] += 10 * batches * p * PERIOD  # after all others
         numbers[W, [r, second]] = own.reshape(2, batches)
     return numbers
 
 
 def _in_turn(*groups: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """One job of each group, the second of each, and so on."""
+    """The first job of each group, then the second of each, and so on."""
     longest = max(map(len, groups), default=0)
     return [group[k] for k in range(longest) for group in groups if k < len(group)]

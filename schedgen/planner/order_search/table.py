@@ -1,4 +1,4 @@
-"""What `schedgen search` prints: the best value, the bound, and how far they are apart."""
+"""What `schedgen search` prints: the best value, the bound, and the gap between them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
 
 
 def _workers(header: Header) -> list[int | list[int]]:
-    """By stage its worker, or its workers where microbatches have different ones."""
+    """By stage its worker, or its workers if microbatches have different ones."""
     rows = [list(dict.fromkeys(row)) for row in header.compute[F].tolist()]
     return [row[0] if len(row) == 1 else row for row in rows]

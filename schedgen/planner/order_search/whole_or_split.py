@@ -1,14 +1,14 @@
-"""`search_whole_or_split`: an order, and which of its backwards are whole, where a whole one costs less than halves.
+"""`search_whole_or_split`: an order, and which of its backwards are whole, if a whole one costs less than its halves.
 
 A whole backward (B) goes over the layers once, and its halves (I, then W) go twice, so B often takes less than I + W.
-But it sends its gradient only at its end. So where other workers wait for gradients halves are better, and elsewhere
-whole backwards are.
+But B sends its gradient only at its end. So halves are better where other workers wait for gradients, and whole
+backwards are better elsewhere.
 
 search   the best order of whole backwards alone, and of halves alone
 anneal   each of these: jobs move, and backwards become whole or are split
-prove    CP-SAT with all choices, where the problem is small
+prove    CP-SAT with all choices, if the problem is small
 
-The simulator has the last word, and nothing is returned that is worse than whole backwards alone or halves alone.
+The simulator has the last word, and the result is never worse than with whole backwards alone or halves alone.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 SHARES = (0.3, 0.3)  # of the work: whole backwards alone, halves alone; annealing has the rest
-HOT = (0.03, 0.3, 2.0)  # temperatures to begin with, in mean durations of a job, for each of the two ...
+HOT = (0.03, 0.3, 2.0)  # initial temperatures, in mean durations of a job, for each of the two ...
 LATER = (0.3, 0.03, 0.3, 0.03)  # ... and then for the best
 BEST = 4  # orders that the simulator judges
 
 
 def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOrder:
-    """The best order within the limits; arguments and errors as of `search_order`.
+    """The best order within the limits; arguments and errors as for `search_order`.
 
-    With costs of all of F, B, I and W it decides which backwards are whole; with others it is `search_order`.
+    With costs of all of F, B, I and W it decides which backwards are whole; otherwise it is `search_order`.
     """
     if not has_both(question.cost):
         return search_order(question, budget)
     cost = {name: question.cost[name] for name in "FBIW"}
-    durations(cost, 3)  # UsageError where they differ too much
+    durations(cost, 3)  # UsageError if they differ too much
     found, refusal = [], None
     for names, share in zip(("FB", "FIW"), SHARES, strict=True):
         own = question._replace(cost={name: cost[name] for name in names})
@@ -71,8 +71,8 @@ def search_whole_or_split(question: Question, budget: float = BUDGET) -> FoundOr
 class _Mixed(NamedTuple):
     """An order of halves, and which of them make whole backwards.
 
-    By job, both the I and the W of a whole backward are marked: in `OrderProblem.length` its I takes all the time and
-    its W none, wherever that stands.
+    Both the I and the W of a whole backward are marked, by job: in `OrderProblem.length` its I takes all the time and
+    its W, at any place, none.
     """
 
     order: Numbers
@@ -92,14 +92,14 @@ class _Choices:
         shortest = question._replace(cost=shortest_halves(cost, sizes.stages))
         self.bound = lower_bound(problem_of(placed, lenient(shortest)), placed)
         self.direction, stage = np.divmod(np.arange(len(self.problem.worker)) // sizes.microbatches, sizes.stages)
-        self.per_half = sizes.stages * sizes.microbatches  # jobs; from the number of an I to that of its W
+        self.per_half = sizes.stages * sizes.microbatches  # jobs: from the number of an I to that of its W
         self.whole_length = np.where(
             self.direction == B, by_stage(cost["B"], sizes.stages)[stage], 0.0
         )  # by job, of a whole backward
         self.work = 0
 
     def search(self, found: Sequence[FoundOrder], work: int) -> Iterator[FoundOrder]:
-        """What choices make of orders of whole backwards alone and of halves alone, within so much work."""
+        """The results of annealing orders of whole backwards alone and of halves alone, with so much work."""
         orders = [self._order(each.program) for each in found]
         problem = self._within(found[0].program, orders[0])
         begin = [self._as_one(problem, order, each) for order, each in zip(orders, found, strict=True)]
@@ -112,12 +112,12 @@ class _Choices:
             yield from self._judged(problem, mixed)
 
     def _as_one(self, problem: OrderProblem, order: Numbers, found: FoundOrder) -> _Mixed:
-        """An order whose backwards are all whole, or all halves."""
+        """An order whose backwards are all whole, or all in halves."""
         whole = np.full(len(order), len(found.program.header.compute) == 2) & (self.direction > F)
         return self._with_value(problem, order, whole)
 
     def _moved(self, problem: OrderProblem, mixed: _Mixed, hot: float, work: int, seed: int) -> _Mixed:
-        """Annealed, at `hot` mean durations of a job to begin with."""
+        """Anneal, beginning at `hot` mean durations of a job."""
         jobs, mean = len(mixed.order), float(problem.length.mean())
         choice = Choice(mixed.whole.copy(), self.whole_length, problem.length)
         own = problem._replace(length=self._lengths(problem, mixed.whole))
@@ -129,19 +129,19 @@ class _Choices:
         return self._with_value(problem, self._tidy(problem, order, choice.whole), choice.whole)
 
     def _order(self, program: Program) -> Numbers:
-        """The order of a program, a whole backward as an I and its W."""
+        """The order of a program, with a whole backward as an I and its W."""
         n = numbers_of(program)
         return order_of(self.problem, (n if len(n) == 3 else np.stack([n[F], n[B], n[B] + 1])).ravel())
 
     def _within(self, program: Program, order: Numbers) -> OrderProblem:
-        """The problem with what a program leaves of a limit in bytes for what its forwards save."""
+        """The problem with the memory that a program leaves, of a limit in bytes, for what its forwards save."""
         if self.limits.bytes is None:
             return self.problem
         peak = self._simulated(program).footprint.peak
         return self.problem._replace(capacity=self.limits.bytes - (peak - most_held(self.problem, order)))
 
     def _lengths(self, problem: OrderProblem, whole: Flags) -> Times:
-        """By job: of a whole backward the I takes all its time, and the W none."""
+        """By job: in a whole backward the I takes all its time, and the W none."""
         return np.where(whole, self.whole_length, problem.length)
 
     def _with_value(self, problem: OrderProblem, order: Numbers, whole: Flags) -> _Mixed:
@@ -149,21 +149,21 @@ class _Choices:
         return _Mixed(order, whole, run_order.sized(len(order))(own, order, np.inf, run))
 
     def _numbers(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
-        """By job, a number that grows along each worker; the W of a whole backward comes directly behind its I."""
+        """By job, a number that grows along each worker; the W of a whole backward comes directly after its I."""
         n = 2 * places(problem, order)
         second = np.flatnonzero(whole & (self.direction == W))
         n[second] = n[second - self.per_half] + 1
         return n
 
     def _tidy(self, problem: OrderProblem, order: Numbers, whole: Flags) -> Numbers:
-        """The order with each W of a whole backward as near behind its I as the W before allow, to hold less memory."""
+        """The order with the W of whole backwards as early after their I as earlier W allow, to hold less memory."""
         n = self._numbers(problem, order, whole)
         for jobs in np.split(problem.class_jobs, problem.class_first[1:-1]):
             n[jobs] = np.maximum.accumulate(n[jobs])
         return order_of(problem, n)
 
     def proved(self, best: FoundOrder, seconds: float) -> Iterator[FoundOrder]:
-        """What CP-SAT finds, where the problem is small; its bound counts from then on."""
+        """What CP-SAT finds, if the problem is small; `bound` is raised to its bound."""
         problem = self.bounded
         if best.value <= self.bound * (1 + 1e-9) or not cp_sat.is_installed() or len(problem.worker) > cp_sat.MOST_JOBS:
             return
@@ -180,7 +180,7 @@ class _Choices:
                 yield from self._compiled(n, proof.whole)
 
     def _starts(self, run: Simulation) -> tuple[Times, Flags]:
-        """By job: when it started, the W of a whole backward at its end; and whether it is the I of one."""
+        """By job: when it started, the W of a whole backward at its end; and whether it is the I of a whole one."""
         table, shape = run.program.rows, (3, self.problem.stages, self.problem.microbatches)
         start, whole = np.zeros(shape), np.zeros(shape, np.bool_)
         for op, d in ((Op.FWD, F), (Op.BWD, B), (Op.BWD_I, B), (Op.BWD_W, W)):
@@ -201,7 +201,7 @@ class _Choices:
             yield from self._compiled(n, mixed.whole & (self.direction == B))
 
     def _compiled(self, n: Numbers, whole: Flags) -> Iterator[FoundOrder]:
-        """The schedule of jobs numbered so, if it keeps to a limit in bytes; `whole`: by job, the I of whole ones."""
+        """The schedule of jobs in the order of n, if it keeps to a limit in bytes; `whole`, by job: I of whole ones."""
         shape = (3, self.problem.stages, self.problem.microbatches)
         program = compile_order(self.halves, n.reshape(shape), whole=whole.reshape(shape)[B])
         run = self._simulated(program)

@@ -1,4 +1,4 @@
-"""The scheme `free`, whose placement is left open, and the placements of built-in schemes that may take its place."""
+"""The scheme `free`, whose placement is left open, and placements of built-in schemes that may be its own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FREE = "free"
 class Family(NamedTuple):
     """A placement of built-in schemes."""
 
-    scheme: Scheme  # `free`, placed so
+    scheme: Scheme  # `free` with this placement
     placement: Placement | None  # None: a stage is on several workers, each with some microbatches
 
 
 def free_scheme(sizes: Sizes) -> Scheme:
-    """The scheme `free`: blocks of stages, until they are placed; UsageError where sizes are missing or too many."""
+    """The scheme `free`, in blocks of stages until it is placed; UsageError if sizes are missing or too many."""
     for option in ("chunks", "groups"):
         if getattr(sizes, option) is not None:
             raise UsageError(f"{FREE} takes no --{option}")
@@ -47,12 +47,12 @@ def placed_on(scheme: Scheme, placement: Placement) -> Scheme:
 
 
 def blocks(stages: int, workers: int) -> Placement:
-    """Neighbouring stages on each worker, equally many."""
+    """Neighbouring stages on each worker, in equal numbers as far as possible."""
     return tuple(s * min(workers, stages) // stages for s in range(stages))
 
 
 def families(scheme: Scheme, sizes: Sizes) -> list[Family]:
-    """The placements of the built-in pipelines of these sizes, each once, whatever its workers are called."""
+    """The placements of the built-in pipelines of these sizes, each once, regardless of how workers are numbered."""
     distinct: dict[Placement, Family] = {}
     for name in PIPELINES:
         try:
@@ -67,6 +67,6 @@ def families(scheme: Scheme, sizes: Sizes) -> list[Family]:
 
 
 def in_order(workers: Sequence[int]) -> Placement:
-    """Workers called by the place where they are first named: 0, then 0 or 1, and so on."""
+    """Workers renumbered in the order in which they first appear: 0, then 0 or 1, and so on."""
     names: dict[int, int] = {}
     return tuple(names.setdefault(worker, len(names)) for worker in workers)

@@ -1,8 +1,9 @@
 """`NearPlacements`: placements changed a little, judged by their bounds first and then by a cheap search for an order.
 
-A change swaps two stages of different workers, or moves a stage to another worker. The way from a placement leads to
-the first change that is judged better, those with the least bound first; a bound that is no better ends it. From the
-best end, some changes at random begin another way. Work is counted, not seconds; draws are the same every time.
+A change swaps two stages of different workers, or moves a stage to another worker. From a placement the search climbs
+to the first change that is judged better, trying those with the least bounds first and none whose bound is no better.
+From the best end, a few random changes begin another climb. Work is counted, not seconds; the random numbers are the
+same every time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from schedgen.planner.placement_search.families import in_order
 from schedgen.planner.placement_search.stage_sets import Placement, StageSets
 
 AT_ONCE = 60  # placements whose bounds are compared
-KICKS = 200  # ways that begin with changes at random, at the most
-CHANGES = (2, 4)  # of these, so many
+KICKS = 200  # climbs that begin with random changes, at the most
+CHANGES = (2, 4)  # random changes before such a climb: at least, and below
 
 
 class Trial(NamedTuple):
-    """An order of a placement by a cheap search; none, and an infinite value, where it finds none within the limits."""
+    """An order of a placement by a cheap search; empty, with an infinite value, if none within the limits is found."""
 
     value: float  # what it takes
     start: Times  # by job: when it runs
@@ -30,7 +31,7 @@ class Trial(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What is known of a placement."""
+    """The results for a placement."""
 
     placement: Placement
     bound: float
@@ -48,7 +49,7 @@ class NearPlacements:
         self.judged: dict[Placement, Judged] = {}
 
     def search(self, starts: Iterable[Placement], floor: float) -> list[Judged]:
-        """All placements that were judged, the best first; it ends where one takes no more than `floor`."""
+        """All placements that were judged, the best first; the search ends when one takes no more than `floor`."""
         best = min((self._climb(self._judge(start)) for start in starts), key=_rank)
         rng = np.random.default_rng(0)
         for _ in range(KICKS):
@@ -62,7 +63,7 @@ class NearPlacements:
         return sorted(self.judged.values(), key=_rank)
 
     def _climb(self, begin: Judged) -> Judged:
-        """The end of a way, each step of which is judged better."""
+        """The end of a climb, each step of which is judged better."""
         better: Judged | None = begin
         while better is not None:
             begin, enough = better, better.trial.value * (1 - 1e-9)
@@ -71,7 +72,7 @@ class NearPlacements:
         return begin
 
     def _worth(self, placement: Placement, enough: float) -> Iterator[Placement]:
-        """Those one change away that may take less than `enough`, those with the least bounds first."""
+        """Placements one change away that may take less than `enough`, those with the least bounds first."""
         near = sorted((self.sets.quick_bound(other), other) for other in self._changed(placement))
         near = [(quick, other) for quick, other in near if quick < enough]
         for k in range(0, len(near), AT_ONCE):
@@ -79,7 +80,7 @@ class NearPlacements:
             yield from (other for bound, other in bounds if bound < enough)
 
     def _changed(self, placement: Placement) -> set[Placement]:
-        """Those one change away, but for the names of workers."""
+        """Placements one change away, up to the numbering of workers."""
         return {in_order(other) for other in _changes(placement, self.workers)} - {placement}
 
     def _judge(self, placement: Placement, near: Judged | None = None) -> Judged:
@@ -92,7 +93,7 @@ class NearPlacements:
 
 
 def _rank(judged: Judged) -> tuple[float, float, Placement]:
-    """The less the better."""
+    """A sort key: the less, the better."""
     return judged.trial.value, judged.bound, judged.placement
 
 

@@ -1,10 +1,10 @@
-"""`search_placement`: the placement of stages on workers, and its order, that end first, and a bound for any of them.
+"""`search_placement`: the placement of stages on workers, with an order, that ends first, and a bound for all of them.
 
-families  an order for each placement of the built-in pipelines, by `search_order`
-near      placements of each stage on one worker, from these families and from the least bound on (`NearPlacements`)
+families  an order for each placement of the built-in pipelines, by `search_whole_or_split`
+near      placements of each stage on one worker, near these families and near the one of least bound (`NearPlacements`)
 judge     an order for the best of them, with as much work for each as for a family
 
-So the result is never worse than what `search_order` finds for a family with that much work.
+So the result is never worse than what `search_whole_or_split` finds for a family with that much work.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.util.jit import compiled_always
 
-NEAR_SHARE = 0.3  # of the work: placements near the best
-MESSAGES = 4  # of a stage, beside what forwards save: a worker seldom needs more room for what comes and goes
-FINALISTS = 4  # of them, that an order is searched for
+NEAR_SHARE = 0.3  # of the work: for placements near the best
+MESSAGES = 4  # activations of a stage, besides what forwards save: a worker seldom needs more room for messages
+FINALISTS = 4  # of these placements, those that an order is searched for
 
 
 def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
-    """The best order of the best placement that is found; NoOrder where none keeps to the limits.
+    """The best order of the best placement found; NoOrder if none keeps to the limits.
 
-    The question is as for `search_whole_or_split`, and its scheme of `free_scheme`.
+    The question is as for `search_whole_or_split`, with a scheme from `free_scheme`.
     """
     scheme, sizes, search = question.scheme, question.sizes, _Search(question)
     own = families(scheme, sizes)
@@ -68,7 +68,7 @@ def search_placement(question: Question, budget: float = BUDGET) -> FoundOrder:
 
 
 def stage_sets(question: Question) -> StageSets:
-    """The bounds of any placement, by costs of F, I, W or F, B."""
+    """The bounds of any placement, for costs of F, I, W or F, B."""
     sizes = question.sizes
     owned = np.zeros(sizes.stages)
     if question.limits.bytes is not None:
@@ -83,7 +83,7 @@ def stage_sets(question: Question) -> StageSets:
 
 
 class _Search:
-    """The best order so far, and what all placements have in common."""
+    """The best order so far, and what all placements share."""
 
     def __init__(self, question: Question) -> None:
         self.question, cost, stages = question, question.cost, question.sizes.stages
@@ -98,11 +98,11 @@ class _Search:
 
     @property
     def value(self) -> float:
-        """Of the best order, infinity where there is none."""
+        """The value of the best order; infinity if there is none."""
         return np.inf if self.best is None else self.best.value
 
     def add(self, scheme: Scheme, budget: float) -> float:
-        """Search an order of a placement, and give what none of it takes less than."""
+        """Search an order for a placement, and return a lower bound for all its orders."""
         try:
             found = search_whole_or_split(self.question._replace(scheme=scheme), budget)
         except NoOrder:
@@ -113,7 +113,7 @@ class _Search:
         return found.bound
 
     def ordered(self, judged: Judged) -> Scheme:
-        """The scheme with a placement and the order that it was judged by, if there is one."""
+        """The scheme with a placement and, if there is one, the order by which it was judged."""
         scheme, start = placed_on(self.question.scheme, judged.placement), judged.trial.start
         if not len(start):
             return scheme

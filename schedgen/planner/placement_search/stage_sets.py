@@ -1,16 +1,16 @@
-"""`StageSets`: lower bounds on what workers take, by the set of stages that a worker has, and so on any placement.
+"""`StageSets`: lower bounds on the time of a worker, given the set of its stages, and so of any placement.
 
 A placement here has each stage on one worker for all microbatches. The bound of a worker with the stages U is that of
 a placement in which U has a worker, each other stage one of its own, and messages take time only between U and others.
-Whatever has U on a worker takes at least as long: where others share workers, they wait for each other, too. So a
+Any placement with U on a worker takes at least as long: if others share workers, they also wait for one another. So a
 placement takes no less than the bound of any of its sets, and no placement takes less than
 
     min over partitions of the stages into at most W sets    max over sets U    bound(U).
 
-That is found for up to `MOST_STAGES` stages. Of more, no placement takes less than a stage alone without messages, nor
-than
+That is computed for up to `MOST_STAGES` stages. With more, no placement takes less than a single stage without
+messages, nor less than
 
-    min over k in 1..W    (work + k least ways to a stage's first job + k least ways behind its last) / k,
+    min over k in 1..W    (work + k least ways to a stage's first job + k least ways after its last) / k,
 
 since k workers that have jobs begin and end with jobs of k different stages. With own windows the ways do not count.
 """
@@ -26,7 +26,7 @@ from schedgen.ir.instructions import Flags, Times
 from schedgen.planner.order_search.placed_problem import Nodes
 from schedgen.simulator.lower_bounds import longest_ways, order_bound
 
-MOST_STAGES = 12  # whose partitions are all looked at
+MOST_STAGES = 12  # up to which all partitions are considered
 
 Placement = tuple[int, ...]  # by stage its worker, in the order of their first stages: 0, then 0 or 1, and so on
 StageSet = int  # bit s: stage s
@@ -38,23 +38,23 @@ class StageSets:
     def __init__(
         self, nodes: Nodes, stages: int, microbatches: int, capacity: float, owned: Times, own_window: bool
     ) -> None:
-        """`nodes`: of stages on workers of their own; `owned`: by stage, of `capacity` what it always takes."""
+        """`nodes`: with stages on workers of their own; `owned`: by stage, what it always takes of `capacity`."""
         self.nodes, self.stages, self.microbatches, self.own_window = nodes, stages, microbatches, own_window
         self.capacity, self.owned = capacity, owned
         self.work = microbatches * nodes.lengths.reshape(-1, stages).sum(axis=0)  # by stage
         way = longest_ways(nodes.before, nodes.lengths, {})
         tails = (way + nodes.lengths).max(axis=1) - nodes.lengths
         ends = np.stack([way[:, :stages].max(axis=0), tails.reshape(-1, stages).min(axis=0)])
-        # Of a set: what a worker takes at least that has these stages and no others.
+        # By set: a lower bound for a worker that has these stages and no others.
         self.bound = cache(self._of_worker)
-        self.heads, self.tails = 0 * ends if own_window else ends  # by stage: ways to its first job, behind its last
+        self.heads, self.tails = 0 * ends if own_window else ends  # by stage: ways to its first job, after its last
 
     def of(self, placement: Placement) -> float:
-        """What the placement takes at least."""
+        """A lower bound on what the placement takes."""
         return max(self.bound(stages) for stages in sets_of(placement))
 
     def quick_bound(self, placement: Placement) -> float:
-        """The same by work alone, and the shortest ways to and from a worker's stages: less, but found at once."""
+        """A bound by work and the shortest ways to and from a worker's stages alone: lower, but cheap."""
         workers, count = np.array(placement), max(placement) + 1
         heads, tails = np.full((2, count), np.inf)
         np.minimum.at(heads, workers, self.heads)
@@ -62,11 +62,11 @@ class StageSets:
         return float((heads + np.bincount(workers, self.work) + tails).max())
 
     def room(self, stages: StageSet) -> float:
-        """The memory of a worker beside what it holds throughout for its stages."""
+        """The memory of a worker besides what it holds throughout for its stages."""
         return self.capacity - float(self.owned[self._has(stages)].sum())
 
     def least(self, workers: int, enough: float) -> tuple[float, Placement | None]:
-        """What any placement takes at least, or `enough` where that is less; and one of which no more is known."""
+        """A lower bound for any placement, or `enough` if that is less; and a placement with this bound, if known."""
         if self.stages > MOST_STAGES:
             return min(enough, self._least_of_many(workers)), None
         subsets = np.arange(1 << self.stages)
@@ -104,7 +104,7 @@ class StageSets:
         return self._bound(stages, hops)
 
     def _bound(self, stages: StageSet, hops: Mapping[tuple[int, int], float]) -> float:
-        """With these times of messages between nodes."""
+        """The bound with these times of messages between nodes."""
         inside, room = self._has(stages), self.room(stages)
         if room <= 0:
             return np.inf
@@ -119,5 +119,5 @@ class StageSets:
 
 
 def sets_of(placement: Placement) -> list[StageSet]:
-    """The set of stages of each worker that has some."""
+    """The set of stages of each worker that has any."""
     return [sum(1 << s for s, other in enumerate(placement) if other == w) for w in range(max(placement) + 1)]
