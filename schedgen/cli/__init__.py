@@ -1,1 +1,1 @@
-"""The `schedgen` command. No other room imports it."""
+"""The `schedgen` command. No other package imports it."""

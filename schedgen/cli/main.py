@@ -1,7 +1,7 @@
-"""The `schedgen` command: finds the subcommand, runs it, and answers what goes wrong.
+"""The `schedgen` command: finds the subcommand, runs it, and reports errors.
 
 Exit codes: 0 done; 1 a file is refused; 2 wrong usage, or sizes and functions that make no schedule. Those of `diff`
-are diff(1)'s: 0 the same, 1 they differ, 2 trouble. An error is one sentence on stderr.
+are diff(1)'s: 0 no difference, 1 a difference, 2 trouble. An error is one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Command(NamedTuple):
 
     name: str
     options: type[Any]  # a dataclass of options.py
-    run: Callable[[Any], int]  # of these options; the exit code
+    run: Callable[[Any], int]  # takes these options; returns the exit code
     summary: str
     example: str
-    refused: int = 1  # exit code where a file is refused or cannot be read
-    exit_codes: str = ""  # what its exit codes say, if not what all others' do
+    refused: int = 1  # exit code if a file is refused or cannot be read
+    exit_codes: str = ""  # what its exit codes mean, if not the same as for all others
 
 
 COMMANDS = (
@@ -91,7 +91,7 @@ COMMANDS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors in one line: the sentence and where to read more."""
+    """A parser that reports errors in one line: the sentence and where to read more."""
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """What reads the command line; `command` of what it returns is the Command."""
+    """The command line's parser; `command` of what it returns is the Command."""
     top = Parser(
         prog="schedgen",
         description="Static schedules for distributed training, as text.",
@@ -122,7 +122,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `schedgen ARGUMENTS`, or those of this process; the exit code."""
+    """Run `schedgen ARGUMENTS`, by default those of this process; return the exit code."""
     replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, RefusedFile) as error:
         print(f"schedgen: {one_line(error)}", file=sys.stderr)
         return max(error.code, command.refused)
-    except BrokenPipeError:  # the reader of our output has gone, as in `schedgen stats F | head`
+    except BrokenPipeError:  # the reader of our output is gone, as in `schedgen stats F | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:

@@ -1,6 +1,6 @@
 """Commands that make schedules or schemes: compile, compare, plan, search, new, schemes.
 
-Each takes its options, prints or writes what was asked for, and returns the exit code.
+Each takes its options, prints or writes the result, and returns the exit code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from schedgen.util.files import display_name, is_standard_output, open_output, r
 
 
 def run_compile(options: CompileOptions) -> int:
-    """Write the schedule of a scheme, once it is proved; notes on stderr say what was slow."""
+    """Write the schedule of a scheme, once it is proved; a note on stderr says if w or n was slow."""
     graph = _graph(options.graph)
     scheme, sizes = _scheme(options, None if graph is None else graph.stages)
     parts = 1
@@ -87,7 +87,7 @@ def run_compile(options: CompileOptions) -> int:
 
 
 def _graph(name: str | None) -> ModelGraph | None:
-    """The model's graph in a file, where one is named."""
+    """The model's graph in the file `name`; None if no file is given."""
     return None if name is None else read_graph(read_text(name), display_name(name))
 
 
@@ -99,7 +99,7 @@ def _redone(named: str | Sequence[Redone], stages: int, microbatches: int) -> Co
 
 
 def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]:
-    """The scheme to compile, and for what sizes: a CSV file has its own; `stages` are a graph's."""
+    """The scheme to compile, and its sizes: a CSV file has its own; `stages` are those of a graph."""
     sizes = {name: getattr(options, name) for name in Sizes._fields}
     if options.scheme.endswith(".csv"):
         scheme, own_sizes = scheme_from_csv(read_text(options.scheme), options.scheme)
@@ -115,7 +115,7 @@ def _scheme(options: CompileOptions, stages: int | None) -> tuple[Scheme, Sizes]
 
 
 def _parts(graph: ModelGraph, stages: int, name: str) -> int:
-    """How many of the model's stages each stage of the scheme stands for; UsageError where that is no number."""
+    """How many of the model's stages each stage of the scheme stands for; UsageError if that is not a whole number."""
     if stages != graph.stages and graph.edges not in (None, chain(graph.stages)):
         raise UsageError(f"{name} has {graph.stages} stages, which are no chain, so a scheme cannot have {stages}")
     if graph.stages % stages:
@@ -133,14 +133,14 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, parts: int) -> Scheme:
 
 
 def _write_checked(program: Program, output: str) -> None:
-    """Write what was compiled, unless the checker refuses it."""
+    """Write a compiled program, unless the checker refuses it."""
     check(program, "internal error, the compiled schedule")
     with open_output(output) as out:
         write(program, out)
 
 
 def run_compare(options: CompareOptions) -> int:
-    """Print, or plot, what every scheme that fits takes."""
+    """Print, or plot, the numbers of every scheme that fits."""
     sizes = Sizes(options.stages, options.microbatches, options.workers)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
@@ -164,7 +164,7 @@ def run_compare(options: CompareOptions) -> int:
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Print where to cut a model and the schedules that no other beats; write the fastest."""
+    """Print where to cut a model and the schedules that no other beats; write the fastest schedule."""
     if options.microbatches is None and (options.output or not options.partition_only):
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     if options.search and options.partition_only:
@@ -174,7 +174,7 @@ def run_plan(options: PlanOptions) -> int:
     layers = read_layers(options.profile)
     levels = hierarchy(options.workers, options.topology, options.bandwidth, layers.machine.beta)
     numbers, lines = _partition(options, layers, levels)
-    microbatches, program = options.microbatches or 0, None  # given where a schedule is made
+    microbatches, program = options.microbatches or 0, None  # given if a schedule is made
     if not options.partition_only:
         best = search(layers, levels, microbatches, options.memory, schemes=options.schemes, budget=options.search)
         numbers |= tables.search_as_json(best)
@@ -190,7 +190,7 @@ def run_plan(options: PlanOptions) -> int:
 
 
 def _partition(options: PlanOptions, layers: Layers, levels: Sequence[Level]) -> tuple[dict[str, Any], list[str]]:
-    """Where to cut the model, as numbers and as lines; a note where that is not all, or nothing fits."""
+    """Where to cut the model, as numbers and as lines; a note if only some cuts are tried, or none fits."""
     downsets = all_downsets(layers)
     if not downsets.complete:
         most = "more ways to cut the layers than can be tried: only those along one order are"
@@ -206,7 +206,7 @@ def _partition(options: PlanOptions, layers: Layers, levels: Sequence[Level]) ->
 
 
 def run_search(options: SearchOptions) -> int:
-    """Print what the best order takes and the bound; write it."""
+    """Print the best order's value and the bound; write its schedule."""
     graph = _graph(options.graph)
     _check_search(options, graph)
     stages = graph.stages if graph else options.stages or 0
@@ -245,7 +245,7 @@ def run_search(options: SearchOptions) -> int:
 
 
 def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
-    """UsageError where options do not go together, or do not say how many stages there are."""
+    """UsageError if options do not go together, or do not tell how many stages there are."""
     if options.stages is None and graph is None:
         raise UsageError("search needs --stages or --graph (see schedgen search --help)")
     if options.stages and graph and options.stages != graph.stages:
@@ -265,7 +265,7 @@ def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
 
 
 def _searched(options: SearchOptions, question: Question) -> FoundOrder:
-    """What is found for the objective and the limits."""
+    """The order found for the objective and the limits."""
     if options.recompute:
         return search_with_recompute(question, options.budget)
     question = question._replace(cost=without_redo(question.cost))
@@ -277,7 +277,7 @@ def _searched(options: SearchOptions, question: Question) -> FoundOrder:
 
 
 def _say_if_untried(question: Question) -> None:
-    """A note where a search could not begin with a user's own order, because it is none."""
+    """Print a note if a search could not begin with a user's own order, because that makes no schedule."""
     try:
         compile_own(with_own_costs(question))
     except UsageError as error:
@@ -286,7 +286,7 @@ def _say_if_untried(question: Question) -> None:
 
 
 def run_new(options: NewOptions) -> int:
-    """Write a scheme to begin with."""
+    """Write a template of a scheme."""
     print(f"{new(options.name)}: its w and n are yours to edit; its first lines say how to compile it")
     return 0
 

@@ -1,8 +1,8 @@
-"""What every subcommand of `schedgen` takes: a frozen dataclass for each, whose fields are its arguments.
+"""The options of every subcommand of `schedgen`: a frozen dataclass for each, whose fields are its arguments.
 
-`option`, `switch` and `argument` declare a field with what argparse must know of it. `add_arguments` gives the fields
-to a parser, and `read` makes the dataclass from what was parsed. A field marked READ or WRITTEN names a file: what is
-read is never written over.
+`option`, `switch` and `argument` declare a field with what argparse needs. `add_arguments` adds the fields to a parser,
+and `read` makes the dataclass from the parsed values. A field marked READ or WRITTEN names a file: a file that is read
+is never overwritten.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIZES = ("alpha", "beta", "activation", "weight", "saved")  # fields of a Machi
 def option(
     spelling: str, help: str, type: Any = None, default: Any = None, group: str = "", file: str = "", **more: Any
 ) -> Any:
-    """A field that is an option, spelled as in "-o --output FILE"; of those in one `group` only one may be given."""
+    """A field that is an option, spelled as in "-o --output FILE"; only one option of a `group` may be given."""
     words = spelling.split()
     flags = [word for word in words if word.startswith("-")]
     if len(words) > len(flags):
@@ -46,17 +46,17 @@ def option(
 
 
 def switch(spelling: str, help: str) -> Any:
-    """A field that is true where the option is given."""
+    """A field that is true if the option is given."""
     return field(metadata={"flags": [spelling], "help": help, "action": "store_true"})
 
 
 def argument(metavar: str, help: str, file: str = READ, **more: Any) -> Any:
-    """A field that is a positional argument, most often a file that is read."""
+    """A field that is a positional argument, usually a file that is read."""
     return field(metadata={"metavar": metavar, "help": help, "file": file, **more})
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Give a parser the fields of a dataclass of options."""
+    """Add the fields of a dataclass of options to a parser."""
     groups: dict[str, Any] = {"": parser}
     for each in fields(options):
         how = dict(each.metadata)
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def read(options: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass of options from the parsed values of its fields; UsageError where they do not go together."""
+    """A dataclass of options from the parsed values of its fields; UsageError if they do not go together."""
     _check_files(options, values)
     for name, flag in (("output", "-o"), ("trace", "--trace")):
         if values.get("json") and is_standard_output(values.get(name)):
@@ -80,7 +80,7 @@ def read(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def _check_files(options: type[Any], values: Mapping[str, Any]) -> None:
-    """Refuse to write to a file that is read, whose contents would be lost, to read - twice, and nameless files."""
+    """Refuse to write to a file that is read, which would be lost, to read - twice, and empty file names."""
     for each in fields(options):
         given = values[each.name]
         if each.metadata.get("file") and "" in (given if isinstance(given, list) else [given]):
@@ -158,18 +158,18 @@ class CostOptions:
     )
 
     def __post_init__(self) -> None:
-        """UsageError where a profile would silently take the place of what another option says."""
+        """UsageError if a profile would silently override another option."""
         if self.profile is not None and len(self.given) > 1:
             raise UsageError(f"--profile has all costs: leave --{self.given[1]} out")
 
     @property
     def given(self) -> list[str]:
-        """The options that were given of these, by name."""
+        """Which of these options were given, by name."""
         return [name for name in ("profile", "cost", *_SIZES) if getattr(self, name) is not None]
 
     @property
     def machine(self) -> Machine:
-        """Links and sizes as the options say, without the profile's."""
+        """Links and sizes from the options, without the profile's."""
         return Machine(**{name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None})
 
 

@@ -1,6 +1,6 @@
 """Commands that read schedules: check, seal, stats, simulate, draw, export, diff.
 
-Each takes its options, prints or writes what was asked for, and returns the exit code.
+Each takes its options, prints or writes the result, and returns the exit code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from schedgen.util.files import display_name, is_standard_output, open_output, r
 
 
 def run_check(options: CheckOptions) -> int:
-    """Prove the files one after the other, and print a line for each."""
+    """Prove the files one after another, and print a line for each."""
     for name in options.files:
         program = checked(name)
         header = program.header
@@ -60,7 +60,7 @@ def run_check(options: CheckOptions) -> int:
 
 
 def run_seal(options: SealOptions) -> int:
-    """Write a schedule again, in the form and with the hash that readers ask for."""
+    """Write a schedule again, in the form and with the hash that readers require."""
     try:
         text = read_bytes(options.file).decode()
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def run_seal(options: SealOptions) -> int:
 
 
 def run_stats(options: StatsOptions) -> int:
-    """Print what a schedule does and takes, or the cycles of its jobs, or the seconds of a run."""
+    """Print a schedule's numbers, or the cycles of its jobs, or the seconds of a run."""
     program = checked(options.file)
     if options.cycles and options.measured:
         raise UsageError("--cycles are those of a simulation: leave --measured out")
@@ -103,12 +103,12 @@ class _Execution(NamedTuple):
 
     @property
     def timeline(self) -> Timeline:
-        """The simulation's; microseconds where the costs are in seconds."""
+        """The simulation's timeline, in microseconds if the costs are in seconds."""
         return self.run.timeline(1e6 if self.seconds else 1.0)
 
 
 def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
-    """Simulate the schedule in file `name` with the options' costs, or without any with those of --measured."""
+    """Simulate the schedule in file `name` with the options' costs or, if there are none, those of --measured."""
     program = checked(name)
     cost, machine = _costs(options, program)
     measured = _read_trace(options.measured, program) if options.measured else []
@@ -126,7 +126,7 @@ def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
 
 
 def run_simulate(options: SimulateOptions) -> int:
-    """Print what a simulation says, and write its trace."""
+    """Print the numbers of a simulation, and write its trace."""
     execution = _execute(options, options.file)
     if options.trace:
         slices = trace_events(execution.program, [execution.timeline], SIMULATED)
@@ -140,14 +140,14 @@ def run_simulate(options: SimulateOptions) -> int:
 
 
 def _costs(options: CostOptions, program: Program) -> tuple[Mapping[str, Amount], Machine]:
-    """Durations of jobs by direction, and the machine, as the options say."""
+    """Durations of jobs by direction, and the machine, as given by the options."""
     if options.profile:
         return _read_profile(options.profile, program)
     return options.cost or program.header.cost, options.machine
 
 
 def _read_profile(name: str, program: Program) -> tuple[dict[str, Amount], Machine]:
-    """Durations of jobs by direction, and the machine, as a profile says."""
+    """Durations of jobs by direction, and the machine, as given by a profile."""
     header = program.header
     return read_profile(read_text(name), display_name(name), header.stages, len(header.graph.edges), header)
 
@@ -182,7 +182,7 @@ def run_draw(options: DrawOptions) -> int:
 
 
 def _scenes(options: DrawOptions, names: Sequence[str]) -> list[Scene]:
-    """What there is to draw of every file; what was measured comes before its simulation."""
+    """The scenes to draw for every file; a measured run comes before its simulation."""
     files = [one_line(Path(display_name(name)).name) for name in names]
     scenes = []
     for name, file in zip(names, files, strict=True):
@@ -223,7 +223,7 @@ def run_export(options: ExportOptions) -> int:
 
 
 def run_diff(options: DiffOptions) -> int:
-    """Print what differs between two schedules; the exit code says whether anything does."""
+    """Print what differs between two schedules; the exit code tells whether anything does."""
     names = (one_line(display_name(name)) for name in (options.a, options.b))
     lines = diff(checked(options.a), checked(options.b), *names)
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":

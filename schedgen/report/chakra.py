@@ -5,12 +5,12 @@ A node is an instruction, and its id is the instruction's index in the rank's li
     compute, ADD, STEP    COMP_NODE, with a duration
     SEND, RECV, FETCH_W   COMM_SEND_NODE and COMM_RECV_NODE, with bytes, peer and a tag that both ends share
     ALLREDUCE, NORM       COMM_COLL_NODE, or COMP_NODE in a group of one rank
-    FREE                  none; later instructions wait for the SENDs that the FREE waits for
+    FREE                  no node; later instructions wait for the SENDs that the FREE waits for
 
 Data dependencies lead to the instructions that defined what is read and to the last instruction of the list that
-blocked the rank, because Chakra's feeder heeds no others. Those that are there for the order of the list alone are
-control dependencies, too. The messages and their field numbers are those of et_def.proto in
-github.com/mlcommons/chakra, version 1.0.0.
+blocked the rank, because Chakra's feeder ignores all others. Those that only keep the order of the list are control
+dependencies, too. The messages and their field numbers are those of et_def.proto in github.com/mlcommons/chakra,
+version 1.0.0.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SCHEMA = {
 }
 _WIDE = ("comm_size", "comm_type")  # attributes of 64 bits
 
-_WRITES = (Effect.DEFINE, Effect.RECEIVE)  # needs nothing that is there
+_WRITES = (Effect.DEFINE, Effect.RECEIVE)  # needs no earlier value
 _UPDATES = (Effect.ADD, Effect.CHANGE)
 
 
@@ -70,8 +70,8 @@ def chakra_traces(
 ) -> Iterator[tuple[str, bytes]]:
     """(suffix of a file's name, bytes) for each rank's trace, and last for the groups of collectives as JSON.
 
-    `program` is checked and projected. Durations and starts are those of `simulate` in whole microseconds, of which a
-    unit of its time has `unit`. Raises UsageError where protobuf is not installed.
+    `program` is checked and projected. Durations and starts are those of `simulate`, in whole microseconds; a unit of
+    its time is `unit` microseconds. Raises UsageError if protobuf is not installed.
     """
     messages = _messages()
     table, run = program.rows, simulate(program, cost, machine)
@@ -100,7 +100,7 @@ def chakra_traces(
 
 
 def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[int]] | None]:
-    """For each instruction of a rank's list the indices of those it needs: (all, for the order alone); FREE: None."""
+    """For each instruction of a rank the indices of those it needs: (all, for the list's order alone); FREE: None."""
     start, stop = program.bounds[rank : rank + 2].tolist()
     accesses = analyse(program).accesses
     first = accesses.begin(np.arange(start, stop + 1)).tolist()
@@ -108,10 +108,10 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
     effects = accesses.effect[touched].tolist()
     buffers = list(zip(accesses.buffer[touched].tolist(), accesses.number[touched].tolist(), strict=True))
     defined: dict[tuple[int, int], int] = {}
-    sent: dict[tuple[int, int], list[int]] = {}  # SENDs that may still be under way
+    sent: dict[tuple[int, int], list[int]] = {}  # SENDs that may still be in flight
     received: set[int] = set()
     reductions: list[int] = []
-    blocking: list[int] = []  # the last instruction that blocked, and the SENDs that a FREE or STEP since waited for
+    blocking: list[int] = []  # the last blocking instruction, and the SENDs that a FREE or STEP after it waited for
     for place, i in enumerate(program.instructions(rank)):
         does = [(effects[k - first[0]], buffers[k - first[0]]) for k in range(first[place], first[place + 1])]
         for effect, buffer in does:
@@ -126,7 +126,7 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
         yield sorted(data.union(blocking)), sorted(set(blocking) - data)
         if i.op in SENDERS:
             sent.setdefault(does[0][1], []).append(place)
-            blocking += data & received  # it passes on what comes in
+            blocking += data & received  # it passes on what it receives
         elif i.op == Op.ALLREDUCE and i.kind not in EXCHANGED:
             reductions.append(place)
         elif i.op in RECEIVERS:
@@ -162,14 +162,14 @@ def _node(
 
 
 def _put(out: BytesIO, message: Any) -> None:
-    """Write a message after its length, the form that Chakra's files have."""
+    """Write a message after its length, as in Chakra's files."""
     from google.protobuf.proto import serialize_length_prefixed
 
     serialize_length_prefixed(message, out)
 
 
 def _messages() -> dict[str, Any]:
-    """Protobuf's classes of the messages of _SCHEMA, by name."""
+    """Protobuf's classes for the messages of _SCHEMA, by name."""
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
     except ImportError:

@@ -31,7 +31,7 @@ def trace_events(program: Program, timelines: Sequence[Timeline], process: int) 
     ]
     instructions = [program.instruction(row) for row in range(len(program))]
     names, texts = [event_name(i) for i in instructions], [str(i) for i in instructions]
-    line = line_of(program, 0, 0)  # from one rank to the next there are two lines more
+    line = line_of(program, 0, 0)  # each later rank adds two more lines
     sends = program.rows_of(Op.SEND)
     for nth, timeline in enumerate(timelines):
         columns = (table.rank.tolist(), *(column.tolist() for column in timeline[:4]))

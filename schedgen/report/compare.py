@@ -27,7 +27,7 @@ from schedgen.util.text_table import aligned
 
 
 class SchemeNumbers(NamedTuple):
-    """The numbers of a compiled scheme; counts are of buffers, on the worker that has most unless they are traffic."""
+    """The numbers of a compiled scheme; counts are of buffers on the worker that has most, except for traffic."""
 
     scheme: str
     groups: int | None  # None: the scheme has no groups
@@ -35,11 +35,11 @@ class SchemeNumbers(NamedTuple):
     bubble: float  # idle fraction of workers x latency
     gap: float  # latency over the largest lower bound (`schedgen.simulator.lower_bounds`), minus 1
     peak_activations: int  # saved forwards
-    weights: int  # stages that a worker owns, and the most foreign copies it holds at once
+    weights: int  # stages that a worker owns, plus the most foreign copies it holds at once
     activation_traffic: int  # activations and their gradients sent, by all workers
     weight_traffic: int  # weights and their gradients sent; a reduction among m workers sends 2 (m - 1)
     best: bool  # no other has less of latency, activations or weights without more of the others
-    command: str  # that compiles it
+    command: str  # the command that compiles it
 
     @property
     def label(self) -> str:
@@ -74,7 +74,7 @@ def _schemes(workers: int) -> list[tuple[str, int | None]]:
 
 
 def compare(sizes: Sizes, cost: Mapping[str, float] | None = None, memory: int | None = None) -> Comparison:
-    """Compile all schemes; UsageError where workers are more than any schedule may have.
+    """Compile all schemes; UsageError if there are more workers than any schedule may have.
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory`: the most saved forwards a worker may
     hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
@@ -126,7 +126,7 @@ def _numbers(
     sent = np.bincount(table.kind[table.op == Op.SEND], minlength=len(Kind))
     members = np.array([len(group) for group in header.groups])
     reduced = members[table.peer[table.op == Op.ALLREDUCE]]
-    rings = round(float((2 * (reduced - 1) / reduced).sum()))  # of each member 2 (m - 1) / m
+    rings = round(float((2 * (reduced - 1) / reduced).sum()))  # each member sends 2 (m - 1) / m
     options = {"stages": sizes.stages, "microbatches": sizes.microbatches, "workers": sizes.workers, "groups": groups}
     arguments = "".join(f" --{option} {value}" for option, value in options.items() if value is not None)
     costs = "" if cost is None else " --cost " + ",".join(f"{d}={time:g}" for d, time in header.cost.items())
@@ -157,7 +157,7 @@ def _is_best(row: SchemeNumbers, rows: Sequence[SchemeNumbers]) -> bool:
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
-    """Its rows, and what was left out and why."""
+    """The comparison's rows, and what was left out and why."""
     return {
         "schemes": [row._asdict() for row in comparison.rows],
         "left_out": [scheme._asdict() for scheme in comparison.left_out],
@@ -165,7 +165,7 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def comparison_as_text(comparison: Comparison) -> Iterator[str]:
-    """The same as lines: one for each scheme, with * where it is best, then those left out."""
+    """What `comparison_as_json` returns as lines: one per scheme, with * if it is best, then those left out."""
     titles = ("", "scheme", "latency", "bubble", "gap", "activations", "weights", "x, g sent", "w, dw sent")
     cells: list[tuple[str, ...]] = [titles]
     for row in comparison.rows:

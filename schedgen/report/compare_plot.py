@@ -14,7 +14,7 @@ from schedgen.report.draw.figure_style import text_width
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.util.errors import UsageError
 
-# With these the same comparison gives the same bytes.
+# These make the same comparison give the same bytes.
 _STYLE: dict[Any, Any] = {"svg.hashsalt": "schedgen", "svg.fonttype": "none", "font.size": 8}
 _LABEL, _LINE = 7, 8.6  # points: size of the labels, and from one line to the next
 _BESIDE = 5.0  # points from a mark to its label
@@ -35,13 +35,13 @@ class Box(NamedTuple):
         return not (beside or self.bottom + self.height <= other.bottom or other.bottom + other.height <= self.bottom)
 
     def within(self, other: Box) -> bool:
-        """Whether it lies in the other."""
+        """Whether it is inside the other."""
         across = other.left <= self.left and self.left + self.width <= other.left + other.width
         return across and other.bottom <= self.bottom and self.bottom + self.height <= other.bottom + other.height
 
 
 def plot_comparison(comparison: Comparison, title: str, out: BinaryIO) -> None:
-    """Write two panels: latency against activations, with its lower bound, and against weights a worker holds."""
+    """Write two panels: latency against activations, with the lower bound, and latency against weights of a worker."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -93,7 +93,7 @@ def _mark(best: bool) -> dict[str, Any]:
 
 
 def _draw_points(axes: Any, rows: Sequence[SchemeNumbers], field: str) -> None:
-    """A mark for each scheme, filled where no other is better; schemes at one point share a label."""
+    """A mark for each scheme, filled if no other beats it; schemes at one point share a label."""
     groups: dict[tuple[float, float], list[SchemeNumbers]] = defaultdict(list)
     for row in rows:
         groups[getattr(row, field), row.latency].append(row)
@@ -124,9 +124,9 @@ def _draw_points(axes: Any, rows: Sequence[SchemeNumbers], field: str) -> None:
 
 
 def place_labels(points: Sequence[Sequence[float]], sizes: Sequence[tuple[float, float]], area: Box) -> list[Box]:
-    """Boxes of labels, beside their points or as near as they overlap neither other labels nor marks.
+    """Boxes for labels, beside their points or as near as possible without overlapping other labels or marks.
 
-    `points`: (x, y) of the marks; `sizes`: (width, height) of their labels; `area`: where labels may be.
+    `points`: (x, y) of the marks; `sizes`: (width, height) of their labels; `area`: where labels may be placed.
     """
     taken = [Box(x - 3, y - 3, 6, 6) for x, y in points]
     boxes: dict[int, Box] = {}
@@ -144,5 +144,5 @@ def place_labels(points: Sequence[Sequence[float]], sizes: Sequence[tuple[float,
 
 
 def _lower_bound(limits: Sequence[Mapping[str, float]], activations: float) -> float:
-    """The least latency of all schemes with so many activations a worker; `limits`: their bounds with one."""
+    """The least lower bound of all schemes for this many activations on a worker; `limits`: their bounds for one."""
     return min(max(limit["work"], limit["critical_path"], limit["memory"] / activations) for limit in limits)

@@ -62,7 +62,7 @@ def _header_changes(a: Header, b: Header) -> Iterator[tuple[str, object, object]
 
 
 def _entries(header: Header) -> tuple[dict[str, object], dict[str, object]]:
-    """What a file says of a header, but for the placement of jobs: of the scheme, and the rest."""
+    """The header's entries in a file except for the placement of jobs: those of the scheme, and the rest."""
     entries = header_entries(header)
     tensor = {f"tensor {key}": value for key, value in entries.pop("tensor", {}).items()}
     return entries.pop("scheme"), {**entries.pop("order"), **tensor, **entries}
@@ -93,7 +93,7 @@ def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
     both = concatenate([a.rows, b.rows])
     merged = _merge(both, len(a))
     changes = np.flatnonzero(merged.sign)
-    hunk = np.zeros(len(merged.sign) + 1, np.int64)  # +1 where a change's context begins, -1 behind its end
+    hunk = np.zeros(len(merged.sign) + 1, np.int64)  # +1 where a change's context begins, -1 after its end
     ranks = merged.rank[changes]
     begins, ends = np.searchsorted(merged.rank, ranks), np.searchsorted(merged.rank, ranks, "right")
     np.add.at(hunk, np.maximum(changes - CONTEXT, begins), 1)
@@ -115,7 +115,7 @@ def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
         for side, (program, other) in enumerate(((a, _NEW), (b, _OLD))):
             count = int((sign != other).sum())
             line = first[side] + int(merged.before[side][part[0]]) + 2 * rank
-            line = line if count else line - 1  # no row of this side is shown: the line before
+            line = line if count else line - 1  # if no row of this side is shown, the line before
             line = line if rank < program.header.workers else 0
             ranges.append(f"{line}" if count == 1 else f"{line},{count}")
         yield f"@@ -{ranges[0]} +{ranges[1]} @@"
@@ -124,7 +124,7 @@ def _unified(a: Program, b: Program, a_name: str, b_name: str) -> Iterator[str]:
 
 
 def _merge(both: Rows, length: int) -> _Merged:
-    """`both`: the rows of a, which are `length`, and those of b."""
+    """Merge `both`: the rows of a, which are the first `length`, and those of b."""
     partner = patience_match(*np.split(_codes(both), [length]))
     matched = partner >= 0
     new = np.ones(len(both.op) - length, np.bool_)

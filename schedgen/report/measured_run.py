@@ -1,6 +1,6 @@
 """The trace of a run, read as timelines, and its numbers: time by worker and cause, seconds by opcode and stage.
 
-`mpirun --trace` writes such traces; those of `schedgen simulate --trace` have the same form and give the numbers of
+`mpirun --trace` writes such traces; those of `schedgen simulate --trace` have the same form, and give the numbers of
 the simulation.
 """
 
@@ -20,29 +20,29 @@ from schedgen.report.chrome_trace import MEASURED, SIMULATED
 from schedgen.simulator.timeline import CAUSES, Timeline, measured_timelines
 from schedgen.util.errors import RefusedFile, clip
 
-MOST = 1e30  # microseconds that a time in a trace is below
+MOST = 1e30  # an exclusive bound on times in a trace, in microseconds
 NEAR = 1e-3  # microseconds by which rounding may make instructions overlap
 
 
 class _Slice(NamedTuple):
-    """An instruction as the trace has it, with times in microseconds."""
+    """An instruction as in the trace, with times in microseconds."""
 
     instruction: str
-    start: float  # of its work, behind the wait
+    start: float  # of its work, after the wait
     length: float
     wait: float
     cause: int  # of the wait, an index of CAUSES; -1: it did not wait
 
 
 def read_trace(text: str, name: str, program: Program) -> list[Timeline]:
-    """The timelines of all passes through the program, of the measured process or, where none is, the simulated one.
+    """The timelines of all passes through the program, of the measured process if there is one, else the simulated one.
 
-    Raises RefusedFile where the text is no trace of the program: every rank must have executed its list from the first
+    Raises RefusedFile if the text is not a trace of the program: every rank must have executed its list from the first
     line to the last, as often as the others, and some job must have taken time in every pass.
     """
     ranks = _slices(text, name, program.header.workers)
     bounds = program.bounds.tolist()
-    first = int(np.flatnonzero(np.diff(program.bounds))[0])  # of forwards alone a list may be empty
+    first = int(np.flatnonzero(np.diff(program.bounds))[0])  # with forwards alone a list may be empty
     passes = max(1, len(ranks[first]) // (bounds[first + 1] - bounds[first]))
     columns: list[Times] = []
     for rank, slices in enumerate(ranks):
@@ -73,23 +73,23 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     """The numbers of one pass through the program, in seconds: means over the timelines of all passes.
 
     latency   from the first instruction's start to the end of the last job
-    makespan  from there to the end of the last instruction
+    makespan  from the first instruction's start to the end of the last instruction
     bubble    idle fraction of workers x latency, as in simulate
-    idle      by cause; with busy it makes up workers x makespan. To simulate's causes are added: overhead, neither
+    idle      by cause; with busy it makes up workers x makespan. Besides simulate's causes: overhead, neither
               computing nor waiting; begin, before a rank's first instruction; end, after its last
-    seconds   of an instruction of each opcode, without waits
-    profile   of a job of each direction, and R and B where there are such jobs, and of a STEP by stage, as
+    seconds   mean of the instructions of each opcode, without waits
+    profile   by stage, of a job of each direction (R and B if there are such jobs), and of a STEP, as
               `simulate --profile` reads it
     workers   busy and idle of each
 
-    Raises RefusedFile where the jobs take too little time for numbers as large as the trace's.
+    Raises RefusedFile if the jobs take too little time to be told from none among the trace's numbers.
     """
     table, workers = program.rows, program.header.workers
     start, length, wait = (1e-6 * np.stack(times) for times in list(zip(*passes, strict=True))[:3])
     cause = np.stack([timeline.cause for timeline in passes])
     begin, end = (start - wait).min(axis=1, keepdims=True), (start + length).max(axis=1, keepdims=True)
     begins, ends = begin.repeat(workers, axis=1), begin.repeat(workers, axis=1)
-    listed = np.flatnonzero(np.diff(program.bounds))  # of forwards alone a list may be empty
+    listed = np.flatnonzero(np.diff(program.bounds))  # with forwards alone a list may be empty
     first, last = program.bounds[listed], program.bounds[listed + 1] - 1
     begins[:, listed], ends[:, listed] = start[:, first] - wait[:, first], start[:, last] + length[:, last]
     compute = program.is_one_of(*COMPUTE)
@@ -103,7 +103,7 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
     busy = by_rank(np.where(compute, length, 0.0))
     idle = {name: by_rank(np.where(cause == k, wait, 0.0)) for k, name in enumerate(CAUSES)}
     rest = (ends - begins).mean(axis=0) - busy - np.sum(list(idle.values()), axis=0)
-    idle["overhead"] = np.round(rest, 12) + 0.0  # without what rounding leaves
+    idle["overhead"] = np.round(rest, 12) + 0.0  # without rounding errors
     idle["begin"] = (begins - begin).mean(axis=0)
     idle["end"] = (end - ends).mean(axis=0)
     mean = length.mean(axis=0)
@@ -123,10 +123,10 @@ def run_numbers(program: Program, passes: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
-    """Mean seconds of a job of each direction and of a STEP, if there are any, by stage; `seconds`: by row.
+    """Mean seconds by stage of a job of each direction and of a STEP, if there are any; `seconds`: by row.
 
-    A STEP is of all weights of a stage. B stands beside I and W where some backwards are whole: a stage that has only
-    such ones takes half of their time as I, half as W. R stands beside F where forwards are redone.
+    A STEP is of all weights of a stage. B is there in addition to I and W if some backwards are whole: a stage that
+    has only whole ones takes half of their time as I, half as W. R is there in addition to F if forwards are redone.
     """
     table, header = program.rows, program.header
 
@@ -155,7 +155,7 @@ def _profile(program: Program, seconds: Times) -> dict[str, list[float]]:
 
 
 def _slices(text: str, name: str, workers: int) -> list[list[_Slice]]:
-    """The instructions of every rank in the order of the file; RefusedFile where one lacks something."""
+    """The instructions of every rank in the order of the file; RefusedFile if one is incomplete or wrong."""
     try:
         values = json.loads(text)
         listed = values["traceEvents"] if isinstance(values, dict) else None

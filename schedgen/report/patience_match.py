@@ -3,10 +3,10 @@
 1. Rows that occur exactly once in each list are matched.
 2. Of these pairs the longest sequence that ascends in both lists is kept; it cuts the lists into gaps.
 3. Equal rows next to a pair are matched, too.
-4. The same in every gap, all gaps at once. Where no gap has a row that occurs once, the k-th of equal rows in one
+4. The same is done in every gap, all gaps at once. If no gap has a row that occurs once, the k-th of equal rows in one
    list is matched with the k-th in the other.
 
-Nearly all rows of a schedule occur once, and no matching has more pairs of these.
+Nearly all rows of a schedule occur only once, and no matching has more pairs of these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from schedgen.util.jit import kernel
 
 
 def patience_match(a: Numbers, b: Numbers) -> Numbers:
-    """For each row of `a` its partner, a row of `b`, or -1; partners ascend. Rows are numbers, equal where they are."""
+    """For each row of `a` its partner, a row of `b`, or -1; partners ascend. Rows are given as numbers."""
     partner, taken = np.full(len(a), -1), np.zeros(len(b), np.bool_)
     grow, ascending = _grow.sized(len(a) + len(b)), _longest_ascending.sized(len(a) + len(b))
     span = max(a.max(initial=0), b.max(initial=0)) + 1
@@ -46,7 +46,7 @@ def patience_match(a: Numbers, b: Numbers) -> Numbers:
 
 
 def _single(key: Numbers) -> tuple[Numbers, Numbers]:
-    """The keys that occur once, and where."""
+    """The keys that occur once, and their places."""
     values, first, times = np.unique(key, return_index=True, return_counts=True)
     return values[times == 1], first[times == 1]
 
@@ -63,7 +63,7 @@ def _numbered(key: Numbers) -> Numbers:
 
 @kernel
 def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: Flags) -> None:
-    """Pair equal rows right behind a pair, then those right before one; the ends of the lists count as pairs."""
+    """Pair equal rows directly after a pair, then those directly before one; the ends of the lists count as pairs."""
     i, j = 0, 0
     while i < len(a):
         if partner[i] < 0 and j < len(b) and not taken[j] and a[i] == b[j]:
@@ -82,7 +82,7 @@ def _grow(a: Numbers, b: Numbers, partner: Numbers, taken: Flags) -> None:
 
 @kernel
 def _longest_ascending(numbers: Numbers) -> Flags:
-    """Which of the numbers make up the longest ascending sequence, by patience sorting."""
+    """Which of the numbers make up a longest ascending sequence, by patience sorting."""
     tops, before = np.empty(len(numbers), np.int64), np.full(len(numbers), -1)
     piles = 0
     for i in range(len(numbers)):

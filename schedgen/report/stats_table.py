@@ -1,4 +1,4 @@
-"""What `schedgen stats` and `schedgen simulate` print: their numbers, as text to read."""
+"""What `schedgen stats` and `schedgen simulate` print: their numbers as readable text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stats_table(numbers: Mapping[str, Any]) -> str:
 
 
 def _columns(worker: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker's row, by the columns' titles; what is received by kind, as the kinds are called in a file."""
+    """A worker's row, by column title; what it received by kind, with the kinds' names in a file."""
     received = {
         f"{'received ' if kind == Kind.X else ''}{KIND_NAME[kind]}": worker["receives"][words]
         for kind, words in KIND_WORDS.items()
@@ -42,7 +42,7 @@ def _columns(worker: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named_numbers(numbers: Mapping[str, Any]) -> str:
-    """The numbers of a simulation or a measured run, a line for each, and for each group of numbers that have names."""
+    """The numbers of a simulation or a measured run, a line for each, and for each group of named numbers."""
     lines = []
     for key, value in numbers.items():
         if isinstance(value, dict):

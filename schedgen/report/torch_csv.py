@@ -1,6 +1,6 @@
-"""A schedule as CSV for torch's pipelining: one row a rank, one compute action a cell, as in 2F0.
+"""A schedule as CSV for torch's pipelining: one row per rank, one compute action per cell, as in 2F0.
 
-`schedgen.schemes.csv_scheme` reads such files and says what an action is.
+`schedgen.schemes.csv_scheme` reads such files and defines what an action is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def as_torch_csv(program: Program) -> str:
 
 
 def lost_in_csv(program: Program) -> list[str]:
-    """What the schedule has besides its jobs, each in words, that no action says; empty where the CSV is all of it."""
+    """What the schedule has besides its jobs that no action expresses, in words; empty if the CSV is all of it."""
     header = program.header
     weights = header.weights[: len(header.compute)]
     lost = {

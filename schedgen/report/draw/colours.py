@@ -1,4 +1,4 @@
-"""The colours of all pictures: hue says which microbatch or stage, lightness which kind of job.
+"""The colours of all pictures: hue stands for the microbatch or stage, lightness for the kind of job.
 
 They are made in OKLCH, where equal numbers look equally light and equally strong
 [Ottosson 2020, A perceptual color space for image processing].
@@ -17,7 +17,7 @@ TRANSFER_COLOURS = {"x": "#2f6db3", "g": "#b0483f", "w": "#3c8a5b", "dw": "#8a5b
 
 
 class Look(NamedTuple):
-    """How a kind of job looks, also where there is no colour."""
+    """How a kind of job looks, with and without colour."""
 
     letter: str
     words: str  # in legends

@@ -1,4 +1,4 @@
-"""Scenes as SVG or PNG by matplotlib: one below the other on one time axis, with legends above and below.
+"""Scenes as SVG or PNG by matplotlib: one below another on one time axis, with legends above and below.
 
 Large schedules are drawn as pixels inside the SVG.
 """
@@ -17,14 +17,14 @@ from schedgen.report.draw.scene import Scene, colour_count, heading, key_figures
 
 # Inches.
 NARROWEST, WIDEST, TALLEST = 9.0, 14.0, 100.0  # of the picture
-LEFT, RIGHT, BETWEEN = 0.42, 1.70, 0.42  # margins, and from one scene to the next
+LEFT, RIGHT, BETWEEN = 0.42, 1.70, 0.42  # margins, and the space between two scenes
 SHARES_LEFT, SHARES_WIDTH = 1.55, 1.05  # where shares of time begin, from the right edge, and how wide they are
 
 
 def figure(
     scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers: Collection[str], *, bare: bool = False
 ) -> None:
-    """Write the picture as `form`, svg or png; colours say `by`, microbatch or stage.
+    """Write the picture as `form`, svg or png; `by`: what colours stand for, microbatch or stage.
 
     `transfers`: kinds of messages to draw; `bare`: without titles and legends.
     """
@@ -68,7 +68,7 @@ def legend(scenes: Sequence[Scene], out: BinaryIO, by: str, transfers: Collectio
 
 
 def _width(scenes: Sequence[Scene], span: float) -> float:
-    """Inches of the picture: within limits, so many that most jobs have room for letter and number."""
+    """Inches of the picture's width: within limits, enough that most jobs have room for letter and number."""
     shortest = min(float(np.median(scene.bars.length[scene.bars.length > 0])) for scene in scenes)
     longest = max(text_width(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
     return min(max(LEFT + RIGHT + span / shortest * (longest + 2) / 72, NARROWEST), WIDEST)

@@ -1,4 +1,4 @@
-"""One scene in matplotlib's axes: bars, why workers wait, what they hold, messages, and shares of time beside them.
+"""One scene in matplotlib's axes: bars, reasons for waiting, memory held, messages, and shares of time beside them.
 
 Row k of the axes, from k to k + 1, is worker k: bars, and below them a strip for what it holds.
 """
@@ -87,19 +87,19 @@ def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: f
 
 
 def _corners(x: NDArray[Any], y: NDArray[Any], width: NDArray[Any] | float, height: float) -> Any:
-    """The corners of N rectangles, an array (N, 4, 2), of which matplotlib makes paths at once; its stubs know none."""
+    """The corners of N rectangles, (N, 4, 2); an array is fast in matplotlib, but its stubs do not allow it."""
     right, below = x + width, y + height
     return np.stack([x, y, right, y, right, below, x, below], axis=-1).reshape(-1, 4, 2)
 
 
 def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
-    """Below every worker's bars, what it holds over time; the worker that holds most fills its strip."""
+    """Below every worker's bars, what it holds over time; the strip is full at the most that any worker holds."""
     held = scene.held(in_bytes=True) if scene.sized else scene.held_activations()
     bounds, start, end = scene.program.bounds, scene.timeline.start, scene.timeline.start + scene.timeline.length
     during = held.during
     after = during - held.freed
     most = max(int(during.max()), 1)
-    for rank in np.flatnonzero(np.diff(bounds)).tolist():  # of forwards alone a list may be empty
+    for rank in np.flatnonzero(np.diff(bounds)).tolist():  # with forwards alone a list may be empty
         rows = slice(bounds[rank], bounds[rank + 1])
         time = np.repeat(np.stack([start[rows], end[rows]], axis=1).ravel(), 2)
         level = np.stack([during[rows], after[rows]], axis=1).ravel()
@@ -111,7 +111,7 @@ def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
 
 
 def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
-    """Draw messages of these kinds as lines: from the sender when the SEND starts to the receiver when it is there."""
+    """Draw messages of these kinds as lines: from the sender at the SEND's start to the receiver at the arrival."""
     from matplotlib.collections import LineCollection
 
     table, start, arrival = scene.program.rows, scene.timeline.start, scene.timeline.arrival
@@ -130,7 +130,7 @@ def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
 
 
 def draw_axis(axes: Axes, scene: Scene, captioned: bool) -> None:
-    """Ticks for workers and times, and below the axis, if `captioned`, what they are."""
+    """Ticks for workers and times and, if `captioned`, the axis' caption."""
     workers = scene.program.header.workers
     ranks = range(0, workers, -(-workers // 16))
     axes.set_yticks([rank + TOP + BAR / 2 for rank in ranks], [str(rank) for rank in ranks])

@@ -1,4 +1,4 @@
-"""Legends of `figure`: lines of swatches with their words, above and below the scenes."""
+"""Legends of `figure`: lines of swatches with text, above and below the scenes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SWATCHES = 24  # colours of microbatches or stages that are shown
 
 
 class Entry(NamedTuple):
-    """A swatch and its words."""
+    """A swatch and its text."""
 
     paints: Sequence[str]  # side by side
     words: str
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Inches, with the space behind it."""
+        """Inches, with the space after it."""
         return self.swatch + 0.05 + text_width(self.words, SMALL) / 72 + 0.18
 
 
@@ -40,7 +40,7 @@ Lines = list[list[Entry]]
 def legend_lines(
     scenes: Sequence[Scene], by: str, transfers: Collection[str], labels: bool, width: float
 ) -> tuple[Lines, Lines]:
-    """The lines of the legend on top, kinds of jobs and colours, and of the one at the bottom, shares and messages.
+    """The lines of the legend on top (kinds of jobs and colours) and of the one at the bottom (shares and messages).
 
     `labels`: whether bars have labels; `width`: inches of a line.
     """
@@ -62,7 +62,7 @@ def legend_lines(
 
 
 def _broken(entries: Sequence[Entry], width: float) -> Lines:
-    """As many entries on a line as there is room for."""
+    """The entries as lines, each with as many as it has room for."""
     lines: Lines = [[]]
     for entry in entries:
         if sum(other.width for other in (*lines[-1], entry)) > width:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 FONT = "DejaVu Sans"
 LABEL, SMALL, LARGE = 6.5, 7.0, 9.0  # points: labels of bars, other text, headings
 DPI = 200
-HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\\\", ".": "....."}  # Look.hatch -> matplotlib's, as dense as here
+HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\\\", ".": "....."}  # Look.hatch -> matplotlib's, as dense as used here
 HATCH_OPACITY = 0.35
 
 
 @contextlib.contextmanager
 def matplotlib_style() -> Iterator[type[Figure]]:
-    """Within it matplotlib's `Figure`, which it yields, draws as set here; UsageError where it is not installed."""
+    """Within it, matplotlib's `Figure`, which it yields, has these settings; UsageError if it is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -49,14 +49,14 @@ def matplotlib_style() -> Iterator[type[Figure]]:
 
 
 def save(drawing: Figure, out: BinaryIO, form: str) -> None:
-    """Write as svg or png, without the date or anything else that differs from one run to the next."""
+    """Write as svg or png, without the date or anything else that changes from run to run."""
     metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
     drawing.savefig(out, format=form, dpi=DPI, metadata=metadata, facecolor=PAPER)
 
 
 @cache
 def text_width(text: str, size: float) -> float:
-    """Points that a text of `size` points takes."""
+    """The width in points of a text of `size` points."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 

@@ -1,6 +1,6 @@
 """`python -m schedgen.report.draw.gallery OUT FILE...`: pictures of many schedules on one page.
 
-OUT/index.html shows them all and needs no other file. Beside it lies a page for each schedule, to zoom into.
+OUT/index.html shows them all and needs no other file. Beside it there is a page for each schedule, to zoom into.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from schedgen.simulator.stats import stats
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import open_output
 
-WEIGHTS = ("w", "dw")  # the messages that are drawn
+WEIGHTS = ("w", "dw")  # the kinds of messages that are drawn
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the gallery of the schedules arguments[1:] to the folder arguments[0]; the exit code."""
+    """Write the gallery of the schedules arguments[1:] to the folder arguments[0]; return the exit code."""
     if len(arguments) < 2:
         print("usage: python -m schedgen.report.draw.gallery OUT FILE...", file=sys.stderr)
         return 2
@@ -61,7 +61,7 @@ def _read_scene(path: Path) -> Scene:
 
 
 def _row(scene: Scene) -> str:
-    """A scene's row of the table: peak weights are whole stages, its own and foreign copies."""
+    """A scene's row of the table: peak weights are in stages, of its own and foreign copies."""
     workers = stats(scene.program)["workers"]
     weights = max(worker["weight_storage"] + worker["peak_memory"]["weight"] for worker in workers)
     name = html.escape(scene.name)
@@ -92,7 +92,7 @@ def _image(alternative: str, draw: Callable[[BinaryIO], None]) -> str:
 
 
 def _about(scene: Scene) -> list[str]:
-    """What the scheme says of itself, line by line; nothing for a scheme that is not built in."""
+    """The scheme's own description, line by line; empty if the scheme is not built in."""
     built_in = SCHEMES.get(str(scene.program.header.scheme["name"]))
     return [line for line in built_in.text.splitlines() if line] if built_in else []
 

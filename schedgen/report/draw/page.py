@@ -1,6 +1,6 @@
-"""Scenes as one HTML file that needs no other: the scripts of web/, the scenes' numbers as JSON, and their columns.
+"""Scenes as one self-contained HTML file: the scripts of web/, the scenes' numbers as JSON, and their columns.
 
-The columns have a number for each row of a program. They are packed one after the other, compressed and written in
+The columns have a number for each row of a program. They are packed one after another, compressed and written in
 base64; the page computes bars from them.
 """
 
@@ -32,7 +32,7 @@ Columns = dict[str, NDArray[Any]]
 
 
 def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
-    """The file. Its switches begin with colours that say `by`, microbatch or stage, and `transfers` shown or not."""
+    """The file. Initially colours stand for `by`, microbatch or stage, and `transfers` says if messages are shown."""
     sized = any(scene.sized for scene in scenes)
     packed: list[bytes] = []
     described = [_described(scene, sized, packed) for scene in scenes]
@@ -66,7 +66,7 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
     web = resources.files("schedgen.report.draw") / "web"
     parts["script"] = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     text = (web / "page.html").read_text(encoding="utf-8")
-    # All in one pass, because a title may look like another part's placeholder.
+    # In one pass, because a title may look like the placeholder of another part.
     return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], text).encode()
 
 
@@ -95,14 +95,14 @@ def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]
 
 
 def _columns(scene: Scene, sized: bool) -> Columns:
-    """The columns in little-endian types; those of a SEND have a number for each SEND, the others for each row.
+    """The columns in little-endian types, by row; those about a SEND by SEND.
 
     gap       from the end of the row before to the row's start
     first     the part of the gap before the message that the row waits for is sent
     taken     bytes (or buffers) that the row takes when it starts; given: gives back when it ends
     saved     1: the row keeps something for a backward; -1: it is the last to use it
     awaited   the SEND whose message the row waits for last; -1: none
-    receiver  of a SEND: the row that receives its message; user: the first row that uses it; -1: none
+    receiver  for a SEND: the row that receives its message; user: the first row that uses it; -1: none
     """
     table, timeline, breakdown, bounds = scene.program.rows, scene.timeline, scene.breakdown, scene.program.bounds
     waits, held, saved = analyse(scene.program).waits, scene.held(in_bytes=sized), scene.held_activations()

@@ -1,6 +1,6 @@
-"""What a picture of a schedule shows: from a program and a timeline of it to bars, gaps and memory by worker.
+"""What a picture of a schedule shows: a program and its timeline as bars, gaps and memory by worker.
 
-Nothing is measured in pixels here; `terminal`, `figure` and `page` say how a scene looks.
+Nothing is measured in pixels here; `terminal`, `figure` and `page` decide how a scene looks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOK_OF_OP = np.array([_INDEX[_LETTER[op]] if op in _LETTER else -1 for op in Op
 
 
 class Bars(NamedTuple):
-    """What is drawn as a bar, jobs and STEPs that take time: arrays of one entry each."""
+    """The bars, which are jobs and those STEPs that take time: arrays with one entry for each."""
 
     row: Numbers  # of the program
     worker: Ints
@@ -36,7 +36,7 @@ class Bars(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """When and why a worker stands still: arrays of one entry each."""
+    """When and why workers stand still: arrays with one entry for each gap."""
 
     worker: Numbers
     start: Times
@@ -48,7 +48,7 @@ class Scene(NamedTuple):
     """One timeline of one schedule. Times begin at zero and are in seconds, or in units of the costs."""
 
     name: str  # in headings
-    file: str  # where its lines are
+    file: str  # the schedule file that line numbers refer to
     program: Program
     timeline: Timeline
     breakdown: TimeBreakdown
@@ -83,7 +83,7 @@ class Scene(NamedTuple):
         start, until, bounds = self.timeline.start, self.breakdown.until, self.program.bounds
         ranks = np.arange(self.program.header.workers)
         last_end = (start + self.timeline.length)[bounds[1:] - 1]
-        ends = np.where(np.diff(bounds) > 0, last_end, 0.0)  # of forwards alone a list may be empty
+        ends = np.where(np.diff(bounds) > 0, last_end, 0.0)  # with forwards alone a list may be empty
         worker = np.concatenate([self.program.rows.rank, self.program.rows.rank, ranks])
         first = np.concatenate([start - self.timeline.wait, until, ends])
         last = np.concatenate([until, start, np.full(len(ranks), self.makespan)])
@@ -92,7 +92,7 @@ class Scene(NamedTuple):
         return Gaps(worker[some], first[some], last[some], share[some])
 
     def held(self, in_bytes: bool) -> MemoryTimeline:
-        """Bytes, or numbers of buffers; without what owners hold throughout, empty slots and workspaces."""
+        """Bytes, or numbers of buffers, without what owners hold throughout, empty slots and workspaces."""
         lives, sizes = analyse(self.program).lifetimes, self.sizes.by_kind(self.program.header)
         return lives.timeline(lives.amounts(sizes) if in_bytes else np.ones(len(lives.buffer), np.int64))
 
@@ -142,7 +142,7 @@ def title(scene: Scene) -> str:
 
 
 def joint_title(scenes: Sequence[Scene]) -> str:
-    """The title of several scenes; sizes stand there once if they are the same."""
+    """The title of several scenes; sizes are there only once if they are the same."""
     if len({size_text(scene) for scene in scenes}) > 1:
         return " and ".join(title(scene) for scene in scenes)
     names = dict.fromkeys(str(scene.program.header.scheme["name"]) for scene in scenes)
@@ -156,7 +156,7 @@ def heading(scene: Scene) -> str:
 
 
 def default_colouring(scenes: Sequence[Scene]) -> str:
-    """What colours say unless a user chooses: "stage" where a worker has several stages, else "microbatch"."""
+    """What colours stand for unless a user chooses: "stage" if a worker has several stages, else "microbatch"."""
     for scene in scenes:
         jobs, stages = scene.bars.mb >= 0, scene.program.header.stages
         pairs = np.unique(scene.bars.worker[jobs].astype(np.int64) * stages + scene.bars.stage[jobs])
@@ -180,7 +180,7 @@ def key_figures(scene: Scene) -> str:
 
 
 def format_time(value: float, seconds: bool) -> str:
-    """A time to read, with its unit if it is in seconds."""
+    """A time for people to read, with its unit if it is in seconds."""
     if not seconds:
         return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

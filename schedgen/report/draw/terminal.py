@@ -1,6 +1,6 @@
-"""Scenes in the terminal: one line for each worker, in colour where the terminal has colours.
+"""Scenes in the terminal: one line for each worker, in colour if the terminal has colours.
 
-A job is its letter and microbatch, or as much of them as there is room for, and is as wide as it is long.
+A job is shown as its letter and microbatch, or as much of them as fits, over a width that stands for its duration.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal
 
 
 class Style(NamedTuple):
-    """What colours say, and whether there are any."""
+    """What colours stand for, and whether there are any."""
 
     by: str  # microbatch or stage
     paints: list[list[str]]  # by kind of job and number
@@ -39,14 +39,14 @@ class Cell(NamedTuple):
 
 
 def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[list[Cell]]:
-    """Lines of cells, at most `width` columns each unless that is less than NARROWEST allows; colours say `by`."""
+    """Lines of cells, at most `width` columns each, or as many as NARROWEST needs; `by`: what colours stand for."""
     ranks = max(scene.program.header.workers for scene in scenes)
     left = len(str(ranks - 1)) + 2  # the rank and " |"
     right = len("| 100%  999")
     columns = max(width - left - right, NARROWEST)
     span = max(scene.makespan for scene in scenes)
     scale = columns / span
-    if scale >= 1:  # a whole number of columns a unit, so that jobs of one length have one width
+    if scale >= 1:  # whole columns per unit, so that jobs of equal length have equal width
         scale = float(int(scale))
     style = Style(by, [colours(look, colour_count(scenes, by)) for look in LOOKS], colour)
     lines: list[list[Cell]] = []
@@ -114,7 +114,7 @@ def _dense(scene: Scene, scale: float) -> bool:
 
 
 def _jobs(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
-    """One worker's bars, which have these numbers, each as wide as it is long."""
+    """The cells of one worker's bars, which have these numbers, each as wide as it is long."""
     bars, cells, column = scene.bars, [], 0
     for k in numbers.tolist():
         first, stop = (round(float(time) * scale) for time in (bars.start[k], bars.start[k] + bars.length[k]))
@@ -134,7 +134,7 @@ def _jobs(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Sty
 
 
 def _mixed(scene: Scene, numbers: Numbers, scale: float, columns: int, style: Style) -> list[Cell]:
-    """One worker's columns, each with the kind of job that takes most of it, in the colour of the job in its middle."""
+    """One worker's columns: the kind of job that takes most of each, in the colour of the job in its middle."""
     bars = scene.bars
     edges = np.arange(columns + 1) / scale
     time = np.zeros((len(LOOKS), columns))
@@ -167,7 +167,7 @@ def _label(letter: str, number: int, width: int, filling: str) -> str:
 
 
 def _legend(scenes: Sequence[Scene], by: str, shown: set[str], dense: bool) -> list[str]:
-    """Sentences that explain the rows; `by`: what colours say, "" without colours; `shown`: characters in the rows."""
+    """Sentences that explain the rows; `by`: what colours stand for, "" without; `shown`: characters in the rows."""
     looks = sorted({look for scene in scenes for look in scene.looks})
     parts = [f"{'; '.join(f'{LOOKS[look].letter} {LOOKS[look].words}' for look in looks)}."]
     if dense:
