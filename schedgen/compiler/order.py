@@ -87,7 +87,8 @@ class _Queues(NamedTuple):
     """The queues of all workers, one after another: worker v's heaps begin at base[v].
 
     With limits, forwards that may start are held by kind: by worker, by stage, and redone or not. Of each kind, a limit
-    lets the one with the smallest n through first. Worker v's kinds are
+    lets the one with the smallest n through first. Worker v's kinds are first_kind[v] to first_kind[v + 1] - 1, and
+    the heap of kind k begins at kind_base[k].
     """
 
     limited: bool

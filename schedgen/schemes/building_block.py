@@ -30,7 +30,7 @@ def half(r: int, p: int) -> tuple[int, int, int, int]:
 
 
 def third(r: int, p: int) -> tuple[int, int, int, int]:
-    """The block of V-Min, with a third of it. Its gap is the one of 0, 2 and 4 that separates slots and keeps memory.
+    """The block of V-Min, with a third of it. Its gap is the one of 0, 2 and 4 that keeps slots apart and that memory.
 
     The authors' code has no gap where p mod 3 = 2. A gap of 4 has the same memory there, and a bubble shorter by two.
     """
