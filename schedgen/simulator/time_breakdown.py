@@ -21,7 +21,7 @@ MEANING = (
     "its jobs",
     "before its first job: what that needs has not been sent",
     "between its jobs: what the next one needs has not been sent",
-    "behind its last job: what it waits for has not been sent, or only others have work left",
+    "after its last job: what it waits for has not been sent, or only others have work left",
     "what it waits for has been sent and is not there yet",
     "a buffer cannot be freed or stepped until a message of its own has left",
     "all ranks of a sum, or all at NORM, have come, and sums are under way",

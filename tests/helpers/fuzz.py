@@ -260,7 +260,7 @@ def judge(said: Answer, command: list[str], codes: Sequence[int]) -> None:
     words = f"{shlex.join(command)}: {said.code}, {said.err[:2000]!r}"
     if said.code not in codes:
         raise Failure(f"another exit code than {codes}: {words}")
-    if "MemoryError" in said.err:
+    if "out of memory" in said.err:
         raise Failure(f"too much memory: {words}")
     differs = command[0] == "diff" and said.code == 1 and said.out
     if said.code and not differs:
