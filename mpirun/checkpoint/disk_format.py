@@ -32,7 +32,7 @@ from torch import Tensor
 
 from schedgen.util.errors import RefusedFile
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 _DRAFT, _REMOVED = ".writing-", ".old-"  # how the names of folders begin that are no checkpoints yet, or no longer
 _REPLACED = ".replaced-"  # and of those that are while no other of their step has its name
@@ -57,6 +57,7 @@ class Manifest(NamedTuple):
     seed: int
     settings: dict[str, Any]  # of the run, as `run_settings` gives them; step and seed among them
     files: list[CheckpointFile]
+    skipped: Sequence[Path] = ()  # the folders of newer ones, which are not whole
 
     def entry_files(self, kind: str) -> dict[str, Path]:
         """The file of every entry; `kind`: weights or optimizer."""

@@ -36,9 +36,9 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
     """
     directory = Path(resume)
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
-    for folder in folders:
+    for number, folder in enumerate(folders):
         try:
-            return _verified(comm, folder)
+            return _verified(comm, folder)._replace(skipped=folders[:number])
         except Stop as stop:
             if comm.rank == 0:
                 print(f"mpirun: {stop}: skipped", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,7 @@ class CheckpointWriter:
         on_rank_0(comm, lambda: check_all_read(manifest, read or ()))
         self.last = manifest.step
         if self.comm.rank == 0:
-            folders = disk_format.step_folders(manifest.folder.parent)
-            self.damaged = {folder.resolve() for folder in takewhile(manifest.folder.__ne__, folders)}
+            self.damaged = {folder.resolve() for folder in manifest.skipped}
             print(f"resumed after step {manifest.step}: {manifest.folder}", flush=True)
             differing = differing_settings(manifest.settings, self.settings)
             for words in [*differing, *other_threads(manifest.settings, self.settings)]:

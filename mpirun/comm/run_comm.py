@@ -23,8 +23,10 @@ class RunComm(pkl5.Intracomm):
     def waiting(self) -> Iterator[None]:
         """In it, this rank waits for all others."""
         self.on_wait(True)
-        yield
-        self.on_wait(False)
+        try:
+            yield
+        finally:
+            self.on_wait(False)
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Objects of all ranks on `root`, None elsewhere."""

@@ -56,10 +56,9 @@ class ForwardList:
             if block is not None:
                 self.moved.append((run.stages[index], self.stages[index]))
         self.device = setup.device
-        on_wait = run.transport.on_wait
 
         def show(row: int | None) -> None:  # the watchdog knows the rows of the run's own list
-            on_wait(None if row is None else NO_ROW)
+            run.transport.on_wait(None if row is None else NO_ROW)
 
         self.transport = transport = make_transport(setup.device, comm, header.groups, setup.crowded, show)
         self.position = Position(setup.passes)

@@ -65,9 +65,13 @@ class StepTrace:
         interpreter.execute_list = partial(self._execute, interpreter)
         transport.on_wait = partial(self._note_wait, interpreter.state, on_wait)
 
-    def end(self) -> None:
-        """Trace nothing any more. Collective."""
+    def detach(self) -> None:
+        """Trace nothing any more."""
         self.attached.close()
+
+    def end(self) -> None:
+        """As `detach`; what is noted can be written then. Collective."""
+        self.detach()
         self.after = read_clocks(self.transport)
 
     def _execute(self, interpreter: Interpreter) -> None:

@@ -314,7 +314,12 @@ class Engine:
         On a GPU traced steps are slower: an instruction that computes is waited for.
         """
         self._begin_trace(path)
-        yield
+        try:
+            yield
+        except BaseException:
+            if self.session is not None:
+                self.session.drop_trace()
+            raise
         self._end_trace(path)
 
     @_collective

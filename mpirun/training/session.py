@@ -207,6 +207,12 @@ class Session:
         self.trace = StepTrace(self.instructions, self.setup.device)
         self.trace.begin(self.interpreter)
 
+    def drop_trace(self) -> None:
+        """Note nothing any more, and write nothing. Not collective."""
+        if self.trace is not None:
+            self.trace.detach()
+            self.trace = None
+
     def end_trace(self, option: str, path: str) -> bool:
         """Write what has been noted, as `option` asked for; False where no step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None

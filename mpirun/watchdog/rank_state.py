@@ -106,7 +106,7 @@ class Rank:
         moved = time.monotonic() - self.moved
         calls, method = divmod(self.words[CALL], len(METHODS))
         return {"rank": self.number, "host": host, "at": at, "waits": waits, "peer": peer, "process": activity,
-                "moved": moved, "calls": calls, "call": METHODS[method],
+                "moved": moved, "calls": calls, "call": METHODS[method].rpartition("_")[2],
                 "in_script": bool(self.words[IN_SCRIPT]), "asked": bool(self.words[ASKED])}  # fmt: skip
 
 

@@ -296,6 +296,8 @@ def buckets() -> Any:
         loader, test = run.loader(of_lengths(lengths), 2), run.loader(of_lengths((9, 6)), 2)
         numbers = train(run, loader, 3)
         evaluations = [run.evaluate(test, batches=2)]
+        with contextlib.suppress(ZeroDivisionError), run.trace(FOLDER / "dropped"):
+            raise ZeroDivisionError
         with run.trace(FOLDER / f"{scheme}.trace"):
             numbers += train(run, loader, 7)
             evaluations.append(run.evaluate(test, batches=2))

@@ -75,7 +75,7 @@ PART = {"name": "weights-0.safetensors", "bytes": 1, "sha256": "", "entries": ["
 @pytest.mark.parametrize(
     "changed",
     [
-        {"checkpoint": 3},
+        {"checkpoint": 2},
         {"step": -1},
         {"step": 2**31},
         {"step": True},

@@ -97,14 +97,14 @@ def test_a_run_is_that_of_one_process(runs, name):
 
 
 @pytest.mark.parametrize("suffix", ["", " with dropout"])
-def test_two_walks_of_four_microbatches_are_one_of_eight(records, suffix):
+def test_two_passes_of_four_microbatches_are_one_of_eight(records, suffix):
     one, two = records[f"one pass{suffix}"], records[f"two passes{suffix}"]
     assert len(one.losses[0]) == 8 and one.losses == two.losses
     losses, gradients, _ = compare(one, two, limit=1e-6)
     assert losses.size == 0 and gradients.size < 1e-6
 
 
-def test_tokens_of_all_walks_count(runs):
+def test_tokens_of_all_passes_count(runs):
     assert metrics(runs, "one pass", "tokens") == metrics(runs, "two passes", "tokens") == [8 * 64]  # samples of mlp
 
 

@@ -72,7 +72,7 @@ def test_the_numbers_of_a_trace_that_was_written_by_hand(pair, run, tmp_path):
     assert numbers["profile"]["step"] == pytest.approx([1e-6, 1e-6])
 
 
-def test_numbers_are_means_over_walks(pair, run, tmp_path):
+def test_numbers_are_means_over_passes(pair, run, tmp_path):
     """A second pass twice as slow: one and a half times the time of the first."""
     schedule, events = pair
     end = max(event["ts"] + event["dur"] for event in events)
