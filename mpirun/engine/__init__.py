@@ -1,1 +1,1 @@
-"""One rank executes its list: every instruction bound once to a function, then called in order."""
+"""One rank executes its list: each instruction is bound once to a function, and the functions are called in order."""

@@ -1,15 +1,15 @@
-"""What all instructions share: an act is an instruction prepared for execution, a position says which step it is in."""
+"""What all instructions share: `Act`, an instruction prepared for execution, and `Position`, the step that is run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Act = Callable[[], object]  # knows its operands; what it returns is not used
+Act = Callable[[], object]  # knows its operands; its return value is ignored
 
 
 def in_order(first: Act, second: Act) -> Act:
-    """Both acts, one after the other."""
+    """One act that runs both, one after the other."""
 
     def act() -> None:
         first()
@@ -20,13 +20,13 @@ def in_order(first: Act, second: Act) -> Act:
 
 @dataclass
 class Position:
-    """Which step of the run, and which of its accumulation passes through the list, a rank executes."""
+    """The step that a rank is executing, and the accumulation pass (one pass through the list) within it."""
 
-    passes: int  # of every step
+    passes: int  # per step
     step: int = 0
     accumulation_pass: int = 0
 
     @property
     def in_last_pass(self) -> bool:
-        """Whether the gradients of all passes are there at NORM."""
+        """Whether this is the step's last pass, at whose NORM the gradients of all passes are complete."""
         return self.accumulation_pass == self.passes - 1

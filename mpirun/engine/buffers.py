@@ -1,4 +1,4 @@
-"""The named values of a rank (x, g, w, dw), each with the transfers under way that fill it or read it."""
+"""The named values of a rank (x, g, w, dw), each with the transfers in flight that fill it or read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Key = tuple[int, int, int, int]  # kind, stage, microbatch, consumer or part: a 
 
 
 class LocalBuffer:
-    """A named value, the receive that fills it, and the sends that read it, with the rows that began them."""
+    """A named value, the receive that fills it, and the sends that read it, each with the row that started it."""
 
     __slots__ = ("arriving", "receive_row", "sends", "value")
 
@@ -29,12 +29,12 @@ class LocalBuffers:
     """The buffers of a rank by name, and the waits for their transfers."""
 
     def __init__(self, transport: Transport) -> None:
-        """`transport`: what moves the transfers while a wait lasts."""
+        """`transport`: makes progress on transfers during a wait."""
         self.transport = transport
         self.by_name: dict[Key, LocalBuffer] = {}
 
     def get(self, kind: int, stage: int, mb: int = -1, via: int = -1) -> LocalBuffer:
-        """The buffer of a name, made when it is first asked for; `via`: a consumer of x or g, a part of w or dw."""
+        """The buffer of this name, created on first use; `via`: the consumer of an x or g, the part of a w or dw."""
         key = kind, stage, mb, via
         if key not in self.by_name:
             self.by_name[key] = LocalBuffer()
@@ -52,7 +52,7 @@ class LocalBuffers:
         return buffer.value
 
     def wait_values(self, buffers: Sequence[LocalBuffer]) -> None:
-        """Wait until all of them have arrived."""
+        """Wait until all these buffers have arrived."""
         for buffer in buffers:
             self.wait_value(buffer)
 

@@ -39,8 +39,8 @@ def build_interpreter(
 ) -> Interpreter:
     """Collective; Stop if the model does not fit the schedule.
 
-    program, instructions  this rank's list, as rows and one by one
-    state                  the words that the watchdog looks at; None: there is no watchdog
+    program, instructions  this rank's list, as a table and as single instructions
+    state                  the words that the watchdog reads; None: there is no watchdog
     other                  an interpreter of the same list for another shape, never in use at the same time; the new
                            one takes over its weights, modules, optimizer, memory slots, and the gradients of what the
                            rank owns
@@ -72,7 +72,7 @@ def build_interpreter(
 
 
 def _show_waits(state: memoryview) -> Callable[[int | None], None]:
-    """What a transport calls when a wait begins and ends, so that the watchdog sees what this rank waits for."""
+    """The function that a transport calls when a wait begins and ends: it tells the watchdog what this rank awaits."""
 
     def show(row: int | None) -> None:
         state[WAIT] = NOTHING if row is None else OTHERS if row == NO_ROW else row
@@ -83,7 +83,7 @@ def _show_waits(state: memoryview) -> Callable[[int | None], None]:
 def _local_stages(
     rank: int, header: Header, instructions: Sequence[Instruction], slots: MemorySlots, setup: Setup
 ) -> tuple[dict[int, LocalStage], dict[Values, str]]:
-    """By number, the stages that this rank owns, computes, or adds or passes gradients of; digests of their values."""
+    """Stages, by number, that this rank owns, computes, or adds or forwards gradients of; digests of their values."""
     owned_units = header.units_of(rank)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
     stages, digests = {}, dict[Values, str]()

@@ -1,8 +1,8 @@
-"""A look at the operations of a job: whether a graph that replays them would do the same.
+"""Checks the operations of a job: would a CUDA graph that replays them compute the same?
 
-What cannot be captured: operations on the host's memory, and those for whose values the host waits. What can, but would
-do something else when it is replayed: operations that differ from one time to the next, because Python decides
-otherwise or other numbers go in, and reads of tensors that are elsewhere each time.
+Cannot be captured: operations on host memory, operations whose values the host waits for, random draws in a backward.
+Can be captured, but would replay wrongly: operations that change from one run to the next, because Python takes another
+branch or passes in other numbers, and reads of tensors whose address changes.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ NUMBERS = (int, float, complex, bool, str, type(None), torch.dtype, torch.layout
 
 
 class CaptureCheck(TorchDispatchMode):
-    """Looks at all operations while it is active; autograd's own threads have the modes of who calls it."""
+    """Checks all operations while it is active, even in autograd's threads, which run under the caller's modes."""
 
     def __init__(self, device: Device, given: Sequence[Tensor] | None) -> None:
-        """`device`: where the job computes; `given`: what a forward reads; None of a backward."""
+        """`device`: where the job computes; `given`: the inputs of a forward; None for a backward."""
         super().__init__()
         self.device = device
-        self.why: str | None = None  # it cannot be captured
+        self.why: str | None = None  # why the job cannot be captured; None: no reason found
         self.digest = hashlib.sha256()
-        self.made: WeakSet[UntypedStorage] | None = None  # memory that may be another each time
+        self.made: WeakSet[UntypedStorage] | None = None  # memory that may move between runs; None: not tracked
         if given is not None:
             self.made = WeakSet(x.untyped_storage() for x in given)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # compiled modules do what they do without
+        return False  # compiled modules stay compiled under this mode
 
     @property
     def operations(self) -> bytes:
-        """The same for the same operations on tensors of the same shapes and with the same numbers."""
+        """A digest of the operations, of their tensors' shapes and types, and of their other arguments."""
         return self.digest.digest()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute an operation, and note it."""
+        """Run an operation, and record it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         read, made = [*_leaves((*args, *kwargs.values()))], [*_leaves((result,))]
@@ -59,19 +59,19 @@ class CaptureCheck(TorchDispatchMode):
     def _why_not(self, func: Any, tensors: Sequence[Tensor]) -> str | None:
         if any(tag in func.tags for tag in HOST_WAITS):
             return f"{func} makes the host wait for values"
-        # Attention's backward gets the seed of its forward: a number of the host's, unless it is captured.
+        # Attention's backward gets its forward's random seed: a number on the host, unless the forward is captured.
         attends = "attention" in func.name()
         if self.made is None and torch.Tag.nondeterministic_seeded in func.tags and not attends:
             return f"{func} draws random numbers in a backward"
         returns, views = func._schema.returns, not func._schema.is_mutable
-        if views and any(result.alias_info is not None for result in returns):  # it touches no values
+        if views and any(result.alias_info is not None for result in returns):  # a view: it touches no values
             return None
         if any(x.numel() and not self.device.has(x) for x in tensors if x.dim() or not attends):
             return f"{func} is computed on the host, or of its memory"
         return None
 
     def _text(self, x: Any) -> str:
-        """An argument; a tensor that neither the job nor its inputs brought should stay where it is."""
+        """An argument as text; with the address of a tensor neither made by the job nor given to it: it must stay."""
         if not isinstance(x, Tensor):
             return str(x) if isinstance(x, NUMBERS) else type(x).__name__
         stays = self.made is not None and x.untyped_storage() not in self.made
@@ -79,7 +79,7 @@ class CaptureCheck(TorchDispatchMode):
 
 
 def _leaves(values: Any) -> Iterator[Any]:
-    """The arguments or results of an operation, those in lists one by one."""
+    """The arguments or results of an operation, with lists and tuples flattened."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _leaves(value)

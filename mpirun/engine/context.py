@@ -1,4 +1,4 @@
-"""The context: everything that the instructions of a rank work with, in one value."""
+"""The context: everything that the instructions of a rank work with, in one object."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from schedgen.ir.instructions import Instruction
 
 @dataclass(frozen=True)
 class Context:
-    """One rank's part of a run. `build` makes it, and each instruction's act binds what it needs of it."""
+    """One rank's part of a run. `build` makes it, and each instruction's act binds what it needs from it."""
 
     header: Header
     instructions: Sequence[Instruction]
     setup: Setup
-    stages: Mapping[int, LocalStage]  # by number, those that the rank owns, computes or passes on gradients of
+    stages: Mapping[int, LocalStage]  # by number: those that the rank owns or computes, or whose gradients it forwards
     slots: MemorySlots  # where received buffers lie
     transport: Transport
-    allreduces: AllreduceQueue  # the sums of gradients under way
+    allreduces: AllreduceQueue  # the allreduces in flight
     buffers: LocalBuffers  # x, g and w by name
     grad_buffers: GradBuffers  # dw
     optimizer: Optimizer
-    position: Position  # which step and pass is executed
+    position: Position  # the step and pass being executed

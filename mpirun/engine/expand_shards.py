@@ -1,4 +1,4 @@
-"""Tensor parallelism: from a model to one with T shards of every stage, as a schedule with --tensor T has them.
+"""Tensor parallelism: expands a model to T shards of every stage, as in a schedule compiled with --tensor T.
 
 Stage s T + t of the expanded model is shard t of stage s. A stage in `Model.split` gets T different shards, each with
 its share of the weights; any other stage gets T replicas.
@@ -24,7 +24,7 @@ from schedgen.util.errors import UsageError
 
 
 def check_shards(model: Model, header: Header) -> None:
-    """UsageError if the schedule has shards, and splits other stages than the model or cannot have its loss."""
+    """UsageError if a schedule with shards splits different stages than the model, or cannot compute its loss."""
     if not header.tensor_parallel:
         return
     replicated = [stage for stage in range(len(model.stages)) if stage not in model.split]
@@ -42,7 +42,7 @@ def check_shards(model: Model, header: Header) -> None:
 
 
 def expanded_model(unsharded_model: Model, header: Header) -> Model:
-    """The model with shards. UsageError if it ties stages that the schedule does not; a list of forwards need not."""
+    """The model with shards. UsageError if it ties stages that the schedule does not; a forward-only list need not."""
     model = expand_model(unsharded_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))
@@ -72,7 +72,7 @@ def expand_model(model: Model, count: int) -> Model:
 
 
 def _shards(model: Model, stage: int, entry: StageEntry, count: int) -> list[StageEntry]:
-    """What builds the shards of a stage."""
+    """The entries that build the shards of a stage."""
     if isinstance(entry, nn.Module):
         raise UsageError(f"stage {stage} of the model is split, but it is a module, not what builds one")
     if any(tied_stage == stage for tie in model.tied for tied_stage, _ in tie):
@@ -84,12 +84,12 @@ def _shards(model: Model, stage: int, entry: StageEntry, count: int) -> list[Sta
 
 
 def _of_shard(source: Source, t: int, count: int) -> Source:
-    """What shard t reads where the stage reads `source`: the output of shard t."""
+    """What shard t reads where the stage reads `source`: the output of shard t of that stage, or the same input."""
     return source._replace(stage=source.stage * count + t) if isinstance(source, Value) else source
 
 
 def _ties_of_shards(expanded: Model, stage: int, count: int) -> list[list[tuple[int, str]]]:
-    """Ties of the parameters that all shards of a stage have in full."""
+    """Ties for the parameters that every shard of a stage holds in full."""
     fake = fake_mode()
     shards = [stage_without_values(expanded, stage * count + t, fake) for t in range(count)]
     names = [{name for name, parameter in shard.named_parameters() if parameter.requires_grad} for shard in shards]
@@ -102,7 +102,7 @@ def _ties_of_shards(expanded: Model, stage: int, count: int) -> list[list[tuple[
 def build_shard(make: Callable[..., nn.Module], shard: Shard) -> nn.Module:
     """One shard of the module that `make` builds: the full module is built, and its weights are cut.
 
-    So the weights do not depend on the number of shards. If `make` takes no shard, the full module is the result.
+    So the weights do not depend on the number of shards. If `make` takes no `shard`, the result is the full module.
     """
     if "shard" not in inspect.signature(make).parameters:
         return make()

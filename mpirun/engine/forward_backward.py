@@ -25,9 +25,9 @@ from mpirun.model.loss import loss_and_metrics, loss_input
 from mpirun.model.rng import LOSS, derived_seed
 from schedgen.ir.instructions import Instruction, Kind, Op
 
-# What computes the loss of a microbatch from the last stage's outputs, and puts its metrics into a dict.
+# Computes the loss of a microbatch from the last stage's outputs, and puts its metrics into the dict.
 Score = Callable[[Microbatch, dict[str, Tensor], list[Tensor]], Tensor]
-# In torch's message where a backward needs a tensor, made by no operation, that is no longer what was saved.
+# Torch's message when a backward needs a tensor that no operation made and that has changed since it was saved.
 CHANGED = re.compile(r"modified by an inplace operation: \[\S+ \[[\d, ]*\]\] is at version (\d+)")
 
 
@@ -35,42 +35,42 @@ class PendingBackward:
     """What a forward, or the first half of a backward, leaves for the jobs of its stage and microbatch that follow."""
 
     __slots__ = ("buffers", "half", "loss_gradient", "saved")
-    buffers: dict[str, Tensor]  # of a stage whose forwards change some: what they were before one that is redone
+    buffers: dict[str, Tensor]  # if forwards change some: their values before a forward that is recomputed
     saved: SavedForward
     half: WeightHalf | None
-    loss_gradient: Tensor  # of the last stage: what its backward begins with
+    loss_gradient: Tensor  # of the last stage: what its backward starts from
 
 
 class ForwardBackward:
-    """Prepares the jobs. A method takes the row of an instruction and the instruction, and returns the act."""
+    """Prepares the jobs. Each method takes the row of an instruction and the instruction, and returns the act."""
 
     def __init__(self, context: Context, versions: StageVersions, graphs: JobGraphs | None = None) -> None:
-        """`versions`: of the stages' weights; `graphs`: what captures and replays jobs, None: nothing does."""
+        """`versions`: of the stages' weights; `graphs`: captures and replays jobs; None: no job is captured."""
         self.context, self.versions, self.buffers, self.graphs = context, versions, context.buffers, graphs
         header, setup = context.header, context.setup
         self.header, self.setup, self.position, self.dataflows = header, setup, context.position, setup.dataflows
         self.device = setup.device.torch
         self.pending: dict[tuple[int, int], PendingBackward] = {}  # by stage and microbatch
-        self.microbatches: dict[int, Microbatch] = {}  # those that are still to be read
+        self.microbatches: dict[int, Microbatch] = {}  # those that a later job still reads
         self.last_reader: dict[int, object] = {}  # by microbatch
         kind, dtype = setup.device.kind, setup.autocast_dtype
         self.minibatch_loss = MinibatchLoss(setup.model, header.microbatches, kind, dtype)
         self.losses: dict[int, Tensor] = {}  # by microbatch, since the last NORM
-        self.metrics: dict[int, dict[str, Tensor]] = {}  # the same
-        self.digests: dict[int, str] | None = None  # by microbatch that is read, where they are asked for
+        self.metrics: dict[int, dict[str, Tensor]] = {}  # by microbatch, since the last NORM
+        self.digests: dict[int, str] | None = None  # by microbatch read; None: not recorded
         self.saves = {(i.stage, i.mb) for i in context.instructions if i.op in (Op.BWD, Op.BWD_I)}
         self.redone = {(i.stage, i.mb) for i in context.instructions if i.op == Op.RECOMPUTE}
         self.saves -= self.redone
 
     def forget_pass(self) -> None:
-        """Drop what a pass that was interrupted has kept: the next one may be of other data."""
+        """Drop what an interrupted pass has kept: the next pass may have other data."""
         for kept in (self.microbatches, self.losses, self.metrics, self.minibatch_loss.collected):
             kept.clear()
 
     # Forward
 
     def fwd(self, row: int, i: Instruction) -> Act:
-        """FWD: compute a stage's outputs and put them, by consumer where these read different ones, into buffers x."""
+        """FWD: compute a stage's outputs and put them into buffers x, by consumer if consumers read different ones."""
         forward = self._forward(i, (i.stage, i.mb) in self.saves)
         if self._has_minibatch_loss(i):
             return self._collect_outputs(i, forward)
@@ -99,11 +99,11 @@ class ForwardBackward:
         return act_with_bundles
 
     def recompute(self, row: int, i: Instruction) -> Act:
-        """RECOMPUTE: do the forward again, only for what its backward needs."""
+        """RECOMPUTE: run the forward again, only for what its backward needs."""
         return self._forward(i, save=True)
 
     def _forward(self, i: Instruction, save: bool) -> Callable[[], list[Tensor]]:
-        """What computes the outputs of a forward job, and saves for its backward if `save`."""
+        """A function that computes the outputs of a forward job and, if `save`, keeps what its backward needs."""
         stage, weights, pending, mb = self.stage_of(i), self._wait_for_weights(i), self._pending(i), i.mb
         header, graph, dataflow = self.header, self.header.graph, self.dataflows[i.mb]
         producers = graph.producers[i.stage]
@@ -158,9 +158,9 @@ class ForwardBackward:
         return forward
 
     def _with_buffers(self, i: Instruction, compute: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
-        """`compute` of a forward that is redone, or redoes one, where the stage's forwards change buffers.
+        """`compute` for a forward that is recomputed later, or its RECOMPUTE, if the stage's forwards change buffers.
 
-        It is redone with what they were the first time, and changes nothing; with what they are, if that was elsewhere.
+        A RECOMPUTE changes no buffers. It starts from their first values, or the present ones if the FWD was elsewhere.
         """
         module, pending, again = self.stage_of(i).module, self._pending(i), i.op == Op.RECOMPUTE
         pending.buffers = {}
@@ -181,10 +181,10 @@ class ForwardBackward:
         return run
 
     def _score(self, i: Instruction, save: bool) -> Score:
-        """The loss of a microbatch, with its metrics."""
+        """A function that computes the loss of a microbatch and its metrics."""
         names, function = set(self.setup.shapes[-1].metrics), self.setup.model.loss
         draws, rng = self.setup.shapes[-1].loss_draws, self.stage_of(i).layer_rng
-        # That of most losses is made here, before a step, so that none counts among what a forward keeps.
+        # The usual gradient is made and cached here, before a step, so that it does not count as kept by a forward.
         loss_gradient(torch.float32, self.setup.microbatches.count if self.header.has_flush else 1, self.device)
 
         def score(batch: Microbatch, found: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
@@ -206,7 +206,7 @@ class ForwardBackward:
         return self.setup.model.loss_of == "minibatch" and not self.header.graph.consumers[i.stage]
 
     def _collect_outputs(self, i: Instruction, forward: Callable[[], list[Tensor]]) -> Act:
-        """The last stage's forward where the loss is of the whole minibatch."""
+        """The last stage's forward if the loss is computed over the whole minibatch."""
         x, read, mb = self.buffers.get(Kind.X, i.stage, i.mb), self._microbatch_reader(i.mb, save=False), i.mb
         setup, count = self.setup, self.header.microbatches
 
@@ -221,9 +221,9 @@ class ForwardBackward:
         return act
 
     def _microbatch_reader(self, mb: int, save: bool) -> Callable[[], Microbatch]:
-        """What reads a microbatch, which the first reader makes and the last one forgets.
+        """A function that reads a microbatch: the first reader makes it, the last one drops it.
 
-        If the forward saves nothing for its backward, its reader forgets the microbatch too.
+        The reader of a forward that saves nothing for its backward drops it too.
         """
         reader = self.last_reader[mb] = object()
 
@@ -258,7 +258,7 @@ class ForwardBackward:
         return self._backward(i, compute)
 
     def bwd_i(self, row: int, i: Instruction) -> Act:
-        """BWD_I: the gradients of the inputs only; BWD_W continues with what it leaves."""
+        """BWD_I: the gradients of the inputs only; BWD_W continues from what it leaves."""
         stage, pending, take_gradients = self.stage_of(i), self._pending(i), gradient_taker(self.context, i)
 
         def compute(gradients: list[Tensor | None]) -> list[Tensor]:
@@ -289,7 +289,7 @@ class ForwardBackward:
         return act
 
     def _backward(self, i: Instruction, compute: Callable[[list[Tensor | None]], list[Tensor]]) -> Act:
-        """BWD or BWD_I, given what computes the inputs' gradients from the outputs'."""
+        """BWD or BWD_I; `compute`: computes the gradients of the inputs from those of the outputs."""
         run, weights = self._job(i, compute), self._wait_for_weights(i)
         given, give = self._output_gradients(i), gradient_giver(self.context, i)
 
@@ -302,7 +302,7 @@ class ForwardBackward:
         return act
 
     def _output_gradients(self, i: Instruction) -> Callable[[], list[Tensor | None]]:
-        """What gives the gradients of the stage's outputs."""
+        """A function that returns the gradients of the stage's outputs."""
         if self._has_minibatch_loss(i):
             return lambda: self.minibatch_loss.take_gradients(i.mb)
         if self.header.graph.consumers[i.stage]:
@@ -313,7 +313,7 @@ class ForwardBackward:
     # Both
 
     def _job(self, i: Instruction, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute`, or what captures it as a graph and replays that."""
+        """`compute` itself, or a `Job` that captures it as a graph and replays the graph."""
         stage = self.stage_of(i)
         run = compute if self.graphs is None else Job(self.graphs, i, stage.layer_rng, compute)
         return partial(_naming_buffers, stage, run) if stage.shape.overwrites_buffers else run
@@ -323,7 +323,7 @@ class ForwardBackward:
         return self.versions.at(i.stage, i.version) if i.version >= 0 else self.context.stages[i.stage]
 
     def _wait_for_weights(self, i: Instruction) -> Callable[[], object] | None:
-        """What waits until the stage's weights, all parts of them, have arrived; None: they are never fetched."""
+        """A function that waits until all parts of the stage's weights have arrived; None: they are never fetched."""
         if i.stage not in self.context.slots.fetched:
             return None
         parts = [self.buffers.get(Kind.W, i.stage, via=part) for part in self.context.stages[i.stage].part_slices]
@@ -334,7 +334,7 @@ class ForwardBackward:
 
 
 def _naming_buffers(stage: LocalStage, job: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a job. RuntimeError that names the buffers, where a backward needs what forwards have since changed."""
+    """Run a job. If its backward needs buffers that later forwards have changed, the RuntimeError names them."""
     try:
         return job(*arguments)
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""A list of forwards only, executed with the stages of a run: what evaluation and prediction do.
+"""A forward-only list, executed with the stages of a run, for evaluation and prediction.
 
-It has the same weights as the run, and memory slots of its own for what it receives. Modules are in eval mode
-meanwhile, and nothing is kept for a backward.
+It uses the weights of the run, and memory slots of its own for what it receives. Meanwhile modules are in eval mode,
+and nothing is kept for a backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpirun.model.loss import loss_input
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 
-Outcome = Callable[[int, Any, Microbatch], None]  # of a microbatch's number, the last stage's output, and itself
+Outcome = Callable[[int, Any, Microbatch], None]  # takes a microbatch's number, the last stage's output, the microbatch
 
 
 class ForwardList:
@@ -42,15 +42,15 @@ class ForwardList:
         """Collective.
 
         program  this rank's rows
-        setup    that of the run, with microbatches of the evaluation and shapes in eval mode
-        run      what the run's own list works with
+        setup    that of the run, but with the evaluation's microbatches and with shapes in eval mode
+        run      the context of the run's own list
         outcome  is called for each microbatch on the rank that has the last stage's output
         """
         header, instructions = program.header, program.instructions(comm.rank)
         slots = MemorySlots(comm, program, instructions, setup.shapes, setup.dataflows[0], False, setup.device.torch)
         memory = {index: slots.weights(index) for index in run.stages}
         self.stages: dict[int, LocalStage] = {}
-        self.moved: list[tuple[LocalStage, LocalStage]] = []  # stages that are fetched: in the run, and here
+        self.moved: list[tuple[LocalStage, LocalStage]] = []  # fetched stages: the run's, and this list's
         for index, block in memory.items():
             self.stages[index] = run.stages[index].elsewhere(block, setup.shapes[index])
             if block is not None:
@@ -82,7 +82,7 @@ class ForwardList:
         self.sent_weights = {self.buffers.named_by(i) for i in weights}  # no STEP waits for their sends
 
     def execute(self, step: int) -> None:
-        """All microbatches of a step: the list once for every accumulation pass. Then the run has its modules again."""
+        """Run all microbatches of a step, the list once per accumulation pass; then the run gets its modules back."""
         self.device.use_words(ready=False)
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         for stage in self.stages.values():
@@ -105,7 +105,7 @@ class ForwardList:
 
 
 class _Forwards(ForwardBackward):
-    """FWD where no backward follows: the last stage gives its output to `outcome`, and computes no loss of its own."""
+    """FWD without a backward: the last stage hands its output to `outcome`, and computes no loss itself."""
 
     def __init__(self, context: Context, outcome: Outcome) -> None:
         super().__init__(context, StageVersions(context))

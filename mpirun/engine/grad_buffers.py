@@ -1,11 +1,11 @@
 """dw.s on a rank: buffers that sum the gradient of a stage's weights over backwards and over ranks.
 
-A buffer has rows of the same length, in bytes as weights are, each with a key:
+A buffer has rows of equal length, each with a key. Like the weights, rows are bytes.
 - Usually there is one row, to which every backward adds.
-- With --canonical there is one row a microbatch. They are added up at the very end, in the order of the microbatches,
-  so that every scheme gives the bits of one process that goes through the microbatches one by one.
-- If the weights are divided, backwards add to rows of all weights. A part that the rank owns has rows of its own. To
-  these are added what other ranks send, and, after the last backward, what lies in the part of the rank's own rows.
+- With --canonical there is one row per microbatch. The rows are added up at the very end, in microbatch order, so that
+  every scheme gives the same bits as one process that runs the microbatches one by one.
+- If the weights are divided, backwards add to rows of all weights. Unless the rank owns all parts, each part that it
+  owns has rows of its own. To these are added what other ranks send and, after the last backward, the rank's own sums.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class GradBuffer:
         first: int = 0,
         sliced_from: StageGradBuffer | None = None,
     ) -> None:
-        """`rows`: one for each key, ascending, from byte `first` of all weights on.
+        """`rows`: one per key, keys ascending; they begin at byte `first` of the stage's weights.
 
-        `sliced_from`: the buffer of all weights that they are slices of.
+        `sliced_from`: the buffer of all weights that the rows are slices of; None: they are not slices.
         """
         self.stage, self.first, self.sliced_from = stage, first, sliced_from
         self.keys, self.rows = list(keys), list(rows)
         self.numbers = [self.as_numbers(row) for row in rows]
 
     def as_numbers(self, row: Tensor) -> list[Tensor]:
-        """What is laid out as a row is as numbers: one tensor for each type."""
+        """Bytes that are laid out like a row, viewed as numbers: one tensor per type."""
         return numbers(row, self.stage.sections, self.first)
 
     @property
     def total(self) -> Tensor:
-        """The first row, which is the sum in the end."""
+        """The first row, which holds the sum in the end."""
         return self.rows[0]
 
     def zero(self) -> None:
@@ -58,13 +58,13 @@ class GradBuffer:
             row.zero_()
 
     def add_rows(self, keys: Sequence[int], rows: Sequence[Sequence[Tensor]]) -> None:
-        """Add a partial sum that was received; `rows`: as numbers, one for each key."""
+        """Add a partial sum that was received; `rows`: one per key, as numbers."""
         places = [0] if len(self.keys) == 1 else [self.keys.index(key) for key in keys]
         for place, row in zip(places, rows, strict=True):
             add(self.numbers[place], row)
 
     def slices_adder(self, buffer: StageGradBuffer, span: slice) -> Act:
-        """What adds the rank's own sums: of every row of all weights the slice that is this part."""
+        """An act that adds the rank's own sums to this part: the slice `span` of every row of `buffer`."""
         pairs = [
             (self.numbers[self.keys.index(key)], self.as_numbers(row))
             for key, row in zip(buffer.keys, buffer.data[:, span], strict=True)
@@ -83,7 +83,7 @@ class GradBuffer:
             add(self.numbers[0], row)
 
     def message(self) -> tuple[Tensor, Act | None]:
-        """The tensor that is sent, shape (rows, n), and what packs the rows into it; None: they lie there anyway."""
+        """The tensor to send, shape (rows, n), or (n,) for one row, and an act that packs it; None: no packing."""
         if len(self.rows) == 1:
             return self.rows[0], None
         packed = self.total.new_empty((len(self.rows), len(self.total)))
@@ -95,10 +95,10 @@ class GradBuffer:
 
 
 class StageGradBuffer(GradBuffer):
-    """dw.s: rows laid out as the stage's flat weights are, to which backwards add."""
+    """dw.s: rows laid out like the stage's flat weights; backwards add to them."""
 
     def __init__(self, stage: LocalStage, keys: Sequence[int], memory: Tensor) -> None:
-        """`keys`: of the rows, ascending; `memory`: shape (len(keys) * n,), used as it is."""
+        """`keys`: of the rows, ascending; `memory`: of the rows, shape (len(keys) * n,); it is not set to zero here."""
         self.data = memory.view(len(keys), stage.size)
         super().__init__(stage, keys, list(self.data))
         self.views = {key: stage.views(row) for key, row in zip(keys, self.data, strict=True)}
@@ -112,7 +112,7 @@ class StageGradBuffer(GradBuffer):
                 parameter.grad = view
 
     def message(self) -> tuple[Tensor, Act | None]:
-        """All rows as they lie."""
+        """All rows in place, shape (rows, n)."""
         return self.data, None
 
 
@@ -129,7 +129,7 @@ class GradBuffers:
     ) -> None:
         """`stages`: by number, those that this rank owns or computes or whose gradients it passes on.
 
-        `others`: of the same list, for microbatches of another shape. What lies in no memory slot is theirs.
+        `others`: those of the same list for microbatches of another shape; buffers outside of memory slots are shared.
         """
         self.header, self.stages, self.slots, self.rank = header, stages, slots, rank
         self.by_stage: dict[int, StageGradBuffer] = {}
@@ -141,18 +141,18 @@ class GradBuffers:
             self.by_part = {unit: buffer for unit, buffer in others.by_part.items() if buffer.sliced_from in shared}
 
     def detach(self) -> None:
-        """Forget where autograd adds to: the gradients of parameters may have been pointed elsewhere."""
+        """Forget which row autograd adds to: the gradients of parameters may have been pointed elsewhere."""
         for buffer in self.by_stage.values():
             buffer.autograd_adds_to = None
 
     def of_stage(self, stage: int) -> StageGradBuffer:
-        """dw.s"""
+        """The buffer dw.s."""
         if stage not in self.by_stage:
             self.by_stage[stage] = StageGradBuffer(self.stages[stage], *self.slots.gradient(self.stages[stage]))
         return self.by_stage[stage]
 
     def of_unit(self, unit: Unit) -> GradBuffer:
-        """dw.s, or dw.s/k where the weights of the stage are divided."""
+        """The buffer dw.s, or dw.s/k if the weights of the stage are divided."""
         stage, part = self.stages[unit[0]], unit[1]
         if part < 0:
             return self.of_stage(unit[0])
@@ -172,7 +172,7 @@ class GradBuffers:
         return {(s, part): self.of_unit((s, part)) for s, stage in self.stages.items() for part in stage.owned}
 
     def claim_row_sums(self, units: Iterable[Unit]) -> list[GradBuffer]:
-        """The buffers whose rows the caller has to sum: of units with one owner, not claimed by an earlier caller.
+        """The buffers whose rows the caller has to sum: of units with one owner that no earlier caller has claimed.
 
         An ALLREDUCE sums the rows of a unit with several owners.
         """
@@ -182,9 +182,9 @@ class GradBuffers:
         return [self.of_unit(unit) for unit in claimed]
 
     def zeroing_acts(self, instructions: Sequence[Instruction]) -> list[tuple[int, Act]]:
-        """(row, act): before the instruction of that row, which is the first to add to a buffer, set it to zero.
+        """(row, act): the act sets a buffer to zero, before the instruction in that row adds to it for the first time.
 
-        Parts that are slices of the rows of all weights are set to zero with these, once.
+        Parts that are slices of the rows of all weights are set to zero together with these rows, once.
         """
         acts: list[tuple[int, Act]] = []
         zeroed: set[int] = set()
@@ -210,7 +210,7 @@ class GradBuffers:
 
 
 def _first_additions(instructions: Sequence[Instruction], stages: Mapping[int, LocalStage]) -> list[tuple[int, Unit]]:
-    """(row, unit) of the instructions that begin a sum: the first of all to add to a dw, and the first after a FREE."""
+    """(row, unit) of the instructions that begin a sum: the first to add to a dw, and the first after each FREE."""
     adding = (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE)
     begun: set[Unit] = set()
     additions = []

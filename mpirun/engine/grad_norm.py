@@ -1,8 +1,8 @@
-"""The norm of the gradient: of every parameter, whichever ranks have its pieces, and of all together.
+"""Gradient norms: of every parameter, whichever ranks have its pieces, and of the whole gradient.
 
 With --canonical a norm has the same bits however the parameter is divided. Squares are added in float64 along a binary
-tree over the parameter's lines of 64 bytes, which no division cuts. The owner of a piece contributes the sums of the
-largest subtrees that the piece covers, at most two of each height.
+tree whose leaves are the parameter's 64-byte lines; no division cuts a line. The owner of a piece contributes the sums
+of the largest subtrees that the piece covers, at most two of each height.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from schedgen.ir.header import Header
 from schedgen.ir.weight_shards import LINE
 
 Sums = NDArray[np.float64]
-Node = tuple[int, int]  # of the tree: its height above the lines, and its number among the nodes of that height
+Node = tuple[int, int]  # a node of the tree: its height above the lines, and its number among the nodes of that height
 
 
 def tensor_norms(gradients: Sequence[Tensor], canonical: bool) -> list[float]:
-    """The 2-norm of each tensor, summed up in float32 at least."""
+    """The 2-norm of each tensor, accumulated in float32 or wider."""
     if not gradients:
         return []
     if canonical:
@@ -57,7 +57,7 @@ def line_sums(piece: Tensor) -> Sums:
 
 
 def subtrees(sums: Sums, first: int = 0) -> Iterator[tuple[Node, float]]:
-    """The largest subtrees that some lines cover, and their sums; `first`: the number of the first line."""
+    """The largest subtrees that consecutive lines cover, with their sums; `first`: the number of the first line."""
     height = 0
     while len(sums):
         if first % 2:
@@ -70,7 +70,7 @@ def subtrees(sums: Sums, first: int = 0) -> Iterator[tuple[Node, float]]:
 
 
 def tree_sum(covering: Iterable[tuple[Node, float]]) -> float:
-    """The sum over the whole tree, from subtrees that cover it; nodes without lines count zero."""
+    """The sum over the whole tree, from subtrees that cover it; nodes without lines count as zero."""
     sums = dict(covering)
     height, top = 0, max((height for height, _ in sums), default=0)
     while height < top or sum(h == height for h, _ in sums) > 1:
@@ -86,25 +86,25 @@ def tree_sum(covering: Iterable[tuple[Node, float]]) -> float:
 class Contribution(NamedTuple):
     """What an owner of a parameter's piece contributes to its norm."""
 
-    rank: int  # the owner who does: of several, the one that has contributed the least so far
+    rank: int  # the owner that contributes: of several, the one with the fewest elements so far
     parameter: int  # its number among the stage's parameters
     piece: Piece
-    positions: slice  # of its numbers among those of all ranks
-    has_sums: bool  # they are the sums of subtrees; otherwise there is one, the norm of the piece
+    positions: slice  # where its numbers are among those of all ranks
+    has_sums: bool  # the numbers are sums of subtrees; otherwise it is one number, the norm of the piece
 
 
 class GradNorms:
     """The numbers from which ranks compute the norms of all parameters, each contributed by one rank.
 
-    For a parameter in one piece it is its norm. For one in several pieces it is the norm of each or, with --canonical,
-    the sums of its subtrees. Numbers are in the order of the model.
+    A parameter in one piece has one number, its norm. A parameter in several pieces has the norm of each piece or, with
+    --canonical, the sums of each piece's subtrees. The numbers are in the order of the model.
     """
 
     def __init__(self, header: Header, shapes: Sequence[StageShape], rank: int, canonical: bool) -> None:
-        """`shapes`: by stage. `length` will be the count of all numbers."""
+        """`shapes`: by stage. Sets `length`, the count of all numbers."""
         self.canonical, self.rank, self.length = canonical, rank, 0
         self.by_unit: dict[Unit, list[Contribution]] = {}  # of the units that this rank owns
-        self.parameters: list[tuple[slice, list[Node]]] = []  # positions and, if sums are there, their nodes
+        self.parameters: list[tuple[slice, list[Node]]] = []  # positions and, for sums of subtrees, their nodes
         shards, contributed = header.weight_shards, Counter[int]()  # elements, by rank
         for stage, shape in enumerate(shapes):
             by_parameter: list[list[tuple[int, Piece]]] = [[] for _ in shape.parameter_names]
@@ -127,9 +127,9 @@ class GradNorms:
         self.one_each = all(positions.stop - positions.start == 1 for positions, _ in self.parameters)
 
     def contributor(self, unit: Unit, stage: LocalStage, gradients: Sequence[Tensor]) -> Callable[[np.ndarray], None]:
-        """What puts this rank's numbers of a unit in their positions; `gradients`: of the pieces in it.
+        """A function that writes this rank's numbers of a unit to their positions; `gradients`: of the unit's pieces.
 
-        It leaves out parameters that an earlier stage has too: that contributes the norm.
+        It leaves out parameters that an earlier stage has too: the earlier stage contributes the norm.
         """
         pairs = zip(self.by_unit.get(unit, []), [x for x in gradients if x.numel()], strict=True)
         own = [

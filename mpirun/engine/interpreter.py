@@ -39,8 +39,8 @@ class Interpreter:
     ) -> None:
         """Prepare all instructions. Collective.
 
-        state      the words that the watchdog looks at
-        under_way  by row, the bytes that MPI has to move meanwhile
+        state      the words that the watchdog reads
+        under_way  by row, the bytes in flight while the instruction runs
         progress   that of another interpreter with the same modules; None: a new one
         """
         self.context, self.header, self.stages, self.state = context, context.header, context.stages, state
@@ -48,8 +48,8 @@ class Interpreter:
         transport, device = context.transport, context.setup.device
         self.progress = progress or MessageProgress(transport.comm, transport.poll, device)
         self.under_way = under_way
-        self.timed = False  # whether it has done its first step
-        self.reached: set[tuple[int, str]] = set()  # stages' parameters whose gradient it computed in its first step
+        self.timed = False  # whether the first step is done
+        self.reached: set[tuple[int, str]] = set()  # (stage, parameter) that got a gradient in the first step
         self.versions = StageVersions(context)
         blocks, rank = context.slots.blocks, transport.comm.rank
         self.graphs = JobGraphs(device, rank, blocks) if context.setup.graphs else None
@@ -91,7 +91,7 @@ class Interpreter:
         return self.shard_allreduce.allreduce(row, i)
 
     def use(self) -> None:
-        """Point modules and hooks to what is here, after others have used them; no graph may be alive."""
+        """Point modules and hooks to this interpreter after another has used them; no autograd graph may be alive."""
         self.progress.poll = self.transport.poll
         for index in self.context.slots.fetched:
             self.stages[index].use_weights()
@@ -116,7 +116,7 @@ class Interpreter:
         return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
 
     def _allocates_nothing(self) -> bool:
-        """Whether what a pass allocates or loads is there: calls that may wait for streams that wait for words."""
+        """Whether a pass allocates and loads nothing any more: such calls may wait for streams that wait for words."""
         return self.timed and (self.graphs is None or self.graphs.captured)
 
     def execute(self) -> None:
@@ -127,12 +127,12 @@ class Interpreter:
             act()
 
     def run_first(self, step: int) -> StepResult:
-        """As `run` for the first step, which is timed; `reached` says then which parameters got a gradient.
+        """Like `run`, but for the first step: time its jobs, and note in `reached` which parameters got a gradient.
 
-        Jobs that take long while messages are under way let MPI go on with these from then on.
+        In later steps, long jobs with messages in flight let MPI make progress.
         """
         acts = self.code
-        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the least
+        seconds: dict[tuple[int, int], float] = {}  # by stage and opcode: the shortest time
 
         def timed(act: Act, i: Instruction) -> Act:
             def run() -> None:
@@ -146,12 +146,12 @@ class Interpreter:
         pairs = zip(acts, self.context.instructions, strict=True)
         self.code = [timed(act, i) if i.op in COMPUTE else act for act, i in pairs]
         stages = {self.forward_backward.stage_of(i) for i in self.context.instructions if i.op in (Op.BWD, Op.BWD_W)}
-        # What adds to a gradient lives as long as it is held here. A hook of the parameter would cost later steps time.
+        # An AccumulateGrad node lives as long as it is held here. A hook on the parameter would slow down later steps.
         places = [((s.index, n), p) for s in stages for n, p in zip(s.names, s.parameters, strict=True)]
         adders = {place: get_gradient_edge(parameter).node for place, parameter in places}
 
         def reach(place: tuple[int, str], _: object, gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:  # a backward of its own may give none
+            if gradients[0] is not None:  # a custom backward may return None
                 self.reached.add(place)
 
         with contextlib.ExitStack() as hooks:
@@ -163,10 +163,10 @@ class Interpreter:
         return result
 
     def _let_mpi_go_on(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """During jobs that are worth it; `seconds`: what a job takes, by stage and opcode."""
+        """Let MPI make progress during jobs where this pays; `seconds`: how long a job takes, by stage and opcode."""
         if self.transport.moves_alone or self.graphs is not None:  # a rank is never long inside a replayed job
             return
-        last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch: a backward is of its layers
+        last_forward: dict[tuple[int, int], int] = {}  # its row, by stage and microbatch; a backward runs its layers
         for row, i in enumerate(self.context.instructions):
             if i.op in (Op.FWD, Op.RECOMPUTE):
                 last_forward[i.stage, i.mb] = row
@@ -179,11 +179,11 @@ class Interpreter:
                 at, backward = last_forward[i.stage, i.mb], i.op not in (Op.FWD, Op.RECOMPUTE)
                 act = self.code[at]
                 with_hooks = self.progress.with_hooks(act, module, seconds[i.stage, i.op], backward)
-                # What is under way during a backward need not have begun when its forward puts the hooks there.
+                # Messages in flight during a backward may not have started yet when its forward places the hooks.
                 self.code[at] = with_hooks if backward else self._where_messages_move(with_hooks, act)
 
     def _where_messages_move(self, with_calls: Act, act: Act) -> Act:
-        """`with_calls` if messages are still under way when it begins, else `act`."""
+        """An act that runs `with_calls` if messages are in flight when it begins, else `act`."""
         self.transport.watch()
         moves = self.transport.moves
 

@@ -1,21 +1,21 @@
 """--graphs: the kernels of each job are captured once, as a graph, and replayed in every later pass through the list.
 
-1. Pass 1 computes as always. Passes 2 and 3 do too, and a look at each operation finds what cannot be captured
-   (`capture_check`). Such a stage goes on as always, and one line says why.
+1. Pass 1 computes normally. So do passes 2 and 3, which also check every operation for what cannot be captured
+   (`capture_check`). A stage with such an operation keeps computing normally, and one line says why.
 2. Pass 4 captures every job of the other stages, in the order of the list, and replays it at once.
 3. Later passes replay: the host launches a graph in place of its kernels.
 
-A graph uses the addresses that its capture has seen:
-- Weights, their gradients and what is received lie in memory that stays: they are used where they are.
-- What a graph computes lies in a pool that all graphs of the rank share. A tensor that dies gives its memory back to
-  the graphs that are captured later. Replays come in the order of the captures, so what held then holds always: a
-  microbatch in flight has memory of its own, and a rank needs no more than without graphs.
-- Anything else, data and values of stages that go on as always, is copied into the pool before the replay.
+A graph uses the addresses that its capture saw:
+- Weights, their gradients and received messages lie in memory with fixed addresses: they are used in place.
+- What a graph computes lies in a pool that all graphs of the rank share. A tensor that dies leaves its memory to graphs
+  that are captured later. Replays keep the order of the captures, so lifetimes are the same as then: a microbatch in
+  flight has memory of its own, and a rank needs no more memory than without graphs.
+- Anything else (data, and values of stages that compute normally) is copied into the pool before the replay.
 - A forward and the backward of its microbatch are captured as a pair: the backward frees what the forward has saved.
-- A layer that draws has a generator of its own in each graph, which is seeded before the replay.
+- A layer that draws random numbers has its own generator in each graph, which is seeded before the replay.
 
-Where the data of a microbatch have another shape than in the captures, as padded ones have, all its jobs are computed
-as always.
+A microbatch whose data have another shape than in the captures, such as a padded one, has all its jobs computed
+normally.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class JobGraphs:
     """A rank's graphs, and the pass that it is in."""
 
     def __init__(self, device: Device, rank: int, blocks: Iterable[Tensor]) -> None:
-        """`blocks`: the memory that what is received lies in, whichever pass."""
+        """`blocks`: the memory that messages are received into, the same in every pass."""
         self.device, self.rank, self.passes = device, rank, 0
         self.staying: WeakSet[UntypedStorage] = WeakSet(block.untyped_storage() for block in blocks)
         self.refused: dict[int, str] = {}  # by stage: why it is not captured
-        self.seen: dict[Any, bytes] = {}  # by stage and version, opcode and what a job is given: its operations
-        self.as_always: set[tuple[int, int]] = set()  # stage and microbatch: of this pass
-        self.said: set[int] = set()  # stages of which other shapes were told
-        self.told = False  # whether `refusals` were said
+        self.seen: dict[Any, bytes] = {}  # by stage and version, opcode and form of the inputs: its operations
+        self.as_always: set[tuple[int, int]] = set()  # stage and microbatch that compute normally in this pass
+        self.said: set[int] = set()  # stages whose other shapes were reported
+        self.told = False  # whether `refusals` were printed
 
     def begin_pass(self) -> None:
         """The next pass through the list begins."""
         self.passes += 1
         if self.passes == CAPTURED:
-            self.device.release()  # what the allocator keeps, the pool does not get
+            self.device.release()  # else the pool does not get the memory that the allocator caches
 
     @property
     def captured(self) -> bool:
@@ -75,7 +75,7 @@ class JobGraphs:
         return [f"--graphs: stage {stage} is computed without: {why}" for stage, why in sorted(self.refused.items())]
 
     def say_other_shapes(self, i: Instruction) -> None:
-        """Once a stage, that a microbatch does not fit its graph."""
+        """Print, once per stage, that a microbatch does not fit its graph."""
         if i.stage not in self.said:
             self.said.add(i.stage)
             sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or weights than its graph"
@@ -83,20 +83,20 @@ class JobGraphs:
 
 
 class Job:
-    """A job of a stage and microbatch: computed as always, looked at, captured, or replayed."""
+    """A job of a stage and microbatch: computed normally, checked, captured, or replayed."""
 
     def __init__(self, graphs: JobGraphs, i: Instruction, rng: LayerRng, compute: Callable[..., Any]) -> None:
-        """`rng`: of the stage's layers; `compute`: of pytrees of tensors, a pytree of tensors that are contiguous."""
+        """`rng`: of the stage's layers; `compute`: from pytrees of tensors to a pytree of contiguous tensors."""
         self.graphs, self.i, self.rng, self.compute = graphs, i, rng, compute
         self.device, self.name = graphs.device, f"{Op(i.op).name} of stage {i.stage}"
         self.draws: list[str] = []  # layers that draw, in the order of their forwards
-        self.forms: list[Any] = []  # of what it was given
+        self.forms: list[Any] = []  # of its inputs in the checked passes
         self.graph: Graph | None = None
         self.inputs: list[Any] = []  # by leaf, where the graph reads it
         self.outputs: Any = None  # where the graph writes them
 
     def __call__(self, *inputs: Any) -> Any:
-        """What `compute` gives."""
+        """The result of `compute`."""
         graphs = self.graphs
         if self.i.stage in graphs.refused or graphs.passes < LOOKED_AT[0]:
             return self.compute(*inputs)
@@ -112,7 +112,7 @@ class Job:
         return self._replay(leaves)
 
     def _look(self, inputs: Sequence[Any], leaves: Sequence[Any], form: Any) -> Any:
-        """Compute as always, and find what cannot be captured."""
+        """Compute normally, and check whether the job can be captured."""
         i, graphs, begin = self.i, self.graphs, self.rng.begin
         self.draws = []
         self.forms.append(form)
@@ -136,7 +136,7 @@ class Job:
         return outputs
 
     def _has_graph(self, form: Any) -> bool:
-        """Whether this pass captures or replays it: all jobs of a stage and microbatch, or none."""
+        """Whether this pass captures or replays the job: for a stage and microbatch, all jobs or none."""
         graphs, microbatch = self.graphs, (self.i.stage, self.i.mb)
         fits = form in self.forms and (self.graph is not None or graphs.passes == CAPTURED)
         if self.i.op == Op.FWD:
@@ -144,7 +144,7 @@ class Job:
             if not fits:
                 graphs.as_always.add(microbatch)
                 graphs.say_other_shapes(self.i)
-                if self.device.words is not None:  # it allocates: the rest of the pass goes by events
+                if self.device.words is not None:  # computing normally allocates: the rest of the pass uses events
                     self.device.finish()
                     self.device.use_words(ready=False)
         if microbatch in graphs.as_always:
@@ -169,14 +169,14 @@ class Job:
             self.rng.begin = begin
         tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
         self.graphs.staying.update(x.untyped_storage() for x in tensors)
-        # They do not keep the memory: it is the pool's when the tensors here have died.
+        # These do not own the memory: it returns to the pool when the tensors above die.
         self.inputs = [self.device.at(x) if isinstance(x, Tensor) else x for x in read]
         self.outputs = pytree.tree_map_only(Tensor, self.device.at, outputs)
         self._replay(leaves)
         return outputs
 
     def _place(self, leaf: Any) -> Any:
-        """Where the graph reads what it is given: there, if that stays."""
+        """Where the graph reads an input: in place if its address is fixed, else from memory of the pool."""
         if not isinstance(leaf, Tensor) or leaf.untyped_storage() in self.graphs.staying:
             return leaf
         return torch.empty_like(leaf)
@@ -192,7 +192,7 @@ class Job:
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """In it, new memory gets no values, as torch's deterministic mode gives it: a graph would set inputs to NaN."""
+    """Inside, new memory is not filled, as torch's deterministic mode does: a graph would set its inputs to NaN."""
     settings: Any = torch.utils.deterministic
     before, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
@@ -202,7 +202,7 @@ def _without_values() -> Iterator[None]:
 
 
 def _form(leaf: Any) -> Any:
-    """What a graph relies on: shape and type of a tensor, the value of anything else."""
+    """What a graph relies on: shape, strides and type of a tensor, the value of anything else."""
     if isinstance(leaf, Tensor):
         return leaf.size(), leaf.stride(), leaf.dtype
     return (type(leaf), leaf) if isinstance(leaf, PLAIN) else object()
