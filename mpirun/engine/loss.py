@@ -1,11 +1,11 @@
-"""The loss, and what its backward begins with: of one microbatch, or of the whole minibatch.
+"""The loss of one microbatch, or of the whole minibatch, and the gradient that its backward starts from.
 
-- The backward of a microbatch's loss begins with 1 / their number, so that the gradients of a step's microbatches add
-  up to the gradient of the mean loss. Where weights have versions it begins with 1, because STEP divides by the number
-  of microbatches in an update.
-- A loss of the whole minibatch, as a contrastive loss is, takes the outputs of all microbatches together. The last
-  stage's forwards collect them. The last forward computes the loss and its gradient with respect to all outputs, with
-  which the backwards begin.
+- The backward of a microbatch's loss starts from the microbatch's share of the minibatch, usually 1 / (microbatches of
+  a step), so that the gradients of a step add up to the gradient of the mean loss. With weight versions it starts from
+  1, because STEP divides by the number of microbatches in an update.
+- A loss of the whole minibatch, such as a contrastive loss, takes the outputs of all microbatches together. The last
+  stage's forwards collect them. The last forward computes the loss and its gradient with respect to all outputs, from
+  which the backwards start.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from schedgen.util.errors import UsageError
 
 @cache
 def loss_gradient(dtype: torch.dtype, divisor: float, device: torch.device) -> Tensor:
-    """The gradient of a loss divided by `divisor`, with respect to the loss; the same tensor whenever it is asked."""
+    """The gradient of a loss divided by `divisor`, with respect to the loss; one cached tensor."""
     return torch.ones((), dtype=dtype, device=device).div_(divisor)
 
 
 def check_minibatch_loss(header: Header, passes: int) -> None:
-    """UsageError if the outputs of a step's microbatches do not come together on one rank."""
+    """UsageError unless the outputs of all microbatches of a step meet on one rank, in one pass, before any update."""
     if not header.has_flush:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates before that is through")
     if passes > 1:
@@ -48,7 +48,7 @@ def check_minibatch_loss(header: Header, passes: int) -> None:
 
 
 def check_forwards_first(header: Header, instructions: Sequence[Instruction]) -> None:
-    """UsageError if a rank begins the last stage's backwards before its forwards are done."""
+    """UsageError if a rank starts a backward of the last stage before all its forwards of that stage are done."""
     last = [i.op for i in instructions if i.stage == header.stages - 1]
     forwards = [number for number, op in enumerate(last) if op == Op.FWD]
     backwards = [number for number, op in enumerate(last) if op in (Op.BWD, Op.BWD_I)]
@@ -67,9 +67,9 @@ def try_minibatch_loss(
     device: torch.device,
     real_outputs: Callable[[Microbatch], Sequence[Tensor]],
 ) -> None:
-    """UsageError if the loss cannot be computed of outputs in the shapes of a step's.
+    """UsageError if the loss cannot be computed from outputs of a step's shapes.
 
-    They are zeros, or where it takes none, those of the first microbatch of each shape.
+    These are zeros or, if the loss fails on zeros, the model's outputs for the first microbatch of each shape.
     """
     firsts = [dataflows.index(dataflow) for dataflow in dataflows]
 
@@ -87,7 +87,7 @@ def try_minibatch_loss(
 
 
 class MinibatchLoss:
-    """A step's loss of the outputs of all its microbatches."""
+    """A step's loss, computed from the outputs of all its microbatches."""
 
     def __init__(self, model: Model, count: int, device_type: str, autocast_dtype: torch.dtype | None) -> None:
         """`count`: microbatches of a step; `device_type`: cpu or cuda, for autocast."""
@@ -127,5 +127,5 @@ class MinibatchLoss:
         return tree_unflatten(joined, tree_structure(targets[0]))
 
     def take_gradients(self, mb: int) -> list[Tensor | None]:
-        """The gradients of a microbatch's outputs, which are given once."""
+        """The gradients of a microbatch's outputs; they can be taken once."""
         return [leaf.grad for leaf in self.collected.pop(mb)[0]]

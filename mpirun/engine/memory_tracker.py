@@ -1,8 +1,8 @@
-"""How many bytes of tensors are alive, and the most at once, counted at every torch op.
+"""Live bytes of tensors and their peak, counted at every torch op.
 
-The CPU's allocator keeps no such numbers, so a dispatch mode looks at what every op returns. It sees backwards too,
-because autograd runs under the modes of the thread that called it. On CUDA the allocator is asked.
-`track_memory` gives either.
+The CPU allocator keeps no such numbers, so a dispatch mode looks at what every op returns. It sees backwards too,
+because autograd runs under the modes of the thread that called it. On CUDA the allocator's own numbers are used.
+`track_memory` chooses between the two.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class MemoryTracker(TorchDispatchMode):
     """Counts every storage once, at its current size, from the op that returns it until it is freed.
 
-    - A storage first met as an input was there before and does not count, unless it is `add`ed.
+    - A storage first seen as an input existed before and does not count, unless it is `add`ed.
     - Memory that an op allocates and frees within itself is not seen.
     - Tensors with neither strides nor data (sparse, meta) are not seen.
-    - `live` is exact at any time; `peak` looks after every op, when its inputs and outputs are alive together.
+    - `live` is exact at any time; `peak` is updated after every op, while its inputs and outputs are alive together.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class MemoryTracker(TorchDispatchMode):
         self._peak = self.live
 
     def add(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor that was there before, until it is freed."""
+        """Count the memory of a tensor that existed before, until it is freed."""
         self._storages.update(_storages(tensor))
 
     def __torch_dispatch__(
@@ -67,9 +67,9 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class CudaMemoryCount:
-    """The allocator's own count on one CUDA device, with rounding, and in `peak` with workspaces inside ops.
+    """The allocator's own count on one CUDA device, including rounding and, in `peak`, workspaces inside ops.
 
-    cuBLAS keeps its workspaces to use them again. They are no job's: `live` gives them back first.
+    cuBLAS caches its workspaces. They belong to no job: `live` frees them first.
     """
 
     def __init__(self, device: torch.device) -> None:

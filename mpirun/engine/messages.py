@@ -17,17 +17,17 @@ from schedgen.ir.instructions import Instruction, Kind
 class Transfers:
     """Prepares the instructions that start transfers, and FREE, which waits for them.
 
-    A method takes the row of an instruction and the instruction, and returns the act.
+    Each method takes the row of an instruction and the instruction, and returns the act.
     """
 
     def __init__(self, context: Context) -> None:
-        """`partial_sums` will have the buffer of every dw that is received, by stage, part and sender."""
+        """`partial_sums` will hold the buffer of every dw that is received, by stage, part and sender."""
         self.context, self.buffers, self.transport = context, context.buffers, context.transport
         self.partial_sums: dict[tuple[int, int, int], LocalBuffer] = {}
         self.first_fetches = first_fetches(context.instructions)
 
     def fetch_w(self, row: int, i: Instruction) -> Act:
-        """FETCH_W: start receiving weights; the first part of a copy brings the rank's own parts along."""
+        """FETCH_W: start receiving a part of the weights; the first of a copy also copies in the rank's own parts."""
         stage = self.context.stages[i.stage]
         weights = stage.weights[stage.part_slices[i.part]]
         act = self._receive(row, i, Kind.W, self.buffers.get(Kind.W, i.stage, via=i.part), weights, weights)
@@ -47,7 +47,7 @@ class Transfers:
         return self._receive(row, i, i.kind, buffer, memory, memory)
 
     def _receive(self, row: int, i: Instruction, tag: int, buffer: LocalBuffer, memory: Tensor, value: Any) -> Act:
-        """What starts receiving into memory; `value`: what is there then."""
+        """An act that starts receiving into `memory`; `value`: the buffer's value after that."""
         start, done = self.transport.receive(memory, i.peer, tag)
 
         def act() -> None:

@@ -1,4 +1,4 @@
-"""Where a number came up that is not finite: in which instruction of which rank."""
+"""Finds where a non-finite number first appeared: in which instruction of which rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def find_nonfinite(
 ) -> tuple[int, str] | None:
     """(row, what is wrong) on the rank where it began, None on the others; `instructions`: the list of `rank`.
 
-    It began with the first loss that is not finite. If all are, it began with the gradient of the last parameter of the
-    model whose norm is not, because backwards come to that first.
+    It began with the first loss that is not finite. If all losses are finite, it began with the last parameter of the
+    model whose gradient norm is not, because backwards reach that parameter first.
     """
     for number, loss in enumerate(result.losses):
         if not math.isfinite(loss):

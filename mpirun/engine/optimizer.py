@@ -1,4 +1,4 @@
-"""The optimizers of a rank: one for every unit that it owns, made by the run's recipe, and gradient clipping."""
+"""The optimizers of a rank, one for every unit that it owns, made by the run's recipe; and gradient clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import ShardedDim
 from schedgen.util.errors import UsageError, clip
 
-# Attributes of torch's own: those that a checkpoint does without, and those that are looked at one by one.
+# Torch's own attributes: those that a checkpoint does not need, and those that are examined separately.
 OWN = (
     "_opt_called", "_step_count", "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured",
     "defaults", "param_groups", "state",
@@ -34,8 +34,8 @@ class Optimizer:
         `seed`: of the run.
         """
         self.recipe, self.model, self.stages = recipe, model, stages
-        # Parameters, or pieces of them, that only the optimizers refer to: a STEP points them to a version's weights.
-        # By `data` autograd does not see the STEP: graphs of other versions are alive.
+        # Parameters, or pieces of them, that only the optimizers hold: a STEP points them to a version's weights.
+        # Through `data` autograd does not see the STEP, while graphs of other versions are alive.
         self.parameters = {
             (index, part): [nn.Parameter(view.data) for view in stage.views_of_part(part, stage.owned[part])]
             for index, stage in stages.items()
@@ -52,24 +52,24 @@ class Optimizer:
                     tried.add(kind)
             if parameters:
                 self.by_unit[unit] = recipe.make(named, seed, unit[1])
-        self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # as they were made
-        self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, whose weights they are now
+        self.unsaved = {unit: _unsaved(made) for unit, made in self.by_unit.items()}  # just after they were made
+        self.points_to: dict[Unit, LocalStage] = {}  # the stage, or version of it, that its parameters point to now
         self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
     def description(self) -> tuple[str, dict[str, Any]] | None:
-        """The name of the optimizer and its settings, as checkpoints record them; None where this rank has none."""
+        """The name of the optimizer and its settings, as checkpoints record them; None if this rank has none."""
         for made in self.by_unit.values():
             optimizer = made.optimizer
             plain = {key: value for key, value in optimizer.defaults.items() if _is_plain(value)}
             if self.recipe.rate or self.recipe.scheduler:
-                plain.pop("lr", None)  # it is another in every step
+                plain.pop("lr", None)  # it differs from step to step
             settings = {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
             name = self.recipe.name or class_name(type(optimizer))
             return name, {**settings, **self.recipe.settings}
         return None
 
     def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
-        """Add the gradients of an accumulation pass to those before; in the last pass their totals become the sums."""
+        """Add a pass's gradients to those of earlier passes; in the last pass the sums replace the buffers' totals."""
         for unit, gradient in gradients.items():
             totals = gradient.numbers[0]
             if unit not in self.accumulated:
@@ -91,7 +91,7 @@ class Optimizer:
         ]
 
     def check_saved(self) -> None:
-        """UsageError where an optimizer keeps what checkpoints have not: all but tensors and numbers by parameter."""
+        """UsageError if an optimizer keeps what checkpoints do not save: all but tensors and numbers by parameter."""
         for unit, made in self.by_unit.items():
             changed = [name for name, value in _unsaved(made).items() if value != self.unsaved[unit].get(name)]
             if changed:
@@ -100,7 +100,7 @@ class Optimizer:
             self._check_state(unit)
 
     def _check_state(self, unit: Unit) -> None:
-        """UsageError where what it keeps for a parameter is none, or has another shape than a part of a parameter."""
+        """UsageError if a kept value is neither tensor nor number or, for a part, is a tensor of another shape."""
         named = _named(self.model, self.stages[unit[0]], unit[1], self.parameters[unit])
         for (entry, parameter, _, whole), state in zip(named, self.state(unit), strict=True):
             for key, value in state.items():
@@ -115,7 +115,7 @@ class Optimizer:
                     )
 
     def restore(self, unit: Unit, state: Sequence[dict[str, Any]]) -> None:
-        """Set the state of a unit to what `state` gave."""
+        """Set the state of a unit to what `state` returned."""
         if unit not in self.by_unit:
             return
         optimizer = self.by_unit[unit].optimizer
@@ -126,13 +126,13 @@ class Optimizer:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
         for index, values in by_index.items():
             loaded = optimizer.state[in_groups[index]]
-            for key, cast in loaded.items():  # to the parameter's type, by torch, but for the step
+            for key, cast in loaded.items():  # torch casts all but the step to the parameter's type
                 value = values.get(key)
                 if key != "step" and isinstance(value, Tensor) and isinstance(cast, Tensor):
                     loaded[key] = value.to(cast.device)
 
     def rate(self, step: int) -> float:
-        """The learning rate with which this rank steps, of its first unit's first group."""
+        """The learning rate of `step` on this rank: that of its first unit's first parameter group."""
         first = next(iter(self.by_unit.values()))
         first.set_rate(step)
         return first.rate
@@ -148,8 +148,8 @@ class Optimizer:
     ) -> None:
         """Step the weights of a unit, after clipping its gradient by the norm of the whole gradient.
 
-        `version`: the stage with the version of its weights that changes, which `update` of the step makes; None: the
-        weights at the start of a pass.
+        `version`: the stage with the version of its weights to step, which is update number `update` of the step; None:
+        the weights at the start of a pass.
         """
         if unit not in self.by_unit:
             return
@@ -168,7 +168,7 @@ class Optimizer:
 
 
 def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.Parameter]) -> list[NamedParameter]:
-    """What a factory is given for a unit's parameters, or pieces of them."""
+    """What a factory is given: a unit's parameters, or pieces of them."""
     names = [model.entry_name(stage.index, name) for name in stage.names]
     dims, shard = _divided_along(model, stage, -1, len(names)), model.shard_of(stage.index)
     shapes = [
@@ -186,14 +186,14 @@ def _named(model: Model, stage: LocalStage, part: int, parameters: Sequence[nn.P
 
 
 def _divided_along(model: Model, stage: LocalStage, part: int, count: int) -> list[ShardedDim | None]:
-    """By parameter of a unit, `count` of them, how tensor shards divide it; None: they do not, or it is a piece."""
+    """For each of a unit's `count` parameters, how tensor shards divide it; None: they do not, or it is a piece."""
     if part >= 0 or model.shard_of(stage.index).count == 1:
         return [None] * count
     return [stage.shape.sharded_dims.get(name) for name in stage.names]
 
 
 def _unsaved(made: SteppedOptimizer) -> dict[str, str | None]:
-    """By name, a hash of what an optimizer keeps elsewhere than in its state by parameter."""
+    """By name, a hash of what an optimizer keeps outside of its state by parameter."""
     optimizer, groups = made.optimizer, made.optimizer.param_groups
     values = {name: value for name, value in vars(optimizer).items() if name not in OWN}
     for number, group in enumerate(groups):
@@ -207,8 +207,8 @@ def _unsaved(made: SteppedOptimizer) -> dict[str, str | None]:
 
 
 def _hash(value: Any, parameters: Collection[int]) -> str | None:
-    """Of the numbers, words and tensors in a value, but for the parameters themselves; None: it has none."""
-    if isinstance(value, torch.optim.Optimizer):  # that this one steps
+    """A hash of the numbers, strings and tensors in a value, without the parameters; None: there are none."""
+    if isinstance(value, torch.optim.Optimizer):  # an inner one, which this one steps
         value = value.state
     leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) or _is_plain(leaf)]
     leaves = [leaf for leaf in leaves if id(leaf) not in parameters]
@@ -216,12 +216,12 @@ def _hash(value: Any, parameters: Collection[int]) -> str | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a manifest can record it."""
+    """Whether a checkpoint's manifest can record a value."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, bool | int | float | str)
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What a gradient of this norm is multiplied by, as torch.nn.utils.clip_grad_norm_ does."""
+    """The factor that a gradient of this norm is multiplied by, as in torch.nn.utils.clip_grad_norm_."""
     return min(limit / (norm + 1e-6), 1.0)

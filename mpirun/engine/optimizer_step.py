@@ -2,7 +2,7 @@
 
 NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
 gradient, and whether some rank wants to leave. STEP steps weights after the last accumulation pass, if all these
-numbers are finite. A STEP to a version of the weights is in `weight_versions`.
+numbers are finite. A STEP that makes a version of the weights is in `weight_versions`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class StepResult(NamedTuple):
     losses: list[float]  # by microbatch
     grad_norm: float
     parameter_norms: list[float]  # of every parameter's gradient, in the order of the model
-    leave: bool  # some rank wants to
+    leave: bool  # some rank wants to leave
     metrics: list[dict[str, float]]  # by microbatch, what the loss returned beside it
     rate: float  # the learning rate; 0 where no rank has parameters
 
 
 class OptimizerStep:
-    """Prepares NORM and STEP, as `Transfers` does, and keeps what NORM has told."""
+    """Prepares NORM and STEP, with methods like those of `Transfers`, and keeps the result of NORM."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class OptimizerStep:
         self.metric_names = setup.shapes[-1].metrics
         self.rate_from = _first_with_parameters(context.header, setup.shapes)
         self.result = StepResult([], 0.0, [], False, [], 0.0)
-        # Where the numbers lie that NORM exchanges: those of the norms, a loss for every microbatch, who wants to
-        # leave, the learning rate, whether all ranks have the same, and the metrics of every microbatch.
+        # The layout of the numbers that NORM exchanges: those of the norms, a loss for every microbatch, who wants to
+        # leave, the learning rate, whether it is the same on all ranks, and the metrics of every microbatch.
         count = context.header.microbatches
         sizes = [self.grad_norms.length, count, 1, 1, EQUAL, count * len(self.metric_names)]
         self.ends = list(accumulate(sizes, initial=0))
@@ -96,9 +96,9 @@ class OptimizerStep:
         return act
 
     def _tell(self, group: int, contributors: Sequence[Callable[[np.ndarray], None]]) -> None:
-        """Exchange the numbers of all ranks; `contributors`: put in those of the norms."""
+        """Exchange the numbers of all ranks; `contributors`: fill in those of the norms."""
         context, names = self.context, self.metric_names
-        # One rank gives a number, or all give whole ones: their sums are exact.
+        # Each number comes from one rank, or is a whole number on all of them: the sums are exact.
         values, sums = np.zeros(self.ends[-1]), np.empty(self.ends[-1])
         metrics, sums_of_metrics = (
             numbers[self.metrics_at].reshape(context.header.microbatches, len(names)) for numbers in (values, sums)
@@ -156,17 +156,17 @@ class OptimizerStep:
 
 
 def numbers_for_equality(value: float) -> tuple[int, int, int]:
-    """Those of one rank: 1, a hash of 16 bits and its square. Sums over 2^20 ranks, the most, are less than 2^53."""
+    """One rank's numbers: 1, a 16-bit hash and its square. Sums over at most 2^20 ranks are less than 2^53."""
     number = zlib.crc32(struct.pack("d", value)) % 2**16
     return 1, number, number * number
 
 
 def are_equal(count: float, total: float, squares: float) -> bool:
-    """Whether all hashes were the same, by the sums: then, and only then, their variance is zero."""
+    """Whether all hashes were the same, from their sums: then, and only then, their variance is zero."""
     return int(count) * int(squares) == int(total) ** 2
 
 
 def _first_with_parameters(header: Header, shapes: Sequence[StageShape]) -> int:
-    """The rank that tells the learning rate: the first owner of the first stage that has parameters; -1: none has."""
+    """The rank that reports the learning rate: the first owner of the first stage with parameters; -1: none has any."""
     owners = (header.first_owner(stage) for stage, shape in enumerate(shapes) if shape.parameter_names)
     return next(owners, -1)

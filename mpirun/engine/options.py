@@ -1,4 +1,4 @@
-"""What the command line says of a model and of how it is run, for `engine.setup`. Imports no torch: that is slow."""
+"""What the command line says of a model and of how to run it, for `engine.setup`. Imports no torch, which is slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """Named as the options of `python -m mpirun`, whose help says what they mean; defaults are those of the command."""
+    """Named like the options of `python -m mpirun`, with the same defaults; its help says what they mean."""
 
     model: str  # MODULE:FUNCTION
     seed: int = 0

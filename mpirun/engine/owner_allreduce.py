@@ -1,4 +1,4 @@
-"""ADD, and ALLREDUCE of a dw: the sums of a stage's weight gradient over the ranks that computed it and that own it.
+"""ADD, and ALLREDUCE of a dw: sums of a stage's weight gradient over the ranks that computed it and those that own it.
 
 1. A rank that does not own the stage sends its partial sum to an owner, whose ADD adds the rows.
 2. If a stage has several owners, their ALLREDUCE starts the sum over them. It goes on while other instructions run;
@@ -17,7 +17,7 @@ from schedgen.ir.instructions import Instruction
 
 
 class OwnerAllreduce:
-    """Prepares ADD, and ALLREDUCE over the owners of a stage; methods as those of `Transfers`."""
+    """Prepares ADD, and ALLREDUCE over the owners of a stage, with methods like those of `Transfers`."""
 
     def __init__(self, context: Context, partial_sums: Mapping[tuple[int, int, int], LocalBuffer]) -> None:
         """`partial_sums`: what RECVs fill, by stage, part and sender."""

@@ -1,7 +1,7 @@
-"""Planned memory: the block of bytes behind every slot that the memory plan gives to what a rank receives.
+"""Planned memory: one block of bytes for every slot of a rank's memory plan.
 
-`schedgen.simulator.memory_plan` assigns the slots: of received x, g and partial sums of dw, of fetched weights, of
-dw that the rank does not own, and of weight versions. Here the slots are allocated, each as one block of bytes.
+`schedgen.simulator.memory_plan` assigns the slots: for received x, g and partial sums of dw, for fetched weights, for
+dw that the rank does not own, and for weight versions. Here each slot is allocated as one block of bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from schedgen.simulator.memory_plan import memory_plan
 
 
 class MemorySlots:
-    """The memory slots of a rank, and the keys of the rows that its grad buffers have."""
+    """The memory slots of a rank, and the keys of the rows of its grad buffers."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class MemorySlots:
     ) -> None:
         """Collective.
 
-        program, instructions  this rank's list, as rows and one by one
+        program, instructions  this rank's list, as a table and as single instructions
         shapes, dataflow       by stage, and the messages of the largest microbatch
         canonical              grad buffers have a row for every microbatch
-        others                 blocks that are not in use at the same time: they are taken where they are large enough
+        others                 blocks never in use at the same time, which are reused where they are large enough
         """
         self.device, self.shapes, self.rank = device, shapes, comm.rank
         self.row_keys: dict[tuple[int, int, int], list[int]] | None = None  # by rank, stage and part
         rows = np.ones(len(shapes), np.int64)
-        if canonical and program.header.has_flush:  # without a flush a rank adds one microbatch to an update
+        if canonical and program.header.has_flush:  # without a flush a rank contributes one microbatch to an update
             self.row_keys = _row_keys(comm, instructions, program.header)
             rows = self._most_rows(program.header)
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
@@ -63,7 +63,7 @@ class MemorySlots:
         sizes = planned.sizes[comm.rank].tolist()
         self.number = {i: slot for i, slot in zip(instructions, planned.slot.tolist(), strict=True) if slot >= 0}
         self.fetched = {i.stage: self.number[i] for i in instructions if i.op == Op.FETCH_W}
-        # A dw that the rank does not own begins where a slot is filled that nothing is received or stepped into.
+        # The other instructions with a slot are those where a dw begins that the rank does not own.
         begun = [i for i in self.number if i.op not in (Op.RECV, Op.FETCH_W, Op.STEP)]
         self.foreign_dw = {i.stage: self.number[i] for i in begun}
         for stage, slot in self.foreign_dw.items():
@@ -75,7 +75,7 @@ class MemorySlots:
         ]  # fmt: skip
 
     def _most_rows(self, header: Header) -> np.ndarray:
-        """By stage, the most rows of its dw that this rank holds or any rank sends."""
+        """By stage, the largest number of rows of its dw that this rank holds or any rank sends."""
         assert self.row_keys is not None
         rows = np.ones(header.stages, np.int64)
         for (_, stage, _), keys in self.row_keys.items():
@@ -90,7 +90,7 @@ class MemorySlots:
         return self.rank if self.row_keys is None else mb
 
     def keys(self, rank: int, stage: int, part: int = -1) -> list[int]:
-        """The keys of the rows that a rank has of dw.stage, or of a part, once it has added all that it receives.
+        """The keys of a rank's rows of dw.stage, or of a part, once the rank has added all that it receives.
 
         With --canonical they are microbatches. Otherwise there is one row, and its key is the rank.
         """
@@ -108,11 +108,11 @@ class MemorySlots:
         return self.blocks[self.fetched[stage]][: self.shapes[stage].weight_bytes]
 
     def version(self, i: Instruction) -> Tensor | None:
-        """Where the weights lie that a STEP to a version makes, shape (bytes,); None: where the owner's weights do."""
+        """The memory of the version that a STEP makes, shape (bytes,); None: that of the owner's weights."""
         return self.blocks[self.number[i]][: self.shapes[i.stage].weight_bytes] if i in self.number else None
 
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
-        """The keys of the rows of dw.s, ascending, and bytes for the rows, flat; parts with own rows left out."""
+        """The keys of the rows of dw.s, ascending, and flat memory for them; without parts with rows of their own."""
         separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_parts else ()
         parts = [part for part in stage.part_slices if part not in separate]
         keys = sorted({key for part in parts for key in self.keys(self.rank, stage.index, part)}) or [-1]

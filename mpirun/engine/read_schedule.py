@@ -1,7 +1,7 @@
-"""The schedule file: rank 0 reads it, proves the rules and refuses a wrong number of ranks; each rank gets its list.
+"""The schedule file: rank 0 reads and checks it, and refuses a wrong number of ranks; each rank gets its list.
 
-Rank 0 never holds the text. It reads the file block by block into columns, 22 bytes an instruction, proves them, which
-takes about three times that at once, and keeps its own rows alone, unless all are wanted.
+Rank 0 never holds the text. It reads the file block by block into columns of 22 bytes per instruction. Checking them
+takes about three times that memory. Afterwards rank 0 keeps only its own rows, unless all are wanted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from schedgen.util.errors import RefusedFile, UsageError
 
 
 class Schedule(NamedTuple):
-    """What a rank has of a schedule file."""
+    """What a rank keeps of a schedule file."""
 
     program: Program  # the rows of this rank
     first_line: int  # the line in the file of its first instruction
     sha256: str  # the hash that the file ends with
-    all_ranks: Program | None  # the rows of all ranks, on rank 0
+    all_ranks: Program | None  # the rows of all ranks, on rank 0; None elsewhere
 
 
 def read_schedule(comm: MPI.Intracomm, name: str) -> Schedule:
@@ -44,7 +44,7 @@ def share_program(comm: MPI.Intracomm, program: Program | None, sha256: str = ""
     else:  # the last part is rank 0's own
         first = line_of(program, 0, 0)  # from one rank to the next there are two lines more
         for rank, (a, b) in reversed(list(enumerate(pairwise(program.bounds.tolist())))):
-            rows, line = program.rows.take(np.arange(a, b)), first + 2 * rank + a  # a copy: the others can go
+            rows, line = program.rows.take(np.arange(a, b)), first + 2 * rank + a  # a copy: the other rows can be freed
             if rank:
                 comm.send((rows, line, sha256), rank)
     return Schedule(Program(header, rows), line, sha256, program)
@@ -64,7 +64,7 @@ def _read_checked(comm: MPI.Comm, name: str) -> tuple[Program, str]:
         raise UsageError(f"{name} is for {workers} ranks, mpiexec -n {workers}, but this run has {comm.size}{hint}")
     if program.header.is_forward:
         raise UsageError(f"{name} has forwards alone: nothing can be trained by it")
-    check(Program(program.header, program.rows), name)  # a twin, for what is computed of it to go with it
+    check(Program(program.header, program.rows), name)  # a second object, so that what it caches is freed with it
     if fault:
         raise RefusedFile(fault)
     return program, sha256

@@ -1,7 +1,7 @@
-"""What a step does with gradients: which optimizer, made by a factory, its learning rate by step, and clipping.
+"""What a step does with gradients: the optimizer, made by a factory, its learning rate by step, and clipping.
 
-A factory makes one torch optimizer of the parameters that it is given: on a rank those of one unit that the rank owns,
-a stage or a part of its weights, in --verify's one process those of the whole model.
+A factory makes one torch optimizer for the parameters that it is given: on a rank those of one unit that the rank owns
+(a stage, or a part of its weights), in the single process of --verify those of the whole model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError, clip, raised
 
 Class = TypeVar("Class", bound=torch.optim.Optimizer)
-SPREAD = 2654435761  # odd: steps differ in the lower 32 bits of a seed, and torch's generator on the CPU takes no more
-PROBED = 4  # at most so many elements of each dimension: of a parameter that stands for one that is divided
-PROBED_RATE = 0.1  # the learning rate of its steps
+SPREAD = 2654435761  # odd, so that steps differ in the lower 32 bits of a seed: torch's CPU generator uses no more
+PROBED = 4  # elements per dimension, at most, of the small parameter that stands for a divided one
+PROBED_RATE = 0.1  # the learning rate of the steps on it
 
 
 class NamedParameter(NamedTuple):
     """A trained parameter that a rank owns, or a piece of one, as an optimizer's factory is given it.
 
     name       in the whole model, as checkpoints call it
-    parameter  what the optimizer steps: of the parameter's shape, or a piece of it, shape (n,), or a share of it
+    parameter  what the optimizer steps: the whole parameter, a piece of it, shape (n,), or a tensor shard's share of it
     shape      of the whole parameter
     whole      False: `parameter` is a piece, because several ranks own parts of the stage's weights, or the share of a
                tensor shard, divided along one dimension
@@ -52,11 +52,11 @@ Factory = Callable[[Sequence[NamedParameter]], torch.optim.Optimizer]
 class Recipe:
     """An optimizer's factory, its learning rate, and gradient clipping.
 
-    rate       of a step, counted from 0; it is that of all parameter groups. None: the factory's
-    scheduler  makes a torch scheduler of an optimizer, which is stepped once a step; None: there is none
+    rate       of a step, counted from 0, for all parameter groups; None: the rate that the factory sets
+    scheduler  makes a torch scheduler for an optimizer, stepped once per step; None: there is none
     clip       the largest norm of the whole gradient; None: no limit
     name       of the optimizer in checkpoints; empty: the class that the factory makes
-    settings   what else checkpoints record, by option; of a factory's optimizer its defaults are added
+    settings   what checkpoints record, by option, besides the optimizer's defaults
     """
 
     factory: Factory
@@ -67,9 +67,9 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, named: Sequence[NamedParameter], seed: int = 0, part: int = -1) -> SteppedOptimizer:
-        """The optimizer of these parameters; UsageError where the factory does not make one of all of them.
+        """The optimizer of these parameters; UsageError if the factory does not make one of all of them.
 
-        `seed`: of the run, by which it draws, if it does; `part`: of a stage's weights that they are pieces in, or -1.
+        `seed`: the run's, for optimizers that draw numbers; `part`: that the pieces are in, or -1 for whole parameters.
         """
         try:
             made = self.factory(named)
@@ -99,16 +99,16 @@ class SteppedOptimizer:
     """A torch optimizer that is stepped with the learning rate of the step."""
 
     def __init__(self, recipe: Recipe, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        """`optimizer`: what the recipe's factory made; `seed`: the same for all that step copies of its parameters."""
+        """`optimizer`: what the recipe's factory made; `seed`: the same for all ranks that step copies of these."""
         self.recipe, self.optimizer, self.seed = recipe, optimizer, seed
         self.scheduler = None if recipe.scheduler is None else _scheduler(recipe.scheduler, optimizer)
         self.scheduled = 0  # steps that the scheduler has been told of
-        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}  # in groups, by step
+        self.set_names = set() if recipe.rate is None and recipe.scheduler is None else {"lr"}  # in groups, by steps
 
     def step(self, step: int, seed: Callable[[int], None] = seed_generators, update: int = 0) -> None:
-        """Step with the learning rate of `step`, counted from 0, and the random numbers of `update` in it.
+        """Step with the learning rate of `step`, counted from 0, and the random numbers of its update number `update`.
 
-        `seed` seeds the generators. Owners of copies draw the same, whatever else their ranks do.
+        `seed` seeds the generators, so that owners of copies draw the same numbers, whatever else their ranks do.
         """
         self.set_rate(step)
         seed((self.seed + step * SPREAD + update) % 2**63)
@@ -122,7 +122,7 @@ class SteppedOptimizer:
                 group["lr"] = rate
         elif self.scheduler is not None and self.scheduled < step:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # after --resume it is stepped before the optimizer is
+                warnings.simplefilter("ignore")  # torch warns if, after --resume, it is stepped before the optimizer
                 while self.scheduled < step:
                     before = [dict(group) for group in self.optimizer.param_groups]
                     self.scheduler.step()
@@ -137,7 +137,7 @@ class SteppedOptimizer:
 
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], LRScheduler], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The scheduler; UsageError where it is none that steps alone tell the rate of."""
+    """The scheduler; UsageError unless its learning rate depends on the step alone."""
     try:
         scheduler = make(optimizer)
     except (Exception, SystemExit) as error:
@@ -168,12 +168,12 @@ class RateSchedule(NamedTuple):
 
 
 def command_line_recipe(options: SetupOptions) -> Recipe:
-    """AdamW or SGD as the options of `python -m mpirun` say."""
+    """AdamW or SGD, as given by the options of `python -m mpirun`."""
     kind = torch.optim.SGD if options.optimizer == "sgd" else torch.optim.AdamW
 
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         parameters = [entry.parameter for entry in named]
-        groups: list[dict[str, Any]] = [  # torch fuses no complex numbers
+        groups: list[dict[str, Any]] = [  # torch's fused kernels take no complex numbers
             {"params": [x for x in parameters if x.is_floating_point() == fused], "fused": fused}
             for fused in (True, False)
         ]
@@ -193,7 +193,7 @@ def command_line_recipe(options: SetupOptions) -> Recipe:
 
 
 def class_name(optimizer: type[torch.optim.Optimizer]) -> str:
-    """As checkpoints have it."""
+    """The name of an optimizer's class in checkpoints."""
     return f"{optimizer.__module__}.{optimizer.__qualname__}"
 
 
@@ -208,8 +208,8 @@ def without_compile(optimizer: type[Class]) -> type[Class]:
 def check_steps_pieces(recipe: Recipe, piece: NamedParameter, dim: ShardedDim | None) -> None:
     """UsageError unless the optimizer steps pieces of a parameter as it steps the whole: element by element.
 
-    Tried on a small parameter with the name of `piece`: two steps of it whole, and in two halves, at a rate at which
-    they show. `dim`: how tensor shards divide it; None: it is flat.
+    Tried on a small parameter with the name of `piece`: two steps on the whole and two on its halves, at a learning
+    rate that makes differences show. `dim`: how tensor shards divide it; None: pieces are flat.
     """
     sizes = [min(size, PROBED) for size in piece.shape]
     if dim is not None:

@@ -1,6 +1,6 @@
-"""Buffers that forwards change, as running statistics: each rank's are of the microbatches that it has seen.
+"""Buffers that forwards change, such as running statistics: each rank's reflect the microbatches that it has seen.
 
-Those of the rank that computes a stage's first microbatch are the model's: evaluation and checkpoints have them.
+Those of the rank that computes a stage's first microbatch are the model's: evaluation and checkpoints use them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def statistics_rank(header: Header, stage: int) -> int:
 
 
 def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
-    """UsageError where stages share a buffer and forwards change it: each has a copy, which comes apart."""
+    """UsageError if stages share a buffer that forwards change: each stage has a copy, and the copies would diverge."""
     changed = {(shape.model_stage, name) for shape in shapes for name in shape.changed_buffers}
     for places in shared_buffers(model.stages):
         if not changed.isdisjoint(places):
@@ -38,7 +38,7 @@ def check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
 def share_buffers(
     comm: MPI.Intracomm, header: Header, shapes: Sequence[StageShape], stages: Mapping[int, LocalStage]
 ) -> None:
-    """Every rank that has a stage gets the model's buffers, where forwards change them. Collective."""
+    """Give every rank that has a stage the model's buffers of it, if forwards change them. Collective."""
     for index in [index for index, shape in enumerate(shapes) if shape.overwrites_buffers]:
         own = dict(stages[index].module.named_buffers()) if index in stages else {}
         root = statistics_rank(header, index)

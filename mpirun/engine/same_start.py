@@ -1,4 +1,4 @@
-"""Ranks that have the same stage begin with the same values of it: what a script draws may differ from rank to rank."""
+"""Checks that ranks with the same stage start from the same values: what a script draws may differ between ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpirun.model.module_copy import own_tensors
 
 
 class Values(NamedTuple):
-    """What ranks must have alike of a stage: a tied parameter (under the tie's first name), all trained parameters, or
-    all else.
+    """What must be the same on all ranks with a stage: a tied parameter (under the tie's first name), all trained
+    parameters, or all else.
     """
 
     stage: int  # of the model's
@@ -26,7 +26,7 @@ class Values(NamedTuple):
 
 
 def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> dict[Values, str]:
-    """What tells values of a stage apart. Only a rank that owns some part of its weights has trained parameters."""
+    """Digests of a stage's values. Only a rank that owns some part of its weights has trained parameters."""
 
     def values(stage: int, what: str) -> Values:
         return Values(model.model_stage(stage), model.shard_of(stage).index, what)
@@ -44,7 +44,7 @@ def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> d
 
 
 def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
-    """Stop where ranks have different values of a stage. Collective."""
+    """Stop if ranks have different values of a stage. Collective."""
     if (difference := first_difference(comm, own)) is not None:
         values, one, other = difference
         raise Stop(
@@ -54,7 +54,7 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and values, which are a whole stage's: CRC-32 is three times as fast as SHA-256."""
+    """A digest of names and values. The values, a whole stage's, go by CRC-32: three times as fast as SHA-256."""
     return digest_of(part for name, x in sorted(tensors.items()) for part in (name, x.dtype, x.shape, _crc(x)))
 
 

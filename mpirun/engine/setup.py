@@ -1,4 +1,4 @@
-"""The setup of a run: model, data, optimizer and device, all that does not depend on which rank computes what."""
+"""The setup of a run: model, data, optimizer and device; all that does not depend on which rank computes what."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from schedgen.util.errors import UsageError, raised
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a rank has of its host."""
+    """What a rank uses of its host."""
 
     device: Device
     crowded: bool  # there are more ranks on this host than cores
@@ -40,11 +40,11 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What a run's steps do, whatever model, data and schedule."""
+    """What a run's steps do, whatever the model, the data and the schedule are."""
 
     recipe: Recipe
     seed: int = 0
-    passes: int = 1  # accumulation passes through the list, a step
+    passes: int = 1  # accumulation passes through the list, per step
     canonical: bool = False
     autocast_dtype: torch.dtype | None = None  # the type that autocast computes in
     on_nan: str = "stop"  # or "skip"
@@ -58,19 +58,19 @@ class Setup(StepOptions, Host):
     model: Model  # with the shards of tensor parallelism
     unsharded_model: Model
     shapes: Sequence[StageShape]  # by stage
-    dataflows: Sequence[Dataflow]  # by microbatch of a list, the first the largest
+    dataflows: Sequence[Dataflow]  # by microbatch of a list; the first is the largest
     microbatches: MicrobatchSource
-    text: Tensor | None  # that the command line's microbatches are made of
+    text: Tensor | None  # what the command line's microbatches are made from
 
 
 def set_up_command(comm: MPI.Intracomm, options: SetupOptions, header: Header) -> Setup:
-    """The setup of a command: its model has a name, and makes microbatches of a text. Collective; Stop as `set_up`."""
+    """The setup of a command: its named model makes microbatches from a text. Collective; Stop as in `set_up`."""
     host = use_host(comm, options.device, options.threads, options.gpu_messages, options.stream_words)
     layers = header.scheme.get("layers")
     with print_notes(comm):
         model = together(comm, lambda: load_model(options.model, header.model_stages, options.seed, layers))
     text = torch.from_numpy(bytes_from_rank_0(comm, lambda: training_text(options.text, model.length)))
-    assert model.batch is not None  # load_model has refused it
+    assert model.batch is not None  # else load_model has refused the model
     source = Microbatches(model.batch, text, options.seed, header.microbatches * options.accumulate)
     steps = StepOptions(
         recipe=command_line_recipe(options), seed=options.seed, passes=options.accumulate, canonical=options.canonical,
@@ -91,7 +91,7 @@ def set_up(
 ) -> Setup:
     """The setup for a schedule. Collective; Stop if the model does not fit the schedule or the options.
 
-    `unsharded_model`: as its author gave it; `text`: that `source` makes microbatches of, if it does; `prepare`: as for
+    `unsharded_model`: as its author gave it; `text`: what `source` makes microbatches from, if any; `prepare`: as for
     `infer_shapes`.
     """
     if options.canonical:  # before the loss is tried on the device
@@ -149,7 +149,7 @@ def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Read
 
 
 def _sizes(microbatches: MicrobatchSource) -> tuple[list[int], list[int]]:
-    """The first microbatch of each size that there is, and for every microbatch the number of its size."""
+    """The first microbatch of each size, and for every microbatch the number of its size."""
     shapes = microbatches.input_shapes
     firsts = [number for number, shape in enumerate(shapes) if shape not in shapes[:number]]
     return firsts, [next(k for k, first in enumerate(firsts) if shapes[first] == shape) for shape in shapes]
@@ -176,7 +176,7 @@ _threads_before: list[int] = []  # one for each run that has not ended, the firs
 
 
 def threads_kept() -> Callable[[], None]:
-    """What it returns gives torch the threads back that it has now, once no other run of this process goes on."""
+    """A function that resets torch's threads to their present number, once no other run of this process goes on."""
     _threads_before.append(torch.get_num_threads())
 
     def give_back() -> None:
@@ -188,11 +188,11 @@ def threads_kept() -> Callable[[], None]:
 
 
 def use_host(comm: MPI.Intracomm, device: str, threads: int, gpu_messages: str, stream_words: bool) -> Host:
-    """Choose this rank's device, by name, and torch's threads; 0: its share of the cores. Collective.
+    """Choose this rank's device, by name, and the number of torch's threads; 0: its share of the cores. Collective.
 
-    `gpu_messages`: auto, direct or host; `stream_words`: in place of events.
+    `gpu_messages`: auto, direct or host; `stream_words`: words in memory replace events.
     """
-    sleeping_barrier(comm)  # for ranks that still import
+    sleeping_barrier(comm)  # some ranks may still be importing
     own = os.sched_getaffinity(0)  # a part of the host's, where launchers bind ranks to cores
     of_ranks = comm.allgather(own)
     ranks = Counter(core for rank in ranks_on_host(comm) for core in of_ranks[rank])

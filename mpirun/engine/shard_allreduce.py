@@ -1,9 +1,9 @@
-"""ALLREDUCE of an x or a g: the sum over the shards of a tensor-parallel stage of what each of them has computed.
+"""ALLREDUCE of an x or a g: the sum, over the shards of a tensor-parallel stage, of what each shard has computed.
 
-Summed are outputs after forwards and the gradients of inputs after backwards, in the order of the shards: the same
-bits on all of them and in every run. A sum goes on while other instructions run; the first that reads it waits.
-Transfers need memory that stays where it is, so what is summed is copied there. Sums over the same ranks, of the same
-size and type, share it: one begins when the one before is done.
+Outputs are summed after forwards, gradients of inputs after backwards, in the order of the shards: the bits are the
+same on all shards and in every run. A sum goes on while other instructions run; the first that reads it waits.
+Transfers need memory with a fixed address, so the summands are copied there. Sums over the same ranks, of the same
+size and type, share this memory: each begins when the one before is done.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ShardAllreduce:
         self.context = context
         # By the ranks of the shards in their order, number of bytes, type.
         self.shared: dict[tuple[tuple[int, ...], int, torch.dtype], OrderedAllreduce] = {}
-        self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # what each of them has summed last
+        self.latest: dict[OrderedAllreduce, LocalBuffer] = {}  # the buffer that each of them summed last
 
     def allreduce(self, row: int, i: Instruction) -> Act:
-        """ALLREDUCE: start to replace the summand of this rank's shard in the buffer by the sum."""
+        """ALLREDUCE: start the sum, which will replace the summand of this rank's shard in the buffer."""
         header, transport = self.context.header, self.context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
@@ -50,7 +50,7 @@ class ShardAllreduce:
 
         def done() -> bool:
             allreduces.advance()
-            if not allreduce.done:  # one look: another thread may end it before a second
+            if not allreduce.done:  # look only once: another thread may end it before a second look
                 return False
             allreduce.arrive()
             buffer.value = total.clone().view(spec.size)  # autograd may have saved the summand

@@ -1,4 +1,4 @@
-"""BWD_I and BWD_W: a backward in two halves, gradients of the inputs first and of the weights later.
+"""BWD_I and BWD_W: a backward in two halves, first the gradients of the inputs, later those of the weights.
 
 In the autograd graph of a stage, the nodes from which an input can be reached form the path of the input gradient.
 Beside the path hang branches from which only parameters can be reached. The first half runs the path and keeps the
@@ -6,10 +6,10 @@ gradients that arrive at each node with a branch. The second half runs the branc
 twice [Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.1; the cut is that of
 torch.distributed.pipelining].
 
-Autograd goes through all that can be reached from where it begins, and from a node of the path the rest of the path
-can be reached. So the second half does not begin there. The nodes with branches are called one by one, during a call of
-autograd for which nothing but the branches is needed: then they compute nothing else. Another call begins with what
-they gave, at the first nodes of the branches, and adds to the parameters' gradients.
+Autograd runs all that can be reached from its roots, and from a node of the path the rest of the path can be reached.
+So the second half does not use these nodes as roots. It calls the nodes with branches one by one, during an autograd
+call that needs nothing but the branches, so that they compute nothing else. A second autograd call starts from their
+results, at the first nodes of the branches, and adds to the parameters' gradients.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 _LEAF = torch.zeros((), device="cpu", requires_grad=True)
-_CALL: Any = _LEAF.view_as(_LEAF).grad_fn  # a graph of one node, to call others within
+_CALL: Any = _LEAF.view_as(_LEAF).grad_fn  # a graph of one node, during whose call others are called
 
 
 class Branch(NamedTuple):
-    """A node of the path with what hangs on it."""
+    """A node of the path, and the branches that hang on it."""
 
-    node: Any  # of autograd, and callable
+    node: Any  # of autograd; callable
     hanging: list[int]  # which of its results lead to parameters and to no input
     begins: list[GradientEdge]  # where each of them goes
     parameters: list[nn.Parameter]
@@ -38,7 +38,7 @@ class Branch(NamedTuple):
 class WeightHalf(NamedTuple):
     """What the second half needs: branches or, where the graph cannot be cut, its roots and their gradients."""
 
-    branches: list[tuple[Branch, list[Tensor | None]]]  # with the gradients that have arrived, none if none has
+    branches: list[tuple[Branch, list[Tensor | None]]]  # with the gradients that arrived at its node; empty: none did
     uncut: tuple[Sequence[GradientEdge], Sequence[Tensor]] | None
 
 
@@ -55,7 +55,7 @@ def input_half(
     half = WeightHalf([], (roots, gradients) if branches is None else None)
     for branch in reversed(branches or ()):
         arrived: list[Tensor | None] = []
-        # Not autograd's own way to ask for them, which leaves out hooks of tensors.
+        # Autograd's own way of asking for them would leave out hooks on tensors.
         branch.node.register_prehook(arrived.extend)
         half.branches.append((branch, arrived))
     return _run(roots, gradients, inputs, keep_graph=True), half
@@ -73,7 +73,7 @@ def weight_half(half: WeightHalf, parameters: Sequence[nn.Parameter]) -> None:
     found: list[Tensor | None] = []
 
     def call(_: Any) -> None:
-        while reached:  # node after node the graph loses what it has saved
+        while reached:  # popped, so that what each node has saved is freed
             branch, arrived = reached.popleft()
             results = branch.node(*arrived)
             found.extend(results[k] for k in branch.hanging)
@@ -98,7 +98,7 @@ def _run(
     keep_graph: bool,
     add: bool = False,
 ) -> Sequence[Tensor | None]:
-    """torch.autograd.grad, or backward if it is to `add`, without checks that take as long as small kernels."""
+    """Like torch.autograd.grad, or backward if `add`, but without checks that take as long as small kernels."""
     found: Sequence[Tensor | None] = _engine_run_backward(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=add
     )
@@ -108,13 +108,13 @@ def _run(
 def _branches(
     roots: Sequence[Node], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> list[Branch] | None:
-    """The branches of the path, each behind those that can be reached from it.
+    """The branches of the path, each after those that can be reached from it.
 
-    None where the graph cannot be cut: a parameter hangs on several nodes of the path or on a root beside it, or on a
-    torch.autograd.Function, which nobody but autograd can call.
+    None if the graph cannot be cut: a parameter hangs on several nodes of the path, on a root beside the path, or on a
+    torch.autograd.Function, which only autograd can call.
     """
     is_input, by_id = {id(x) for x in inputs}, {id(parameter): parameter for parameter in parameters}
-    on_path: dict[Node, bool] = {}  # by node seen to its end
+    on_path: dict[Node, bool] = {}  # by node that is finished
     below: dict[Node, list[nn.Parameter]] = {}
     branches: list[Branch] = []
     entered: dict[Node, tuple[tuple[Node | None, int], ...]] = {}

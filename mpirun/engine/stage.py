@@ -1,8 +1,8 @@
 """A stage on this rank: its module, its weights in one flat tensor, its forward and its backward.
 
-All parameters are views into `weights`, which are bytes, so that they travel as one message, or as one message a part.
+All parameters are views into `weights`, which are bytes, so that they travel as one message, or one message per part.
 Those of one type lie together. Every view begins at a multiple of `ALIGN` bytes: the same kernels run on it as on a
-tensor of torch's own, and give the same bits.
+tensor that torch allocates, and give the same bits.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class SavedForward(NamedTuple):
     outputs: list[GradientEdge | None]  # None: this output needs no gradient
 
     def take_gradients(self, wanted: Sequence[bool] | None = None) -> list[Tensor]:
-        """The gradients of all inputs, or of those that are wanted, detached from them; zeros where there is none."""
+        """Take the gradients of all inputs, or of the wanted ones, off the inputs; zeros where there is none."""
         gradients = []
         for x in self.inputs if wanted is None else itertools.compress(self.inputs, wanted):
             gradient = x.grad
             gradients.append(torch.zeros_like(x) if gradient is None else gradient.contiguous())
-            x.grad = None  # a graph that is still to give weight gradients keeps x
+            x.grad = None  # a graph whose weight gradients are still to come keeps x alive
         return gradients
 
 
 class LocalStage:
-    """A stage that this rank owns, computes, or passes on the gradient of."""
+    """A stage that this rank owns or computes, or whose gradient it forwards."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class LocalStage:
                 if owns_all:
                     view.copy_(parameter.detach())
                 self.parameters.append(_replace(module, parameter, nn.Parameter(view)))
-                named[number] = name, self.parameters[-1]  # the memory of the one before is free
+                named[number] = name, self.parameters[-1]  # frees the memory of the old one
         elif self.owns_separate_parts:  # it never computes the stage, so the module needs no values
             for _, parameter in named:
                 no_memory = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
                 _replace(module, parameter, nn.Parameter(no_memory))
         module.to(device.torch)
-        self.latest = [module]  # of all versions' modules, that of the latest forward
+        self.latest = [module]  # the module of the latest forward, among those of all versions
         self.tied_to_earlier: set[str] = set()  # names of parameters that an earlier stage has too
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
@@ -109,7 +109,7 @@ class LocalStage:
         return flat
 
     def owned_parts_copier(self) -> Callable[[], None]:
-        """What copies the owned parts into `weights`, beside the fetched ones; autograd does not see it."""
+        """A function that copies the owned parts into `weights`, beside the fetched ones; autograd does not see it."""
         pairs = [(self.weights.data[self.part_slices[part]], owned) for part, owned in self.owned.items()]
 
         def copy() -> None:
@@ -121,18 +121,18 @@ class LocalStage:
     def with_other_weights(self, module: nn.Module, memory: Tensor) -> LocalStage:
         """The same stage with weights in `memory`, shape (bytes,).
 
-        `module`: another one, which gets the buffers and frozen parameters of this.
+        `module`: another module of the stage, which gets the buffers and frozen parameters of this one.
         """
         stage = LocalStage(module, self.index, self.shape, self.device, False, memory, self.autocast_dtype)
         for source, target in zip(self.module.modules(), module.modules(), strict=True):
             frozen = {name: x for name, x in source._parameters.items() if x is not None and not x.requires_grad}
-            target._buffers = source._buffers  # what a forward assigns, all versions have
+            target._buffers = source._buffers  # all versions have what a forward assigns
             target._parameters.update(frozen)
         stage.latest, stage.tied_to_earlier = self.latest, self.tied_to_earlier
         return stage
 
     def take_numbers(self) -> None:
-        """Before a forward: the module gets what that of another version has counted in the latest one."""
+        """Before a forward: take over what the module of another version counted in the latest forward."""
         if self.latest[0] is not self.module:
             take_numbers(self.module, self.latest[0])
             self.latest[0] = self.module
@@ -191,7 +191,7 @@ class LocalStage:
         return outputs, SavedForward(inputs, edges)
 
     def _outputs(self, arguments: list[Any], loss: LossFunction | None, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """Those of the module, or their loss, with the graph that leads to them."""
+        """The module's outputs, or their loss, with their autograd graph."""
         with autocast(self.device.kind, self.autocast_dtype):
             if self.shape.overwrites_inputs:  # others may still read them, and a leaf may not be changed in place
                 arguments = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
@@ -211,8 +211,8 @@ class LocalStage:
         """From the outputs' gradients: the inputs' go to `saved`, the parameters' are added to their `grad`."""
         roots, root_gradients = _differentiable_outputs(saved, gradients)
         if roots:
-            # What Tensor.backward ends in, without its checks: they take as long as three small kernels. On a CPU it
-            # runs in this thread, to which torch need not pass on where it was called.
+            # What Tensor.backward calls in the end, without its checks: they take as long as three small kernels. On a
+            # CPU the backward runs in this thread, so torch need not pass the caller's context on to another one.
             run = _ENGINE.run_backward if self.device.kind == "cpu" else _engine_run_backward
             run(roots, root_gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -223,7 +223,7 @@ class LocalStage:
             return None
         leaves = [x for x in saved.inputs if x.requires_grad]
         grads, half = input_half(roots, root_gradients, leaves, self.parameters)
-        taken = {x.untyped_storage().data_ptr() for x in root_gradients}  # where others will be received
+        taken = {x.untyped_storage().data_ptr() for x in root_gradients}  # later gradients will be received there
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
                 memory = grad.untyped_storage().data_ptr()
@@ -238,7 +238,7 @@ class LocalStage:
 
 
 def _gradient_edge(x: Tensor) -> GradientEdge | None:
-    """Where the backward from an output begins; None: it needs no gradient."""
+    """Where the backward from an output begins; None: the output needs no gradient."""
     node = x.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a Function's node does not keep its graph alive
         return get_gradient_edge(x) if x.requires_grad else None

@@ -1,4 +1,4 @@
-"""The gradients that a stage's backward is given and gives: in buffers g, as messages of one or several tensors."""
+"""The gradients that a stage's backward takes and returns, in buffers g, as messages of one or several tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from schedgen.ir.instructions import Instruction, Kind
 
 
 def output_gradients(context: Context, i: Instruction) -> Callable[[], list[Tensor | None]]:
-    """What gives the gradients of the outputs of a stage that others read: sums of its consumers' g, in their order."""
+    """A function that returns the gradients of the outputs of a stage with consumers: sums of their g, in order."""
     graph, buffers = context.header.graph, context.buffers
     consumers = graph.consumers[i.stage]
     messages = [buffers.get(Kind.G, i.stage, i.mb, graph.gradient_consumer(i.stage, c)) for c in consumers]
@@ -35,7 +35,7 @@ def output_gradients(context: Context, i: Instruction) -> Callable[[], list[Tens
 
 
 def gradient_taker(context: Context, i: Instruction) -> Callable[[SavedForward], list[Tensor]]:
-    """What takes, of the gradients of a job's inputs, those that its producers get."""
+    """A function that takes, of the gradients of a job's inputs, those that the producers get."""
     dataflow, producers = context.setup.dataflows[i.mb], context.header.graph.producers[i.stage]
     is_floating_point = [
         dataflow.outputs[p][index].dtype.is_floating_point
@@ -46,7 +46,7 @@ def gradient_taker(context: Context, i: Instruction) -> Callable[[SavedForward],
 
 
 def gradient_giver(context: Context, i: Instruction) -> Callable[[list[Tensor]], None]:
-    """What puts these gradients into the buffers g of its producers."""
+    """A function that puts these gradients into the buffers g of the job's producers."""
     graph, dataflow = context.header.graph, context.setup.dataflows[i.mb]
     producers, device = graph.producers[i.stage], context.setup.device.torch
     messages = [context.buffers.get(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in producers]

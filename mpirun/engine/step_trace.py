@@ -1,9 +1,9 @@
 """Traces: when every rank executed every instruction of some steps, and how long it waited for what.
 
-- The traced loop notes the time, and the seconds waited so far, between any two instructions.
-- What a wait is for is noted where the transport begins to wait.
-- A GPU executes an instruction after it was launched. So an instruction that computes is followed by a wait for the
-  GPU, and a traced step is slower than others, the more so the shorter its jobs are.
+- The traced loop records the time, and the seconds waited so far, between any two instructions.
+- What a wait is for is recorded when the transport begins to wait.
+- A GPU executes an instruction after its launch. So each instruction that computes is followed by a wait for the GPU,
+  and traced steps are slower than others, the more so the shorter their jobs are.
 - The clocks of all ranks are compared with rank 0's before the first traced step and after the last.
 """
 
@@ -33,11 +33,11 @@ _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 
 
 class Pass(NamedTuple):
-    """What is noted of one accumulation pass; a step without accumulation is one pass."""
+    """What is recorded of one accumulation pass; a step without accumulation is one pass."""
 
-    times: list[float]  # by row, when it began; behind them, when the last one ended
+    times: list[float]  # by row, when it began; after them, when the last one ended
     waited: list[float]  # as `times`: seconds that the transport had waited until then
-    causes: Small  # by row, what it waited for: an index of CAUSES; negative: nothing
+    causes: Small  # by row, what it waited for: an index into CAUSES; negative: nothing
 
 
 class StepTrace:
@@ -75,7 +75,7 @@ class StepTrace:
         self.after = read_clocks(self.transport)
 
     def _execute(self, interpreter: Interpreter) -> None:
-        """As Interpreter.execute, with the time between any two instructions."""
+        """Like Interpreter.execute, but record the time between any two instructions."""
         length, transport, clock = len(self.instructions), interpreter.transport, time.perf_counter
         code, state = self._wait_for_device(interpreter), interpreter.state
         times, waited = [0.0] * (length + 1), [0.0] * (length + 1)
@@ -89,7 +89,7 @@ class StepTrace:
         waited[length] = transport.waited
 
     def _wait_for_device(self, interpreter: Interpreter) -> list[Act]:
-        """On a GPU: instructions that end when the GPU has executed them."""
+        """The acts; on a GPU those that compute end only when the GPU has executed them."""
         device, poll = self.device, interpreter.transport.poll
         if device.mark() is None:
             return interpreter.code
@@ -107,13 +107,13 @@ class StepTrace:
         return [waits_for_device(act) if i.op in _ON_DEVICE else act for i, act in pairs]
 
     def _note_wait(self, state: memoryview, on_wait: Callable[[int | None], None], row: int | None) -> None:
-        """In place of Transport's on_wait. Of several waits in an instruction the last counts."""
+        """Replaces Transport's on_wait. Of several waits in an instruction the last counts."""
         if row is not None and state[ROW] >= 0:
             self.passes[-1].causes[state[ROW]] = self._cause(row)
         on_wait(row)
 
     def _cause(self, row: int) -> int:
-        """An index of CAUSES; `row`: of the instruction that started what is waited for, negative where none did."""
+        """An index into CAUSES; `row`: of the instruction that started what is waited for; negative if none did."""
         if row < 0:
             return REDUCTION
         i = self.instructions[row]
@@ -124,7 +124,7 @@ class StepTrace:
     def write(self, comm: MPI.Intracomm, program: Program | None, option: str, path: str) -> None:
         """Write the passes of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective.
 
-        `option`: what asked for it.
+        `option`: the option that asked for it.
         """
         times, waited, causes = (np.array(column) for column in zip(*self.passes, strict=True))
         own = as_rank_0_times(times, self.before, self.after), np.diff(waited, axis=1), causes

@@ -18,7 +18,7 @@ from schedgen.ir.instructions import Instruction
 
 
 def shared_parameters(model: Model, stages: tuple[int, ...]) -> list[dict[int, str]]:
-    """The parameters that exactly these stages share, each as its name by stage."""
+    """The parameters that exactly these stages share, each as a dict of its names by stage."""
     ties = [dict(reversed(tie)) for tie in model.tied]  # the first name in a stage counts
     return [tie for tie in ties if tuple(sorted(tie)) == stages]
 
@@ -42,7 +42,7 @@ def tied_allreduce(context: Context, i: Instruction) -> Act:
     }
     first = next(iter(owned))
     layout, size = flat_layout(views[first])
-    # Each stage counts once: its first owner contributes it.
+    # Each stage counts once: its first owner contributes its gradient.
     members = header.sharers(i.tie)
     keys = [[stage for stage in stages if header.owners[stage][0] == member] for member in members]
     contributed = keys[group.rank]

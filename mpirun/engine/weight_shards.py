@@ -27,11 +27,11 @@ class Piece(NamedTuple):
     dtype: torch.dtype
 
     def of_parameter(self, parameter: Tensor) -> Tensor:
-        """The piece of a tensor of the parameter's shape, shape (length,)."""
+        """This piece of a tensor with the parameter's shape; shape (length,)."""
         return parameter.reshape(-1)[self.begin : self.begin + self.length]
 
     def of_part(self, part: Tensor) -> Tensor:
-        """The piece of a flat tensor laid out as the part is, shape (length,)."""
+        """This piece of a flat tensor that is laid out like the part; shape (length,)."""
         return part[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype)
 
 
@@ -60,7 +60,7 @@ def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
 
 
 def first_fetches(instructions: Sequence[Instruction]) -> set[int]:
-    """The rows of the FETCH_Ws that begin a copy of a stage: no other part of it is live there."""
+    """The rows of the FETCH_Ws that begin a copy of a stage's weights: no other part of the copy is live then."""
     live_parts: dict[int, set[int]] = {}  # by stage
     first = set()
     for row, i in enumerate(instructions):

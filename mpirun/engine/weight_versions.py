@@ -42,7 +42,7 @@ class StageVersions:
         return self.by_version[stage, version] if version else self.version_0[stage]
 
     def step(self, i: Instruction) -> Act:
-        """STEP to a version: the mean gradient of the microbatches since the last STEP makes it from the one before."""
+        """STEP to a version: from the one before, by the mean gradient of the microbatches since the last STEP."""
         before, after = self.at(i.stage, i.version - 1), self.at(i.stage, i.version)
         header, allreduces, optimizer = self.context.header, self.context.allreduces, self.context.optimizer
         position, gradient = self.context.position, self.context.grad_buffers.of_stage(i.stage)
@@ -60,7 +60,7 @@ class StageVersions:
         return act
 
     def copy_last_to_0(self) -> None:
-        """The last version of every stage is version 0 of the next pass."""
+        """Make the last version of every stage version 0 of the next pass."""
         for stage, last in self.last.items():
             if last is not self.version_0[stage]:
                 self.version_0[stage].weights.copy_(last.weights)
