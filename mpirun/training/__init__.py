@@ -1,1 +1,1 @@
-"""Training as a library: `Engine`, which scripts drive, on a `Session`, which the command line drives, too."""
+"""Training as a library: `Engine`, for scripts, is built on `Session`, which the command line uses too."""

@@ -1,4 +1,4 @@
-"""What `Engine` is given, made into what it works with: the model, the optimizer's recipe, who is told the numbers."""
+"""Converts the arguments of `Engine` to what it works with: the model, the optimizer's recipe, the log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpirun.model.frontend.split_result import Cut
 from mpirun.model.load_model import check_model, join_stages
 from schedgen.util.errors import UsageError
 
-Log = Callable[[int, Mapping[str, float]], None]  # of the steps done, and a step's numbers by name
+Log = Callable[[int, Mapping[str, float]], None]  # takes the number of steps done, and a step's numbers by name
 Models = Model | Cut | Sequence[nn.Module] | Callable[[int], Model | Cut]
 
 
@@ -34,14 +34,14 @@ def take_model(
     weights: Path | None,
     seed: int,
 ) -> tuple[Model, Callable[[Any], Any]]:
-    """A Model of what a script gives, and what makes the module's own output of the last stage's.
+    """A Model from what a script gives, and a function that rebuilds the module's own output from the last stage's.
 
     stages   how many there should be; None: as many as there are
     layers   how many of the model's own stages each stage joins; None: one
     weights  a directory that parameters and buffers are read from
-    seed     of a function's modules
+    seed     for the modules that a function makes
 
-    UsageError where there is no such model.
+    UsageError if what is given makes no such model.
     """
     if callable(model) and not isinstance(model, Model | Cut | nn.Module):
         if stages is None:
@@ -68,7 +68,7 @@ def take_model(
 
 
 def directory_of(what: str, name: object) -> Path:
-    """The directory that a method or an argument is given; UsageError where that is no name."""
+    """The directory of this name, which a method or an argument was given; UsageError if it is not a name."""
     if not isinstance(name, str | os.PathLike):
         raise UsageError(f"{what}: give the name of a directory, not a {type(name).__name__}")
     return Path(name)
@@ -84,7 +84,7 @@ def make_recipe(
     scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
     clip: float | None,
 ) -> Recipe:
-    """The optimizer, its rate and clipping, as `Engine` takes them; UsageError where they do not go together."""
+    """The optimizer, its rate and clipping, as `Engine` takes them; UsageError if one is wrong or two conflict."""
     if lr is not None and scheduler is not None:
         raise UsageError("lr and scheduler both say what the learning rate is: give one of them")
     if clip is not None and not (isinstance(clip, Real) and clip > 0):
@@ -95,7 +95,7 @@ def make_recipe(
     def rate_of(step: int) -> float:
         value = lr(step) if callable(lr) else lr
         try:
-            number = float(value)  # type: ignore[arg-type]  # what a function returns is seen here
+            number = float(value)  # type: ignore[arg-type]  # checked here, as a function may return anything
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
@@ -110,7 +110,7 @@ def make_recipe(
 def checked_options(
     autocast: str | None, accumulate: int, on_nan: str, device: str, gpu_messages: str, seed: int, timeout: float
 ) -> torch.dtype | None:
-    """The type that autocast computes in; UsageError where one of these is not what it may be."""
+    """The type that autocast computes in; UsageError if one of these options has a wrong value."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device: {device!r} is none of 'auto', 'cpu' and 'cuda'")
     if gpu_messages not in WAYS:
@@ -129,11 +129,11 @@ def checked_options(
 
 
 def tell_nobody(step: int, numbers: Mapping[str, float]) -> None:
-    """Nobody is told the numbers of a step."""
+    """A log that ignores a step's numbers."""
 
 
 def make_log(log: Log | str | os.PathLike[str] | None, ending: ExitStack) -> Log:
-    """What is told the numbers of each step; a directory: TensorBoard's events, whose writer `ending` closes."""
+    """The function that takes each step's numbers; a directory: it writes TensorBoard events; `ending` closes it."""
     if log is None:
         return tell_nobody
     if callable(log):

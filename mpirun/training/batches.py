@@ -15,23 +15,23 @@ from schedgen.util.errors import UsageError
 
 
 class StepBatches(MicrobatchSource):
-    """The microbatches of a script's steps; those of the current step are there, others are made again."""
+    """The microbatches of a script's steps: those of the current step, and those kept or made again."""
 
     def __init__(self, example: Microbatch, count: int) -> None:
         """`example`: what a microbatch looks like; `count`: microbatches of a step."""
         self.example, self.count = example, count
         self.step = -1
         self.current: Mapping[int, Microbatch] = {}
-        self.kept: dict[int, Batch] = {}  # by step; of a loader's batch, which it makes again, nothing but its place
+        self.kept: dict[int, Batch] = {}  # by step; of a loader's batch only its place: the loader can make it again
 
     def give(self, step: int, batch: Batch, keep: bool = False) -> None:
-        """The batch of a step; `keep`: it will be asked for after the step, too."""
+        """Set the batch of a step; `keep`: it will be needed after the step, too."""
         self.step, self.current = step, batch.microbatches
         if keep:
             self.kept[step] = batch if batch.loader is None else batch._replace(microbatches={})
 
     def __call__(self, step: int, number: int) -> Microbatch:
-        """A microbatch of the current step, or of one that was kept; UsageError where it cannot be made again."""
+        """A microbatch of the current step, or of one that was kept; UsageError if it cannot be made again."""
         if step == self.step and number in self.current:
             return self.current[number]
         if self.step < 0:  # a loss of the whole minibatch is tried before the first batch is given
@@ -66,7 +66,7 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
 
 
 def whole_batch(data: Any, count: int, pair: Pair) -> Batch:
-    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError where it cannot be cut."""
+    """A minibatch that every rank has as a whole, cut into `count` microbatches. UsageError if it cannot be cut."""
     data = plain(data)
     samples = sample_count(data)
     if samples % count:

@@ -10,7 +10,7 @@ from schedgen.util.errors import UsageError
 
 
 def compile_for(model: Model, scheme: str, microbatches: int | None, workers: int) -> Program:
-    """The schedule of a built-in scheme, proved. UsageError where these sizes make none."""
+    """The schedule of a built-in scheme, checked. UsageError if these sizes make none."""
     if type(microbatches) is not int or microbatches < 1:
         raise UsageError(f"microbatches: say how many a step of {scheme} has, 1 at least")
     graph, sizes = model.graph(), schedgen.Sizes(len(model.stages), microbatches, workers)

@@ -1,11 +1,11 @@
-"""`Engine`: a run that a script drives, one MPI rank a worker of the schedule.
+"""`Engine`: a run that a script drives, with one MPI rank per worker of the schedule.
 
     run = mpirun.Engine("1f1b.json", model, loss=loss, optimizer=lambda named: torch.optim.SGD(parameters(named), 0.1))
     for batch in run.loader(dataset, microbatch_size=4, shuffle=True):
         print(run.step(batch).loss)
 
-Every method is collective: all ranks call it, in the same order. A mistake of the user's ends all ranks with one
-sentence and an exit code; a rank that fails on its own says where, and ends the others.
+Every method is collective: all ranks call it, in the same order. A user's mistake ends all ranks with one sentence and
+an exit code; a rank that fails on its own says where, and ends the others.
 """
 
 from __future__ import annotations
@@ -75,35 +75,35 @@ def _collective(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concate
 
 
 class Engine:
-    """A run. What it needs to know of the data it learns from the first batch, or from the first that is evaluated.
+    """A run. It learns what the data look like from the first batch that is trained on or evaluated.
 
     Its arguments:
 
-    schedule      a file that schedgen has written, or the name of a scheme, which `stages` and `microbatches` size
-    model         what `split` returns, a Model, a list of modules, one a stage, or a function of their number
+    schedule      a file written by schedgen, or the name of a scheme, whose sizes `stages` and `microbatches` give
+    model         what `split` returns, a Model, a list of modules, one per stage, or a function: stages -> such a model
     loss          (output, target) -> loss, a mean over the samples, or (loss, metrics by name); None: the Model's
     optimizer     a list of NamedParameters -> a torch optimizer of them all; None: AdamW
-    lr            the learning rate, or one for each step, counted from 0; None: that of the optimizer
-    scheduler     an optimizer -> a torch LRScheduler of it, which is stepped once a step
+    lr            the learning rate, or a function of the step, counted from 0; None: that of the optimizer
+    scheduler     an optimizer -> a torch LRScheduler for it, which is stepped once per step
     clip          the largest norm of the whole gradient; None: no limit
     accumulate    passes through the schedule before the optimizer's step
     autocast      "bf16": forwards in mixed precision
     device        "cpu", "cuda", or "auto": a GPU where every rank has one
-    gpu_messages  "direct": MPI takes GPU memory as it is; "host": messages go by way of the host's; or "auto"
-    stream_words  on a GPU, words in memory order messages and kernels, not events
+    gpu_messages  "direct": MPI is given GPU memory; "host": messages go through host memory; or "auto"
+    stream_words  on a GPU, order messages and kernels by words in memory instead of events
     graphs        on a GPU, capture the kernels of each job once and replay them
-    canonical     add gradients in the order of the microbatches: the bits of one process under every schedule
+    canonical     add gradients in microbatch order: under every schedule the same bits as one process
     seed          of weights, dropout and shuffling
     weights       a directory of safetensors files that parameters and buffers are read from, by their names
-    buckets       sizes that dimension 1 of the input, as the length of sequences, may have, one in all microbatches
-                  of a step; empty: microbatches have one shape
-    on_nan        "stop", or "skip" the step where a loss or a gradient is not finite
-    verify        record what is done, for `verify`
+    buckets       sizes that dimension 1 of the input, such as the sequence length, may have, the same in all
+                  microbatches of a step; empty: microbatches have one shape
+    on_nan        "stop", or "skip" the step, if a loss or a gradient is not finite
+    verify        record the steps, for the method `verify`
     log           is called on rank 0 with the number of steps done and a step's numbers by name; or a directory,
                   to which they are written for TensorBoard
-    timeout       seconds after which a run in which nothing moves is ended; 0: never. Those do not count in which
-                  every rank is between two calls of the Engine
-    export        the directory that `export` will write, which is refused now where it is not empty
+    timeout       seconds without progress after which a run is ended; 0: never. Time in which every rank is between
+                  two calls of the Engine does not count
+    export        the directory that `export` will write; it is refused now if it is not empty
     comm          the ranks; None: all
     """
 
@@ -141,10 +141,10 @@ class Engine:
         self.session: Session | None = None
         self.saving: tuple[Path, int] | None = None  # where `save` writes, and how many checkpoints stay there
         self.resumed_from: Path | None = None
-        self.data: Loader | None = None  # whose position checkpoints have
-        self.said: set[str] = set()  # notes on data, by all loaders
-        self.loaders: WeakSet[Loader] = WeakSet()  # those that read what this run's ranks read
-        self.ending = contextlib.ExitStack()  # gives back what the process had before the run
+        self.data: Loader | None = None  # whose position checkpoints record
+        self.said: set[str] = set()  # notes of all loaders that were printed
+        self.loaders: WeakSet[Loader] = WeakSet()  # known to read what this run's ranks read
+        self.ending = contextlib.ExitStack()  # restores what the process had before the run
         with generators_kept(), exit_by(self.comm, self._position, self._failing), self._ended_by_mistakes():
             if self.comm.size > 1:
                 self.ending.callback(end_on_uncaught(self.comm, self._failing))
@@ -207,7 +207,7 @@ class Engine:
             taken = together(self.comm, lambda: take_model(model, loss, stages, layers, weights, seed))
         self.model, self.rebuild = taken
 
-    # What a script asks for
+    # The interface of a script
 
     @property
     def rank(self) -> int:
@@ -216,7 +216,7 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps done, those before a checkpoint included."""
+        """Steps done, including those before a checkpoint."""
         return self._running.steps
 
     @_collective
@@ -234,13 +234,13 @@ class Engine:
         """The batches of a dataset, of which this rank makes the microbatches that its list reads.
 
         dataset          map-style, iterable, or a function: step, microbatch, generator -> (input, target). Its items
-                         are pairs (input, target), or mappings: of these the loss gets all entries
-        microbatch_size  samples of a microbatch; those of a function's lie in dimension 0, however many it returns
-        shuffle          another order in every epoch, by `seed` and the epoch; the same on every number of ranks
+                         are pairs (input, target), or mappings, of which the loss gets all entries
+        microbatch_size  samples of a microbatch; a function's has as many as dimension 0 of what it returns
+        shuffle          a new order in every epoch, from `seed` and the epoch; the same for any number of ranks
         seed             None: the run's
         workers          processes that load samples; 0: a thread
-        last             what becomes of an epoch's last samples where they fill no step: "pad" or "drop"
-        collate          makes a batch of a list of items; None: torch's default
+        last             what to do with an epoch's last samples if they do not fill a step: "pad" or "drop"
+        collate          makes a batch from a list of items; None: torch's default
         """
         loader = together(
             self.comm,
@@ -254,16 +254,16 @@ class Engine:
         if len(set(lengths)) > 1:
             raise Stop(f"loader: the datasets of the ranks have different lengths: {lengths}")
         if loader.kind != "stream":
-            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it is one of all ranks
+            on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in it stops all ranks
         self.loaders.add(loader)
         return loader
 
     @_collective
     def step(self, batch: Any) -> Result:
-        """Train on a batch: of a loader, or an (input, target) of all samples that every rank gives alike.
+        """Train on a batch: of a loader, or an (input, target) of all samples, the same on every rank.
 
-        Whether the ranks give alike is looked at in steps 1, 2, 4, 8, ... of the run: in between the reader of an input
-        and that of its target may train on different samples, and nothing says so.
+        Whether ranks have the same data is checked in steps 1, 2, 4, 8, ... of the run. In other steps the rank that
+        reads an input and the rank that reads its target may use different samples without an error.
         """
         session = self._running
         batch = self._batch(batch)
@@ -285,10 +285,10 @@ class Engine:
 
     @_collective
     def evaluate(self, loader: Iterable[Any], batches: int | None = None) -> Evaluation:
-        """The loss and the metrics over a loader's samples, in eval mode; `batches`: over so many of its batches.
+        """The loss and the metrics over a loader's samples, in eval mode; `batches`: only its first so many batches.
 
-        In the middle of the loader's epoch, too, over all of it; the loader stays where it is. A list of batches, as
-        of pairs (input, target), may take its place. A loader of a function has no end: it needs `batches`.
+        It covers the whole epoch even in the middle of one, and leaves the loader's position alone. A list of batches,
+        such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
         """
         return self._over(loader, batches, evaluate, scores=True)
 
@@ -298,9 +298,9 @@ class Engine:
     ) -> Any:
         """The model's outputs for a loader's samples, in their order, in eval mode: on rank 0, None elsewhere.
 
-        `each`: is called with the number of a microbatch and its output on the rank that has it, to write it, say;
-        then nothing is gathered. The target may be None where microbatches of the shape have been trained on or
-        evaluated: with the first one the loss is tried.
+        `each`: is called with the number of a microbatch and its output on the rank that has the output, for example
+        to write it; then nothing is gathered. The target may be None if microbatches of this shape have been trained
+        on or evaluated: the first microbatch of a shape is used to try the loss.
         """
         return self._over(
             loader, batches, lambda session, given: predict(session, given, self.rebuild, each), scores=False
@@ -308,10 +308,10 @@ class Engine:
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Note in the steps of the block when each rank executes which instruction, and what it waits for.
+        """Record, in the steps of the block, when each rank executes which instruction, and what it waits for.
 
-        Rank 0 writes it at the end of the block, for `schedgen stats --measured`, `draw` and Perfetto.
-        On a GPU traced steps are slower: an instruction that computes is waited for.
+        Rank 0 writes the trace at the end of the block, for `schedgen stats --measured`, `draw` and Perfetto.
+        On a GPU traced steps are slower: each instruction that computes is waited for.
         """
         self._begin_trace(path)
         try:
@@ -337,9 +337,9 @@ class Engine:
 
     @_collective
     def save(self, directory: str | os.PathLike[str], data: Loader | None = None, keep: int = 3) -> bool:
-        """Write a checkpoint of the steps so far, and of the position in `data`; whether that succeeded.
+        """Write a checkpoint of the run and of the position in `data`; returns whether that succeeded.
 
-        The newest `keep` stay.
+        The newest `keep` checkpoints are kept.
         """
         self._refuse(not self.prepared.has_stages, "save: nothing has been trained or evaluated yet")
         no_count = type(keep) is not int or keep < 1
@@ -353,9 +353,9 @@ class Engine:
 
     @_collective
     def resume(self, directory: str | os.PathLike[str], data: Loader | None = None) -> bool:
-        """Go on from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
+        """Continue from the newest whole checkpoint: weights, optimizer, step, and the position in `data`.
 
-        False, and nothing is done, where the directory has no checkpoint.
+        Returns False, and does nothing, if the directory has no checkpoint.
         """
         session = self._running
         self._refuse(bool(session.steps), "resume: this run has done steps already")
@@ -381,7 +381,7 @@ class Engine:
 
     @_collective
     def export(self, directory: str | os.PathLike[str]) -> None:
-        """Write the whole model in its own names: safetensors, and what else the directory of `weights` has."""
+        """Write the whole model under its own names: safetensors, and what else the directory of `weights` has."""
         self._refuse(not self.prepared.has_stages, "export: nothing has been trained or evaluated yet")
         path = together(self.comm, lambda: directory_of("export", directory))
         on_rank_0(self.comm, lambda: check_new(path))
@@ -392,15 +392,15 @@ class Engine:
 
     @_collective
     def verify(self) -> bool:
-        """Do all steps again in one process, from the first, and print how far they are apart; whether that is little.
+        """Repeat all steps, from the first, in one process, and print how far results differ; whether that is allowed.
 
-        The Engine is made with verify=True. With canonical=True nothing may differ.
+        The Engine must be made with verify=True. With canonical=True nothing may differ.
         """
         self._refuse(not self.prepared.verifies, "verify: say verify=True where the Engine is made")
         return self._running.verify() == 0
 
     def close(self) -> None:
-        """The end of the run; another Engine may follow in this process. Collective."""
+        """End the run; another Engine may follow in this process. Collective."""
         if self.session is None:
             return
         self.session.wait_for_others()
@@ -415,7 +415,7 @@ class Engine:
         """Close. An exception that leaves the block ends the other ranks, whether or not this one would catch it."""
         if self.session is None:
             return
-        if error is None or isinstance(error, SystemExit):  # of all ranks
+        if error is None or isinstance(error, SystemExit):  # it ends all ranks
             self.close()
         elif self.comm.size == 1:
             self._end()
@@ -423,11 +423,11 @@ class Engine:
             self._failing(error)
             end_on_error(self.comm, error)
 
-    # How
+    # Its parts
 
     @contextlib.contextmanager
     def _ended_by_mistakes(self) -> Iterator[None]:
-        """What stops all ranks in it ends the run: a process that goes on, as a notebook's, may have another."""
+        """An error inside that stops all ranks ends the run: the process, as a notebook's, may start another."""
         try:
             yield
         except Exception as error:
@@ -453,7 +453,7 @@ class Engine:
         return self._running.header.microbatches * self.options.passes
 
     def _failing(self, error: BaseException) -> None:
-        """Show the watchdog that this rank says itself why it ends."""
+        """Show the watchdog that this rank itself reports why it ends."""
         if self.session is not None:
             self.session.watchdog.end(type(error), error, None)
 
@@ -461,7 +461,7 @@ class Engine:
         return "" if self.session is None else self.session.position()
 
     def _refuse(self, wrong: bool, sentence: str) -> None:
-        """A Stop on all ranks where something is wrong on one of them: the others may be about to do something else."""
+        """Stop on all ranks if something is wrong on one of them: the others may be about to do something else."""
 
         def look() -> None:
             if wrong:
@@ -475,7 +475,7 @@ class Engine:
             note(self.comm, sentence)
 
     def _batch(self, batch: Any) -> Batch:
-        """What a script gives, as a Batch; Stop where it has not the microbatches of a step."""
+        """What a script gives, as a Batch; Stop if it does not have the microbatches of a step."""
         if not isinstance(batch, Batch):
             return together(self.comm, lambda: whole_batch(batch, self._count, self.model.pair))
         if len(batch.samples) != self._count:
@@ -500,9 +500,9 @@ class Engine:
         use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
         scores: bool,
     ) -> T:
-        """Use the first batches of a loader's epoch, each with what evaluates its shape; the loader stays where it is.
+        """Call `use` with the first batches of a loader's epoch and the evaluators of their shapes; the loader stays.
 
-        `scores`: by their targets.
+        `scores`: batches are scored by their targets.
         """
         session = self._running
         no_number = batches is not None and (type(batches) is not int or batches < 0)

@@ -1,7 +1,7 @@
-"""How a script or a command ends where something goes wrong: with one sentence, on all ranks.
+"""How a script or a command ends when something goes wrong: with one sentence, on all ranks.
 
-A `Stop` is on all ranks: one of them prints the sentence, and all exit with its code. Any other error is of one rank,
-which says where it is and ends the others, because they would wait for it for ever.
+A `Stop` is raised on all ranks: one of them prints the sentence, and all exit with its code. Any other error is one
+rank's alone: the rank says where it is and ends the others, because they would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop, raised_at
 from schedgen.util.errors import RefusedFile, UsageError, raised
 
-PASSED_ON = 0.3  # seconds in which launchers pass on what ranks have printed; Abort makes them drop the rest
+PASSED_ON = 0.3  # seconds that launchers need to pass on what ranks have printed; Abort makes them drop the rest
 
 
 @contextlib.contextmanager
 def exit_by(
     comm: MPI.Intracomm, position: Callable[[], str], failing: Callable[[BaseException], object]
 ) -> Iterator[None]:
-    """Make of a `Stop` a SystemExit; of any other error of this rank alone the end of all, where there are others.
+    """Turn a `Stop` into a SystemExit. Any other error is this rank's alone and ends all ranks, if there are others.
 
     position  where this rank is in its list, for the message
-    failing   is called before the end of all
+    failing   is called before all ranks are ended
     """
     try:
         yield
@@ -69,7 +69,7 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
 
 
 def end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
-    """Print "interrupted", then end all ranks. Most often all of them are interrupted: then rank 0 speaks for them."""
+    """Print "interrupted", then end all ranks. Usually all of them are interrupted: then rank 0 speaks for them."""
     where = ""
     with contextlib.suppress(KeyboardInterrupt):
         if comm.rank:
@@ -82,16 +82,16 @@ def end_by_interrupt(comm: MPI.Intracomm, position: str) -> NoReturn:
 
 
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
-    """End all ranks by an exception of the script's own code, or by Ctrl-C."""
+    """End all ranks because of an exception in the script's own code, or of Ctrl-C."""
     if isinstance(error, KeyboardInterrupt):
         end_by_interrupt(comm, "")
     end_all_ranks(comm, "", error, show_traceback=not isinstance(error, UsageError | RefusedFile))
 
 
 def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> Callable[[], None]:
-    """From now on an exception that ends this process, of the script's own code, ends all ranks, behind `failing`.
+    """From now on an uncaught exception of the script's own code calls `failing`, and then ends all ranks.
 
-    What it returns ends that.
+    The function that is returned undoes this.
     """
 
     def hook(_: object, error: BaseException, __: object) -> None:

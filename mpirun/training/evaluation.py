@@ -1,4 +1,4 @@
-"""Evaluation and prediction: a list of forwards only, with the placement of the run's own list.
+"""Evaluation and prediction: a forward-only list, with the placement of the run's own list.
 
 The list is compiled from the header of the schedule, so that every stage is computed where the run computes it.
 """
@@ -27,7 +27,7 @@ from mpirun.training.session import Session
 from schedgen.ir.program import Program
 from schedgen.util.errors import UsageError
 
-Each = Callable[[int, Any, Microbatch], None]  # of a microbatch's number, the last stage's output, and itself
+Each = Callable[[int, Any, Microbatch], None]  # takes a microbatch's number, the last stage's output, the microbatch
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """A run's list of forwards, prepared for microbatches of one shape."""
+    """A run's forward-only list, prepared for microbatches of one shape."""
 
     def __init__(self, session: Session, example: Microbatch, options: StepOptions, host: Host) -> None:
         """`example`: what a microbatch looks like. Collective."""
@@ -70,7 +70,7 @@ class Evaluator:
         self.each: Each = lambda number, output, batch: None
 
     def run(self, step: int, batch: Batch, each: Each) -> None:
-        """The forwards of a batch; `each` is called for each microbatch on the rank that has the output."""
+        """Run the forwards of a batch; `each` is called for each microbatch on the rank that has the output."""
         self.each = each
         self.batches.give(step, batch)
         self.list.execute(step)
@@ -79,7 +79,7 @@ class Evaluator:
 def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]]) -> Evaluation:
     """The loss and the metrics of all samples.
 
-    Stop where the loss is not of single microbatches, or returns other metrics for some than for the first.
+    Stop if the loss is of the whole minibatch or returns different metrics by microbatch, or if there are no samples.
     """
     model = session.setup.model
     if model.loss_of == "minibatch":
@@ -114,7 +114,7 @@ def predict(
     rebuild: Callable[[Any], Any],
     each: Callable[[int, Any], None] | None,
 ) -> Any:
-    """The outputs of all samples in their order, nested as one output, on rank 0; None elsewhere.
+    """The outputs of all samples in their order, nested like one output, on rank 0; None elsewhere.
 
     rebuild  the model's own output, from the last stage's
     each     is called with the number of a microbatch and its output on the rank that has it; then there is no result
@@ -139,7 +139,7 @@ def predict(
 
 
 def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
-    """The outputs of all microbatches, by rank and number, as one; UsageError where they do not fit together."""
+    """The outputs of all microbatches, given by rank and number, joined; UsageError if they do not fit together."""
     everything = {number: output for of_rank in of_ranks for number, output in of_rank.items()}
     ordered = [everything[number] for number in sorted(everything)]
     if not ordered:
@@ -158,7 +158,7 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
 
 
 def _run(session: Session, batches: Iterable[tuple[Evaluator, Batch]], each: Each) -> None:
-    """`each`: is given the number of a microbatch among those of all batches, its output, and itself."""
+    """Run all batches; `each` takes a microbatch's number among those of all batches, its output, the microbatch."""
     session.share_buffers()
     with torch.no_grad():
         for step, (evaluator, batch) in enumerate(batches):

@@ -39,10 +39,10 @@ class Prepared:
     """A run's interpreters and evaluators, by the shape of microbatches. Every method is collective."""
 
     def __init__(self, session: Session, model: Model, options: StepOptions, host: Host, verifies: bool) -> None:
-        """`verifies`: what is done is recorded, to be verified."""
+        """`verifies`: the steps are recorded, to be verified."""
         self.session, self.model, self.options, self.host, self.verifies = session, model, options, host, verifies
         self.count = session.header.microbatches * options.passes  # microbatches of a step
-        self.resumed: Manifest | None = None  # the checkpoint to go on from, as soon as the stages are there
+        self.resumed: Manifest | None = None  # the checkpoint to go on from, as soon as the stages are built
         self.of_shape: dict[Shape, OfShape] = {}
         self.evaluators: dict[Shape, Evaluator] = {}
         self.batches: StepBatches  # of the steps
@@ -53,9 +53,9 @@ class Prepared:
         return bool(self.of_shape)
 
     def use(self, batch: Batch, shape: Shape) -> OfShape:
-        """Have the session step by the interpreter of this shape.
+        """Make the session step with the interpreter of this shape.
 
-        Stop where the loader will pad a microbatch in part, and that cannot be told from its samples.
+        Stop if the loader will pad a microbatch in part, and the padding could not be taken off again.
         """
         if not self.has_stages:
             self.build(batch, shape)
@@ -76,9 +76,9 @@ class Prepared:
         return of_shape
 
     def evaluator(self, batch: Batch, shape: Shape, padded: bool, scores: bool) -> Evaluator:
-        """What evaluates microbatches of this shape; `scores`: their targets are used, too.
+        """The evaluator of microbatches of this shape; `scores`: their targets are used, too.
 
-        Stop where a microbatch will be `padded` in part, and that cannot be told from its samples.
+        Stop if a microbatch will be `padded` in part, and the padding could not be taken off again.
         """
         if not self.has_stages:
             self.build(batch, shape)
@@ -91,7 +91,7 @@ class Prepared:
         return evaluator
 
     def build(self, batch: Batch, shape: Shape) -> None:
-        """Build the stages, now that it is known what a microbatch looks like, and go on from a checkpoint."""
+        """Build the stages, now that a microbatch's shape is known, and resume from a checkpoint if there is one."""
         session, example = self.session, self._example(batch)
         self.batches = StepBatches(example, self.count)
         with print_notes(session.comm):
@@ -104,7 +104,7 @@ class Prepared:
             session.resume(self.resumed)
 
     def free(self) -> None:
-        """Give back what MPI has for all of it."""
+        """Free the MPI resources of all of them."""
         for evaluator in self.evaluators.values():
             evaluator.list.transport.free()
         if self.has_stages:
@@ -126,7 +126,7 @@ def _of_shape(interpreter: Interpreter, setup: Setup, example: Microbatch) -> Of
 
 
 def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
-    """Why padding cannot be taken off a microbatch; `scores`: off its target, too."""
+    """Why padding cannot be taken off a microbatch, and if `scores` off its target; None: it can."""
     outputs = [torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs]
     of_target = why_uncut("target", example.target, example.size) if scores else None
     return why_uncut("output", outputs, example.size) or of_target

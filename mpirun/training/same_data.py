@@ -1,4 +1,4 @@
-"""The data of steps 1, 2, 4, 8, ... of a run: ranks that read the same microbatch must have got the same."""
+"""Compares the data of steps 1, 2, 4, 8, ... of a run: ranks that read the same microbatch must have the same data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_compared(number: int) -> bool:
 
 
 def check_same_data(comm: MPI.Intracomm, jobs: ForwardBackward, step: int) -> None:
-    """Stop where the hashes of a microbatch differ, which `jobs` has noted in step `step`, from 0. Collective."""
+    """Stop if ranks have different hashes of a microbatch; `jobs` recorded them in step `step`, from 0. Collective."""
     own, jobs.digests = jobs.digests or {}, None
     if (difference := first_difference(comm, own)) is not None:
         number, one, other = difference

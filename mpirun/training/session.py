@@ -1,6 +1,7 @@
 """One rank's part of a run: a schedule, the watchdog, the interpreter, checkpoints, verification.
 
-`Engine`, which scripts drive, and the command line both train by it. Every method is collective.
+`Engine`, for scripts, and the command line both train with it. Methods are collective, except for those that concern
+this rank alone, such as `beat` and `position`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mpirun.verify.verification import Verification, check_repeatable
 from mpirun.watchdog import ASKED, BEAT, ENDING, PHASE, ROW, SAVING, TRYING, VERIFYING
 from mpirun.watchdog.rank_side import Watchdog
 
-ASKED_TWICE = 10.0  # seconds after which a second SIGTERM means it
+ASKED_TWICE = 10.0  # seconds after which a second SIGTERM ends the rank at once
 LEFT = 143  # the exit code of a run that was asked to leave: 128 + SIGTERM
 
 
@@ -97,7 +98,7 @@ class Session:
     def build(self, setup: Setup, verify: bool, tolerance: float | None = None) -> None:
         """Build the stages, and all that executes the list. Stop if the model does not fit the schedule.
 
-        `verify`: record what is done, for `verify`, which allows a difference of `tolerance`.
+        `verify`: record the steps for the method `verify`, which allows a difference of `tolerance`.
         """
         self.setup = setup
         with self.watchdog.phase(TRYING):
@@ -122,7 +123,7 @@ class Session:
             note(self.comm, f"no stage reads output {outputs} of stage {stage}")
 
     def add_interpreter(self, setup: Setup) -> Interpreter:
-        """One for microbatches of another shape, which the model, the optimizer and all else in `setup` fit."""
+        """Another interpreter, for microbatches of another shape; `setup`: the run's, but for that shape."""
         made = build_interpreter(
             self.comm, self.program, self.instructions, setup, self.watchdog.state, self.interpreters[-1]
         )
@@ -141,19 +142,19 @@ class Session:
             interpreter.optimizer_step.leave_requested = True
 
     def free(self) -> None:
-        """Give back what MPI has for the interpreters. Collective."""
+        """Free the MPI resources of the interpreters. Collective."""
         for interpreter in reversed(self.interpreters):
             interpreter.transport.free()
         for interpreter in self.interpreters[:1]:
             interpreter.progress.free()
 
     def handle_sigterm(self) -> None:
-        """From now on SIGTERM means: leave after the step; asked again later (Slurm asks twice), at once."""
+        """From now on SIGTERM means: leave after the step; if it comes again later (Slurm sends two), at once."""
         self.leaves_after_step = True
         self._take_sigterm()
 
     def _take_sigterm(self) -> None:
-        """Only from another session: a handler of the script's own stays."""
+        """Handle SIGTERM from now on, instead of its default or another session; the script's own handler stays."""
         now = signal.getsignal(signal.SIGTERM)
         if now is signal.SIG_DFL or _session_of(now) is not None:
             if self.sigterm_before is None:
@@ -165,13 +166,13 @@ class Session:
             self.asked = time.monotonic()
             self.interpreter.optimizer_step.leave_requested = True
         elif not self.leaves_after_step or time.monotonic() - (self.asked or 0) > ASKED_TWICE:
-            # It ends this rank, as it does by itself; the watchdog says so, and ends the others.
+            # SIGTERM ends this rank, as it does by default; the watchdog says so, and ends the others.
             self.watchdog.state[ASKED] = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 
     def checkpoints(self) -> CheckpointWriter:
-        """What reads and writes the checkpoints of this run."""
+        """The writer of this run's checkpoints, which also restores them."""
         if self.writer is None:
             stages, optimizer = self.interpreter.stages, self.interpreter.optimizer
             self.writer = together(
@@ -183,7 +184,7 @@ class Session:
         return self.writer
 
     def resume(self, manifest: Manifest) -> None:
-        """Go on from a checkpoint. Stop where it is of another model or optimizer."""
+        """Go on from a checkpoint. Stop if it is of another model or optimizer."""
         writer = self.checkpoints()
         if self.verification is not None:
             saved = manifest.settings
@@ -197,13 +198,13 @@ class Session:
         self.begun = self.steps = manifest.step
 
     def save(self, keep: int) -> bool:
-        """Write a checkpoint to the open directory, where the newest `keep` stay; whether that succeeded."""
+        """Write a checkpoint to the open directory, and keep the newest `keep`; whether that succeeded."""
         self.share_buffers()
         with self.watchdog.phase(SAVING):
             return self.checkpoints().save(self.steps, keep)
 
     def begin_trace(self) -> None:
-        """Note from now on when each rank executes which instruction."""
+        """Record from now on when each rank executes which instruction."""
         self.trace = StepTrace(self.instructions, self.setup.device)
         self.trace.begin(self.interpreter)
 
@@ -214,7 +215,7 @@ class Session:
             self.trace = None
 
     def end_trace(self, option: str, path: str) -> bool:
-        """Write what has been noted, as `option` asked for; False where no step has been done since `begin_trace`."""
+        """Write what was recorded; `option`: what asked for it. False if no step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
         if trace is None:
             return False
@@ -224,13 +225,13 @@ class Session:
         return bool(trace.passes)
 
     def share_buffers(self) -> None:
-        """Every rank gets the model's running statistics."""
+        """Give every rank the model's running statistics."""
         share_buffers(self.comm, self.header, self.setup.shapes, self.interpreter.stages)
 
     def step(self, weights: list[float], tokens: int) -> Result:
-        """The next step. Stop where a number is not finite, unless such steps are skipped.
+        """Do the next step. Stop if a number is not finite, unless such steps are skipped.
 
-        `weights`: of the microbatches' losses in that of the step; `tokens`: elements of its targets.
+        `weights`: of the microbatches' losses in the step's loss; `tokens`: elements of the step's targets.
         """
         begin, step, before = time.perf_counter(), self.steps, self._statistics()
         jobs = self.interpreter.forward_backward
@@ -255,7 +256,7 @@ class Session:
         return Result(loss, result.losses, result.grad_norm, result.rate, metrics, seconds, tokens, result.leave)
 
     def _first_step(self, step: int) -> StepResult:
-        """The interpreter's; in that of the run, it is said which parameters got no gradient."""
+        """The interpreter's first step; if it is also the run's first, report which parameters got no gradient."""
         result = self.interpreter.run_first(step)
         if step != self.begun:
             return result
@@ -273,7 +274,7 @@ class Session:
         return result
 
     def _say_without_graphs(self) -> None:
-        """Once it is known, which stages are not captured, and why."""
+        """Report once, as soon as it is known, which stages are not captured, and why."""
         graphs = self.interpreter.graphs
         if graphs is None or graphs.told or not graphs.looked:
             return
@@ -283,7 +284,7 @@ class Session:
             note(self.comm, line)
 
     def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-        """Copies of the buffers that forwards change, where a step may have to change nothing."""
+        """Copies of the buffers that forwards change, if a step may have to be undone."""
         if self.setup.on_nan == "stop":
             return []
         changed = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
@@ -302,7 +303,7 @@ class Session:
         self.leaves_after_step = False
 
     def _give_back_sigterm(self) -> None:
-        """SIGTERM means what it meant before this run, and before those that have ended meanwhile."""
+        """Restore the handler of SIGTERM from before this run, and from before runs that have ended meanwhile."""
         self.closed, self.leaves_after_step = True, False
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             before = self.sigterm_before
@@ -311,14 +312,14 @@ class Session:
             _set_sigterm(before)
 
     def leave(self, saved: bool) -> None:
-        """Stop together, as SIGTERM has asked: an exit code that is not 0 makes launchers end the other ranks."""
+        """Stop on all ranks together, as SIGTERM asked: a nonzero exit code makes launchers end the other ranks."""
         self.restore_sigterm()
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
 
     def _not_finite(self, step: int, result: StepResult) -> None:
-        """Stop, or say that the step has changed nothing; the rank speaks on which it began."""
+        """Stop, or print that the step changes nothing; the rank where the number first appeared speaks."""
         rank, stop = self.comm.rank, self.setup.on_nan == "stop"
         first = find_nonfinite(self.header, self.instructions, self.setup.shapes, rank, result)
         sentence = ""
@@ -332,7 +333,7 @@ class Session:
             print(f"mpirun: {sentence}", file=sys.stderr, flush=True)
 
     def verify(self) -> int:
-        """Do all steps again in one process, and print how far they are apart; 0 if that is allowed, else 1."""
+        """Repeat all steps in one process, and print how far the results differ; 0 if that is allowed, else 1."""
         if self.verification is None:
             return 0
         self.watchdog.state[PHASE] = VERIFYING
@@ -343,12 +344,12 @@ class Session:
             self.writer.close()
 
     def beat(self) -> None:
-        """Show the watchdog that this rank moves."""
+        """Show the watchdog that this rank makes progress."""
         self.watchdog.state[BEAT] += 1
 
     def end_with_script(self) -> None:
-        """Let the end of the script be that of the run, if `close` is not called before. Collective."""
-        self.at_end = self.comm.Dup()  # what a rank waits for that has ended meets nothing that others do
+        """End the run when the script ends, unless `close` is called before. Collective."""
+        self.at_end = self.comm.Dup()  # the wait of a rank that has ended matches no call of others
         self.at_end.on_wait = self.comm.on_wait
         atexit.register(self.close_together)
 
@@ -360,29 +361,29 @@ class Session:
             self.at_end.Free()
 
     def close_together(self) -> None:
-        """The end of the run where a script ends: nobody is done before all are."""
+        """End the run when the script ends: no rank is done before all are."""
         self.wait_for_others()
         self.close()
 
     def close(self) -> None:
-        """The end of the run on this rank."""
+        """End the run on this rank."""
         atexit.unregister(self.close_together)
         self.end.close()
 
 
 def _session_of(handler: object) -> Session | None:
-    """The session whose handler of SIGTERM it is."""
+    """The session that a handler of SIGTERM belongs to; None: no session."""
     session = getattr(handler, "__self__", None)
     return session if isinstance(session, Session) else None
 
 
 def _set_sigterm(handler: Any) -> None:
-    if threading.current_thread() is threading.main_thread():  # no other can
+    if threading.current_thread() is threading.main_thread():  # no other thread can
         signal.signal(signal.SIGTERM, handler)
 
 
 def mean(values: list[float], weights: list[float]) -> float:
-    """The weighted mean; `weights` add up to 1. What has weight 0 does not count, whatever it is."""
+    """The weighted mean; `weights` add up to 1. A value of weight 0 does not count, even if it is not finite."""
     if len(set(weights)) == 1:
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)

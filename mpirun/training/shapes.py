@@ -1,7 +1,7 @@
 """Which shapes microbatches have: one in a run, or one for each size that is declared (`buckets`).
 
-The size is that of dimension 1 of the input's first tensor that has one: the length of sequences, say. Without declared
-sizes every rank looks at what it reads itself, from the second step on; with them all ranks agree before each step.
+The size is that of dimension 1 of the input's first tensor that has one: the sequence length, say. Without declared
+sizes each rank checks only what it reads itself, from the second step on; with them all ranks agree before each step.
 Some schedules and losses allow one shape only, or no padding: the checks are here.
 """
 
@@ -23,7 +23,7 @@ class Shapes:
     """The shapes there have been so far, in a run or an evaluation."""
 
     def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int]) -> None:
-        """`buckets`: the sizes that are declared; empty: there is one shape. UsageError where they are no sizes."""
+        """`buckets`: the sizes that are declared; empty: there is one shape. UsageError if they are not iterable."""
         if not isinstance(buckets, Iterable):
             raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
         self.comm, self.buckets = comm, tuple(buckets)
@@ -32,8 +32,8 @@ class Shapes:
     def of(self, batch: Batch, name: str) -> Shape:
         """The shape of a batch's microbatches, the same on all ranks; collective, unless the one shape is known.
 
-        Stop, or UsageError on a rank that reads such a microbatch, where they have several or one that they may not.
-        `name`: of the batch, for the sentence.
+        Stop, or UsageError on a rank that reads such a microbatch, if shapes differ or one is not allowed.
+        `name`: of the batch, for the message.
         """
         own = {microbatch.shape for microbatch in batch.microbatches.values()}
         if not self.buckets and self.by_size:
@@ -59,7 +59,7 @@ class Shapes:
 
 
 def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
-    """UsageError where these are no sizes, or microbatches of a run of this model must have one shape."""
+    """UsageError if these are not sizes, or if the model or the schedule needs microbatches of one shape."""
     if any(type(size) is not int or size < 1 for size in buckets):
         raise UsageError(f"buckets should be sizes, whole numbers of at least 1, not {buckets!r}")
     if buckets and model.traced:
@@ -71,13 +71,13 @@ def check_buckets(buckets: Sequence[int], model: Model, header: Header) -> None:
 
 
 def check_new_shape(header: Header) -> None:
-    """Stop where a schedule can step by microbatches of one shape only, and these have another."""
+    """Stop if the schedule can train on microbatches of one shape only; these have another."""
     if not header.has_flush:
         raise Stop("with weight versions there is one shape: evaluate first what has that of the steps")
 
 
 def check_padding(model: Model, header: Header) -> None:
-    """Stop where a microbatch that has padding would count as much as the others."""
+    """Stop if a microbatch with padding would count as much as the others."""
     if not header.has_flush:
         raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
     if model.loss_of == "minibatch":
